@@ -172,11 +172,10 @@ def tiny_draft_net(
     ids = torch.tensor([min(2 * i, vocab - width + i) for i in range(width)])
     tensors._tensors["d2t"] = ids - torch.arange(width)
     tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-    shard = ModelShard.of_head(head.decoder, group)
-    own = head.decoder if shard is None else shard.config
-    model = EagleHead(
-        head, WeightLoader(tensors, dtype, device, shard=shard), target, attention(own, device), num_positions, own
-    )
+    if (shard := ModelShard.of_head(head.decoder, group)) is not None:
+        head = replace(head, decoder=shard.config)
+    weights = WeightLoader(tensors, dtype, device, shard=shard)
+    model = EagleHead(head, weights, target, attention(head.decoder, device), num_positions)
     return EagleNet(model, model.new_cache(num_slots, kv_dtype))
 
 

@@ -145,7 +145,7 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
     flops = tokens * (2 * body - whole.in_fp8) + 2 * heads + 2 * squares * width
     read = body * run.dtype.itemsize - whole.in_fp8 * (run.dtype.itemsize - 1)
     seconds = max(flops / rates.matmul_flops_per_second, read / rates.copy_bytes_per_second)
-    return seconds / run.config.engine.tensor_parallel  # the draft's part is not divided: it is small
+    return seconds / run.config.engine.tensor_parallel  # a draft model is not divided, but small
 
 
 def _decoder_pass(config: ModelConfig, rows: float, quantization: Quantization | None = None) -> Pass:

@@ -326,11 +326,11 @@ def _build_net(
     vocab_size, name = run.target.config.vocab_size, run.engine.attention
     if isinstance(run.draft, EagleCheckpoint):
         head, tensors = run.draft.config, run.draft.tensors
-        shard = ModelShard.of_head(head.decoder, group)
-        config = head.decoder if shard is None else shard.config
+        if (shard := ModelShard.of_head(head.decoder, group)) is not None:
+            head = replace(head, decoder=shard.config)
         weights = WeightLoader(tensors, run.dtype, run.device, gemm, shard)
-        attention = _attention(config, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)
-        model = EagleHead(head, weights, target, attention, num_positions, config)
+        attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)
+        model = EagleHead(head, weights, target, attention, num_positions)
         return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(

@@ -22,7 +22,6 @@ from torch import Tensor
 from specbatch.attention.interface import AttentionBackend
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, DecoderLayer, ForwardPass, PagedModel
 from specbatch.models.eagle_config import EagleConfig, layer_prefix, target_ids_of
 from specbatch.models.stages import completed
@@ -30,19 +29,13 @@ from specbatch.models.weight_loader import WeightLoader
 
 
 class EagleHead(PagedModel):
-    """The head as a model: features and tokens in, draft hidden states and draft logits out. `part`: the sizes of what
-    `weights` loads of it; None: all."""
+    """The head as a model: features and tokens in, draft hidden states and draft logits out. `head`: with the sizes of
+    the part of its layer that `weights` loads."""
 
     def __init__(
-        self,
-        head: EagleConfig,
-        weights: WeightLoader,
-        target: Decoder,
-        backend: AttentionBackend,
-        num_positions: int,
-        part: ModelConfig | None = None,
+        self, head: EagleConfig, weights: WeightLoader, target: Decoder, backend: AttentionBackend, num_positions: int
     ) -> None:
-        c = part or head.decoder
+        c = head.decoder
         super().__init__(c, weights, backend, num_positions)
         self.aux_layers = head.aux_layers
         # Of every token: EAGLE-1/2 read it, and an EAGLE-3 head can read the last layer's output.

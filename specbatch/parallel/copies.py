@@ -50,11 +50,16 @@ class Mailbox:
     def receive(self, like: Tensor) -> Tensor:
         """What the other GPU has sent, of this shape and dtype: for the current stream, until `release`."""
         _await_one(_stream(), self._own_words + _READY)
-        return self._memory[: like.nbytes].view(like.dtype).view(like.shape)
+        return beginning(self._memory, like)
 
     def release(self) -> None:
         """What came is read: the other GPU may send again."""
         _write(_stream(), self._peer_words + _FREE, 1)
+
+
+def beginning(memory: Tensor, like: Tensor) -> Tensor:
+    """Of uint8 memory, as a tensor of this shape and dtype."""
+    return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def has_stream_operations(device: torch.device) -> bool:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,7 +31,7 @@ from specbatch.parallel.algorithms import (
     inbox_capacity,
     limits_for,
 )
-from specbatch.parallel.copies import WORDS_BYTES, Mailbox, has_stream_operations
+from specbatch.parallel.copies import WORDS_BYTES, Mailbox, beginning, has_stream_operations
 from specbatch.parallel.exchanges import ExchangeStore
 from specbatch.parallel.group import Group, in_order
 from specbatch.parallel.multicast import disable_multicast
@@ -112,15 +111,12 @@ class CudaGroup(Group):
         self._pass, self._is_closed = _ALONE, False
 
     @contextlib.contextmanager
-    def _in_pass(self, number: int) -> Iterator[None]:
+    def one_of_two_passes(self, number: int) -> Iterator[None]:
         before, self._pass = self._pass, number
         try:
             yield
         finally:
             self._pass = before
-
-    def one_of_two_passes(self, number: int) -> AbstractContextManager[object]:
-        return self._in_pass(number)
 
     @property
     def _memory(self) -> int:
@@ -255,7 +251,7 @@ class TorchCollectives:
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
         if _is_fake(x):
             return
-        torch.ops.symm_mem.two_shot_all_reduce_out(_as(x, buffer).copy_(x), "sum", self._name, out)
+        torch.ops.symm_mem.two_shot_all_reduce_out(beginning(buffer, x).copy_(x), "sum", self._name, out)
 
     def nccl(self, x: Tensor, out: Tensor) -> None:
         if _is_fake(x):
@@ -302,11 +298,6 @@ def named_group(
 def _is_fake(x: Tensor) -> bool:
     """Of a run that only compiles kernels: it sends nothing."""
     return isinstance(x, FakeTensor)
-
-
-def _as(x: Tensor, buffer: Tensor) -> Tensor:
-    """The beginning of the buffer, of the shape and dtype of x."""
-    return buffer[: x.nbytes].view(x.dtype).view(x.shape)
 
 
 def _wait(work: Any) -> None:
