@@ -2,13 +2,15 @@
 
     python scripts/check/check_tensor_parallel.py -o tensor_parallel.jsonl                    # two GPUs
     python scripts/check/check_tensor_parallel.py --device cpu --target random:tiny --rows 24  # over gloo
+    python scripts/check/check_tensor_parallel.py --only tokens --target FOLDER --prompts gsm8k.jsonl  # real text
 
 Prints a line of JSON for each check. A check that fails or takes too long is a line with `error`, and the next one
 runs; each has processes of its own.
 
 - `tokens`: N ranks against one, in float32 (`--dtype`), with each draft method, small caches, two lanes and no graphs.
   Rows that differ are listed with the margin of the first other token: sums in another order may only decide between
-  two tokens that are nearly as likely (`--margin`).
+  two tokens that are nearly as likely (`--margin`). `--prompts`: rows of a file, as for `specbatch generate`, in place
+  of random tokens.
 - `deterministic`: the bytes of N ranks under two batch sizes.
 - `kill`: a file job whose rank 1, then whose rank 0 is killed, and that gets SIGINT; then it resumes. Its bytes, and
   what was left of it. `--lanes`: it has long prompts and two lanes; then bytes can depend on the batch on a GPU.
@@ -21,6 +23,7 @@ runs; each has processes of its own.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -38,6 +41,7 @@ import psutil
 import torch
 
 from specbatch import LLM
+from specbatch.counts import EngineStats
 from specbatch.engine.memory import GIB
 from specbatch.models.config import expected_tensors
 from specbatch.models.random_weights import geometries
@@ -56,6 +60,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--prompts", type=Path, help="of `tokens`: a JSONL file, of which the first --rows are taken")
+    parser.add_argument("--head", default="random:eagle3", help="of `tokens`: the draft head")
     parser.add_argument("--variants", default="", help="of `tokens`: whose names hold A, then B (A;B)")
     parser.add_argument("--dtype", default="float32", help="of `tokens`; with bfloat16, --margin 0.1 or so")
     parser.add_argument("--margin", type=float, default=1e-4)
@@ -127,20 +133,41 @@ def make_rows(count: int) -> list[Line]:
     return rows
 
 
+def rows_of(prompts: str | None, count: int) -> list[Line]:
+    """Of a file, or random ones."""
+    if prompts is None:
+        return make_rows(count)
+    with open(prompts) as file:
+        rows = [json.loads(line) for line in itertools.islice(file, count)]
+    return [row | {"logprobs": 2} for row in rows]
+
+
 def run_rows(task: Path) -> int:
     """In a process of its own."""
     given = json.loads(task.read_text())
     with LLM(given["target"], certificate=True, **given["options"]) as llm:
-        results = list(llm.generate(make_rows(given["rows"])))
-        found = {"results": results, "notes": llm.notes, "preemptions": llm.stats.preemptions}
+        results = list(llm.generate(rows_of(given["prompts"], given["rows"])))
+        found = {"results": results, "notes": llm.notes, "counts": counts_of(llm.stats, results)}
     task.with_suffix(".results").write_text(json.dumps(found))
     return 0
+
+
+def counts_of(stats: EngineStats, results: list[Line]) -> Line:
+    """What says that the run did what it is for."""
+    return {
+        "tokens": stats.generated_tokens,
+        "accepted": sum(result["speculation"]["accepted"] for result in results if "error" not in result),
+        "cached_prompt_tokens": stats.cached_prompt_tokens,
+        "preemptions": stats.preemptions,
+    }
 
 
 def answers(args: argparse.Namespace, folder: Path, rows: int, **options: Any) -> Line:
     """Results and notes of a run. Raises RuntimeError with the end of what it printed."""
     task = folder / "task.json"
-    task.write_text(json.dumps({"target": args.target, "rows": rows, "options": {"device": args.device, **options}}))
+    prompts = None if args.prompts is None else str(args.prompts)
+    what = {"target": args.target, "rows": rows, "prompts": prompts}
+    task.write_text(json.dumps(what | {"options": {"device": args.device, **options}}))
     task.with_suffix(".results").unlink(missing_ok=True)
     command = [sys.executable, __file__, "--run", str(task)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=args.case_limit)
@@ -152,7 +179,7 @@ def answers(args: argparse.Namespace, folder: Path, rows: int, **options: Any) -
 
 def variants(args: argparse.Namespace) -> dict[str, Line]:
     draft = {"draft": args.target, "num_steps": 3}  # whose drafts are often right: long paths
-    head = {"method": "eagle3", "draft": "random:eagle3"}
+    head = {"method": "eagle3", "draft": args.head}
     found: dict[str, Line] = {
         "plain": {"method": "none"},
         "ngram": {"method": "ngram"},
@@ -189,9 +216,9 @@ def check_tokens(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
             "rows": len(one),
             "equal": len(one) - len(margins),
             "margins_of_others": sorted(margins, reverse=True),
-            "preemptions": many["preemptions"],
+            **many["counts"],
             "ok": all(margin < args.margin for margin in margins)
-            and (many["preemptions"] > 0 or "preempted" not in name),
+            and (many["counts"]["preemptions"] > 0 or "preempted" not in name),
         }
 
 
