@@ -169,10 +169,9 @@ def answers(args: argparse.Namespace, folder: Path, rows: int, **options: Any) -
     what = {"target": args.target, "rows": rows, "prompts": prompts}
     task.write_text(json.dumps(what | {"options": {"device": args.device, **options}}))
     task.with_suffix(".results").unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--run", str(task)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=args.case_limit)
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-1200:]}")
+    code = end_of(start([sys.executable, __file__, "--run", str(task)], folder), args, folder)
+    if code:
+        raise RuntimeError(f"exit code {code}: {(folder / 'stderr').read_text()[-1200:]}")
     found: Line = json.loads(task.with_suffix(".results").read_text())
     return found
 
@@ -186,7 +185,7 @@ def variants(args: argparse.Namespace) -> dict[str, Line]:
         "draft model, chain": {"method": "draft_model", **draft},
         "draft model, tree": {"method": "draft_model", **draft, "topk": 2, "num_draft_tokens": 7},
         "head, tree": {**head, "num_steps": 3, "topk": 4, "num_draft_tokens": 8},
-        "plain, preempted": {"method": "none", "kv_cache_tokens": 700, "page_size": 16},
+        "plain, preempted": {"method": "none", "kv_cache_tokens": 4000 if args.prompts else 700, "page_size": 16},
         "plain, two lanes": {"method": "none", "two_batch_overlap": "on"},
         "draft model, two lanes": {"method": "draft_model", **draft, "two_batch_overlap": "on"},
     }
@@ -327,6 +326,10 @@ def start_job(args: argparse.Namespace, folder: Path, output: str) -> subprocess
         f"engine.two_batch_overlap={'on' if args.lanes else 'auto'}",
     ):
         command += ["--set", option]
+    return start(command, folder)
+
+
+def start(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
     with (folder / "stderr").open("w") as stderr:
         env = os.environ | {"PYTHONFAULTHANDLER": "1"}
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, env=env)
