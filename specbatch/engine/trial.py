@@ -165,39 +165,40 @@ def trial_short_prompts(round_: Round, max_batch_size: int, prefill_chunk_tokens
     while num_prompts * _SHORT_PROMPT < prefill_chunk_tokens:
         num_tokens = num_prompts * _SHORT_PROMPT
         trial_prompt(round_, num_tokens)
-        if 1 < num_prompts <= max_batch_size:
+        if num_prompts <= max_batch_size:
             trial_prompt(round_, num_tokens, num_prompts)
         num_prompts *= 2
 
 
 @torch.inference_mode()
-def trial_prompt(round_: Round, num_tokens: int, num_prompts: int = 1) -> None:
-    """A chunk of prompts of equal length, which end there. If it is one prompt, as many of its tokens as slots are
-    chosen after it, as if short prompts ended there. All is in padding's slot, which stays done."""
+def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None) -> None:
+    """A chunk of prompts of equal length, which end there. None: of one prompt, and as many tokens as slots are chosen
+    after it, as if short prompts ended there. All is in padding's slot, which stays done."""
     state, page_size = round_.state, round_.page_size
     device = state.ints_SF.device
     pages = -(-num_tokens // page_size)
     table = torch.arange(max(pages + 1, state.page_table_SP.shape[1]), dtype=torch.int32, device=device)[None]
     index = torch.arange(num_tokens, device=device)
-    length = num_tokens // num_prompts
+    num_seqs = num_prompts or 1
+    length = num_tokens // num_seqs
     ends = np.arange(0, num_tokens + 1, length, dtype=np.int32)
     layout = PagedBatch(
         index,
         index % length % round_.num_positions,
-        table.repeat(num_prompts, 1),
+        table.repeat(num_seqs, 1),
         page_size,
-        torch.zeros(num_prompts, dtype=torch.int32, device=device),
+        torch.zeros(num_seqs, dtype=torch.int32, device=device),
         torch.from_numpy(ends).to(device),
         length,
         host_query_starts=ends,
     )
-    last = index[-state.padding :] if num_prompts == 1 else index[length - 1 :: length]
+    last = index[-state.padding :] if num_prompts is None else index[length - 1 :: length]
     slots = torch.full_like(last, state.padding)
     zeros = torch.zeros_like(index)
     saved = state.ints_SF[state.padding].clone()
     logits_indices = LogitsIndices.of(layout, last, last % length, table.repeat(last.shape[0], 1))
     cut, half = None, num_tokens // 2
-    if num_prompts == 1 and round_.two_lanes is not None and half >= round_.two_lanes.min_prompt_lane:
+    if num_prompts is None and round_.two_lanes is not None and half >= round_.two_lanes.min_prompt_lane:
         cut = ChunkCut(0, half, half, max(0, half - (num_tokens - len(last))))
     chunk = PromptChunk(
         zeros,

@@ -108,9 +108,21 @@ def rounds(gpu: FakeGpu) -> None:
         assert "engine: 0 kernels compiled ahead" in compile_kernels(parts, 4, 64, 100, f"{method}, another run")
         assert compile_kernels(parts, 4, 64, 100, method) == "engine: kernels were compiled by an earlier start"
         assert torch.equal(parts.target.embedding_VE, embedding)
+        assert _compiled_for_prompts(parts) == 0, gpu.compiled
         made = parts.make(4, 100, 64)
         tensors = [parts.target.embedding_VE, *(cache.all_layers for cache in made.caches)]
         assert all(type(tensor) is torch.Tensor for tensor in tensors), "fake ones are left"
+
+
+def _compiled_for_prompts(parts: Any) -> int:
+    """Of one prompt in a chunk, of lengths that the start does not compute."""
+    from specbatch.engine.trial import trial_prompt
+
+    def run() -> None:
+        for num_tokens in (50, 24):
+            trial_prompt(parts.make(4, 100, 112).items.items[0], num_tokens, 1)
+
+    return compile_ahead(run, 2)[0]
 
 
 def ranks(gpu: FakeGpu) -> None:
