@@ -32,6 +32,12 @@ class Decision:
     num_broken_B: Tensor | None = None
     margin_BN: Tensor | None = None  # float32, of the target's logits after each node
 
+    @staticmethod
+    def of(chosen: tuple[Tensor, Tensor]) -> Decision:
+        """Of the (B, N) choices and their margins."""
+        choice_BN, margin_BN = chosen
+        return Decision(choice_BN, margin_BN=margin_BN)
+
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
@@ -56,8 +62,16 @@ class Acceptance:
         if sampled and trees.probs_BDW is not None:
             found = self._accept_drawn(view, trees, logits_TV, index_BN, target_ids)
         else:
-            choice_BN, margin_BN = self.choose(view, trees, logits_TV, index_BN, sampled)
-            found = Decision(choice_BN, margin_BN=margin_BN)
+            found = Decision.of(self.choose(view, trees, logits_TV, index_BN, sampled))
+        return self._or_simulated(view, trees, found)
+
+    def decide_greedily(
+        self, view: BatchView, trees: DraftTrees, best: tuple[Tensor, Tensor], index_BN: Tensor | None
+    ) -> Decision:
+        """As `decide`, by the (T,) best tokens and margins of the logits."""
+        return self._or_simulated(view, trees, Decision.of(_of_nodes(trees, best, index_BN)))
+
+    def _or_simulated(self, view: BatchView, trees: DraftTrees, found: Decision) -> Decision:
         if self.simulate is None:
             return found
         path_BN, num_path_B = self._simulated(view, trees, self.simulate)
@@ -68,9 +82,8 @@ class Acceptance:
     ) -> tuple[Tensor, Tensor]:
         """(B, N) the target's own token after each node; NO_TOKEN where its logits are not finite. (B, N) float32, the
         margins of the logits, see `kernels.torch.sampling.argmax_and_margin`."""
-        best_T, margin_T = self.ops.argmax_and_margin(logits_TV, NO_TOKEN)
-        shape = trees.tokens_BN.shape
-        best_BN, margin_BN = (x.view(shape) if index_BN is None else x[index_BN] for x in (best_T, margin_T))
+        best = self.ops.argmax_and_margin(logits_TV, NO_TOKEN)
+        best_BN, margin_BN = _of_nodes(trees, best, index_BN)
         return self._draw(view, trees, logits_TV, index_BN) if sampled else best_BN, margin_BN
 
     def _draw(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor | None) -> Tensor:
@@ -200,9 +213,31 @@ class Acceptance:
         return torch.where(path < num_nodes, path, 0), num_path
 
 
+def _of_nodes(trees: DraftTrees, computed: tuple[Tensor, Tensor], index_BN: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(B, N) of each node what was computed for T tokens. `index_BN`: see `Acceptance.decide`."""
+    first, second = (x.view(trees.tokens_BN.shape) if index_BN is None else x[index_BN] for x in computed)
+    return first, second
+
+
 def _chain_parents(trees: DraftTrees) -> Tensor:
     """(B, N) of chains, as of trees: -1 at the root, -2 past the last node."""
     batch, num_nodes = trees.tokens_BN.shape
     nodes = torch.arange(num_nodes)
     parents = (nodes - 1).expand(batch, -1)
     return parents if trees.num_nodes_B is None else torch.where(nodes < trees.num_nodes_B[:, None], parents, -2)
+
+
+def with_forced(decision: Decision, forced_BN: Tensor, logits_TV: Tensor) -> Decision:
+    """With the only tokens that may come (`RuleBuffers.forced_SN`) in place of other choices, as if masks had left
+    nothing else: NO_TOKEN where another rule forbids that."""
+    if decision.choice_BN is None or decision.margin_BN is None:
+        return decision
+    logits_BNV = logits_TV.view(*forced_BN.shape, -1)
+    of_forced_BN = logits_BNV.gather(2, forced_BN.clamp(min=0)[:, :, None])[:, :, 0]
+    is_other_BN = (forced_BN >= 0) & (decision.choice_BN != forced_BN) & (decision.choice_BN != NO_TOKEN)
+    taken_BN = torch.where(of_forced_BN > -torch.inf, forced_BN, NO_TOKEN)
+    return replace(
+        decision,
+        choice_BN=torch.where(is_other_BN, taken_BN, decision.choice_BN),
+        margin_BN=torch.where(is_other_BN, torch.inf, decision.margin_BN),
+    )

@@ -21,7 +21,7 @@ from specbatch.batch import NO_TOKEN, Committed, Edits, Field, LogitsIndices
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.engine.acceptance import Acceptance, Decision
+from specbatch.engine.acceptance import Acceptance, Decision, with_forced
 from specbatch.engine.edits import edited_logits
 from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import Logprobs
@@ -101,7 +101,7 @@ class Round:
         with marked("draft"):
             view, trees = self.draft(req_idx_B, sampled)
         with marked("target"):
-            forwarded = self.forward(view, trees, lane)
+            forwarded = self.forward(view, trees, lane, is_greedy=_is_greedy(sampled, num_top, edits))
         return self.finish(view, trees, forwarded, sampled, num_top, edits)
 
     def begin(
@@ -151,10 +151,11 @@ class Round:
         lane: int = 0,
     ) -> Verified:
         """The target's forward pass over all nodes, acceptance, commit, and the accepted paths made contiguous."""
-        return self.accept(view, trees, self.forward(view, trees, lane), sampled, num_top, edits)
+        forwarded = self.forward(view, trees, lane, is_greedy=_is_greedy(sampled, num_top, edits))
+        return self.accept(view, trees, forwarded, sampled, num_top, edits)
 
-    def forward(self, view: BatchView, trees: DraftTrees, lane: int = 0) -> Forwarded:
-        """The target's forward pass over all nodes."""
+    def forward(self, view: BatchView, trees: DraftTrees, lane: int = 0, *, is_greedy: bool = False) -> Forwarded:
+        """The target's forward pass over all nodes. `is_greedy`: no more than the best token of each is wanted."""
         batch, num_nodes = trees.tokens_BN.shape
         mask = None if trees.mask_BNW is None else trees.mask_BNW.view(batch * num_nodes, -1)
         layout = view.layout(num_nodes, depths_BQ=trees.depths_BN, mask_TW=mask)
@@ -170,7 +171,9 @@ class Round:
             hidden, aux_hidden_states = self.two_lanes.forward(tokens_T, layout, self._aux_layers, lane, end)
         else:
             hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
-        return Forwarded(hidden, aux_hidden_states, self._target.raw_logits(hidden), index_T)
+        best = self._target.best_tokens(hidden, self.ops) if is_greedy else None
+        logits = None if best is not None else self._target.raw_logits(hidden)
+        return Forwarded(hidden, aux_hidden_states, logits, best, index_T)
 
     def choose(
         self, view: BatchView, trees: DraftTrees, forwarded: Forwarded, num_top: int | None, edits: Edits
@@ -178,6 +181,7 @@ class Round:
         """With what grammars need to know of a forward pass. A mask comes to the same after all other changes as before
         them: it makes logits -inf."""
         edits &= ~Edits.NODE_MASK
+        assert forwarded.logits_TV is not None, "a grammar needs logits"
         edited = self._edited(view, trees, forwarded.logits_TV, edits, keep=num_top is not None)
         index_BN = None if forwarded.index_T is None else forwarded.index_T.view(trees.tokens_BN.shape)
         choice_BN, _ = self._acceptance.choose(view, trees, edited, index_BN, sampled=False)
@@ -193,27 +197,41 @@ class Round:
         edits: Edits = Edits.NONE,
     ) -> Verified:
         """Acceptance, commit, and the accepted paths made contiguous."""
-        (batch, num_nodes), logits, index_T = trees.tokens_BN.shape, forwarded.logits_TV, forwarded.index_T
-        target_ids = None if self.method.net is None else self.method.net.target_ids
-        index_BN = None if index_T is None else index_T.view(batch, num_nodes)
-        edited = logits
-        if forwarded.edited_TV is not None:
-            edited, edits = forwarded.edited_TV, edits & Edits.NODE_MASK
-        edited = self._edited(view, trees, edited, edits, keep=num_top is not None and edited is logits)
-        decision = self._acceptance.decide(view, trees, edited, index_BN, target_ids, sampled)
-        if edits & Edits.NODE_MASK and (rules := self.state.rules) is not None and rules.forced_SN is not None:
-            decision = _with_forced(decision, rules.forced_SN[view.req_idx_B, :num_nodes], edited)
+        logits, index_T = forwarded.logits_TV, forwarded.index_T
+        index_BN = None if index_T is None else index_T.view(trees.tokens_BN.shape)
+        if logits is None:
+            assert forwarded.best is not None
+            decision = self._acceptance.decide_greedily(view, trees, forwarded.best, index_BN)
+        else:
+            decision = self._decide(view, trees, logits, forwarded.edited_TV, index_BN, sampled, num_top, edits)
         committed = self._commit(view, trees, decision)
         accept_index_T = committed.accept_index_T if index_T is None else index_T[committed.accept_index_T]
         if trees.parents_BN is not None:  # a chain's path is contiguous
             paths = committed.path_BM.shape
             self.ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
-        logprobs = self._logprobs(logits, accept_index_T, committed.tokens_BM, num_top)
+        logprobs = None if logits is None else self._logprobs(logits, accept_index_T, committed.tokens_BM, num_top)
         # What a grammar has put in place of drafts was not computed in drafting.
         num_reusable = self.method.num_reusable if trees.max_path is None else 0
         return Verified(
             view, committed, accept_index_T, forwarded.hidden_TE, forwarded.aux_hidden_states, logprobs, num_reusable
         )
+
+    def _decide(
+        self, view: BatchView, trees: DraftTrees, logits: Tensor, edited: Tensor | None, index_BN: Tensor | None,
+        sampled: bool, num_top: int | None, edits: Edits,
+    ) -> Decision:  # fmt: skip
+        """`edited`: the logits under all rules but the masks of nodes; None: under no rule."""
+        if edited is None:
+            edited = logits
+        else:
+            edits &= Edits.NODE_MASK
+        edited = self._edited(view, trees, edited, edits, keep=num_top is not None and edited is logits)
+        target_ids = None if self.method.net is None else self.method.net.target_ids
+        decision = self._acceptance.decide(view, trees, edited, index_BN, target_ids, sampled)
+        if edits & Edits.NODE_MASK and (rules := self.state.rules) is not None and rules.forced_SN is not None:
+            num_nodes = trees.tokens_BN.shape[1]
+            decision = with_forced(decision, rules.forced_SN[view.req_idx_B, :num_nodes], edited)
+        return decision
 
     def _logprobs(self, logits_TV: Tensor, index_T: Tensor, tokens_BM: Tensor, num_top: int | None) -> Logprobs | None:
         """Of tokens (B, M), by the rows (B * M) of raw logits that they were chosen by."""
@@ -363,17 +381,6 @@ class Round:
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
 
 
-def _with_forced(decision: Decision, forced_BN: Tensor, logits_TV: Tensor) -> Decision:
-    """With the only tokens that may come (`RuleBuffers.forced_SN`) in place of other choices, as if masks had left
-    nothing else: NO_TOKEN where another rule forbids that."""
-    if decision.choice_BN is None or decision.margin_BN is None:
-        return decision
-    logits_BNV = logits_TV.view(*forced_BN.shape, -1)
-    of_forced_BN = logits_BNV.gather(2, forced_BN.clamp(min=0)[:, :, None])[:, :, 0]
-    is_other_BN = (forced_BN >= 0) & (decision.choice_BN != forced_BN) & (decision.choice_BN != NO_TOKEN)
-    taken_BN = torch.where(of_forced_BN > -torch.inf, forced_BN, NO_TOKEN)
-    return replace(
-        decision,
-        choice_BN=torch.where(is_other_BN, taken_BN, decision.choice_BN),
-        margin_BN=torch.where(is_other_BN, torch.inf, decision.margin_BN),
-    )
+def _is_greedy(sampled: bool, num_top: int | None, edits: Edits) -> bool:
+    """Whether a round needs no more of the target's logits than the largest of each token."""
+    return not sampled and num_top is None and not edits

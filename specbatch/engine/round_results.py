@@ -17,11 +17,13 @@ from specbatch.engine.logprobs import Logprobs
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What the target computed for the T nodes of a round."""
+    """What the target computed for the T nodes of a round: their logits, or the best token of each (int64) with its
+    margin, where no more is wanted and ranks find it without the logits."""
 
     hidden_TE: Tensor
     aux_hidden_states: list[Tensor]
-    logits_TV: Tensor
+    logits_TV: Tensor | None
+    best: tuple[Tensor, Tensor] | None
     index_T: Tensor | None  # int64, (B * N) of the computed token of each node; None: all nodes are computed
     # With grammars: the logits under all rules but the masks of nodes, and what a greedy request chooses by them.
     edited_TV: Tensor | None = None

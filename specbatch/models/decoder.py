@@ -8,6 +8,7 @@ Shape suffixes: T packed tokens, E hidden size, V vocabulary, H query heads, K k
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.key_offset import key_offset
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.linear import traceable_parts
+from specbatch.models.sharded import GatheredLinear
 from specbatch.models.stages import FIRST, Stages, Turn, completed
 from specbatch.models.weight_loader import WeightLoader
 
@@ -335,3 +337,10 @@ class Decoder(PagedModel):
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         return self.lm_head(hidden_RE)
+
+    def best_tokens(self, hidden_RE: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor] | None:
+        """`argmax_and_margin` of the logits. None: that takes no less time than the logits and then `ops`."""
+        head = self.lm_head
+        return (
+            head.best(hidden_RE, ops) if isinstance(head, GatheredLinear) and head.exchanges_best(hidden_RE) else None
+        )

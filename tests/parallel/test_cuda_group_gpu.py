@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from specbatch.batch import NO_TOKEN
 from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.build import build_engine
@@ -19,8 +20,12 @@ from specbatch.engine.resolve import resolve
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint
 from specbatch.grammar.spec import MatcherSpec
+from specbatch.kernels import ops_for
+from specbatch.models import sharded
+from specbatch.models.linear import Linear
 from specbatch.parallel import algorithms
 from specbatch.parallel.cuda import CudaGroup, TorchCollectives
+from specbatch.parallel.shares import even_shares
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine
 
@@ -86,15 +91,18 @@ def test_memory_that_others_read_alone_on_one_gpu(tmp_path: Path, dtype: torch.d
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lanes", [None, 1])
-def test_an_engine_of_one_rank_on_a_gpu(tmp_path: Path, lanes: int | None) -> None:
-    """Whole rounds as graphs, with the sums of a group in them."""
+def test_an_engine_of_one_rank_on_a_gpu(tmp_path: Path, lanes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rounds as graphs, with the sums of a group and its exchanges of best tokens in them."""
+    monkeypatch.setattr(sharded, "_GATHERED_BYTES", 0)
     device = torch.device("cuda", 0)
     options: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32, "device": device}
-    prompts, params = random_prompts(12, shared=10), SamplingParams(max_tokens=12, temperature=0.8, seed=5)
-    expected = run(tiny_device_engine("ngram", CHAIN, graphs="round", **options), prompts, params)
+    prompts, alone = random_prompts(12, shared=10), tiny_device_engine("ngram", CHAIN, graphs="round", **options)
     group = CudaGroup(0, 1, device, one_gpu(tmp_path), fixed_order=False, two_passes=lanes is not None)
     engine = tiny_device_engine("ngram", CHAIN, graphs="round", group=group, min_lane=lanes, **options)
-    assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
+    for temperature in (0.8, 0.0):
+        params = SamplingParams(max_tokens=12, temperature=temperature, seed=5)
+        found, expected = (run(one, prompts, params) for one in (engine, alone))
+        assert [(c.token_ids, c.margin) for c in found] == [(c.token_ids, c.margin) for c in expected]
     del engine
     gc.collect()  # its graphs
     group.close()
@@ -122,11 +130,30 @@ def _two_gpus(rank: int, meeting: str) -> None:
     _many_sizes(two, device)
     _two_streams(two, device)
     _copies(two, device)
+    _best_tokens(group, device)
     assert group.least(7 - rank) == 6
     assert group.of_first([float(rank)]) == [0.0]
     torch.cuda.synchronize()
     group.close()
     two.close()
+
+
+def _best_tokens(group: CudaGroup, device: torch.device) -> None:
+    """Of logits that two ranks have, in a graph: what one process finds."""
+    for dtype in (torch.bfloat16, torch.float32):
+        logits_TV = torch.randint(-9, 9, (300, 101), generator=torch.Generator().manual_seed(7)).to(dtype)
+        logits_TV[7, 3], logits_TV[8, 70], logits_TV[9, :51] = torch.nan, torch.inf, -torch.inf
+        expected = ops_for(torch.device("cpu"), torch.float32).argmax_and_margin(logits_TV, NO_TOKEN)
+        own = even_shares(101, 2)[group.rank]
+        part_TV = logits_TV[:, own.start : own.stop].to(device)
+        head = sharded.GatheredLinear(cast(Linear, lambda x_TI, part=part_TV: part), group, 51, 101)
+        x_TI, ops = torch.zeros(300, 8, device=device, dtype=dtype), ops_for(device, dtype)
+        graph, found = graph_of(lambda run=head, x=x_TI, ops=ops: torch.stack(run.best(x, ops)))  # type: ignore[misc]
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(found[0].long().cpu(), expected[0]), dtype
+        assert torch.equal(found[1].float().cpu(), expected[1]), dtype
 
 
 def _many_sizes(group: CudaGroup, device: torch.device) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from specbatch.batch import NO_TOKEN
 from specbatch.draft.shape import DraftShape
-from specbatch.models.sharded import ModelShard, part_of
+from specbatch.kernels import ops_for
+from specbatch.models.linear import Linear
+from specbatch.models.sharded import GatheredLinear, ModelShard, part_of
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
+from specbatch.parallel.shares import even_shares
 from specbatch.types import Completion, SamplingParams
 from tests.coins import plain_logits
 from tests.parallel.threads import ThreadGroup, on_ranks
@@ -159,3 +163,72 @@ def test_the_embedding_of_a_token_is_exact() -> None:
 
     for rows in on_ranks(4, work):
         assert torch.equal(rows, weights.load("model.embed_tokens.weight").float())
+
+
+@pytest.mark.parametrize(("method", "shape", "size"), [("none", None, 3), ("draft_model", TREE, 2)])
+def test_greedy_rounds_exchange_best_tokens(
+    method: str, shape: DraftShape | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no logits, but for the first token of each prompt. Margins are those of one process, too."""
+    alone = run(tiny_oracle(method, shape, num_pages=256), PROMPTS, GREEDY)
+    gathered: list[int] = []
+    whole = GatheredLinear.__call__
+
+    def counted(head: GatheredLinear, x_TI: torch.Tensor) -> torch.Tensor:
+        gathered.append(len(x_TI))
+        return whole(head, x_TI)
+
+    monkeypatch.setattr(GatheredLinear, "__call__", counted)
+
+    def work(group: Group) -> list[Completion]:
+        return run(tiny_engine(method, shape, num_pages=256, group=group), PROMPTS, GREEDY)
+
+    for completions in on_ranks(size, work):
+        assert outputs(completions) == outputs(alone)
+        for found, expected in zip(completions, alone, strict=True):
+            assert found.margin.value == pytest.approx(expected.margin.value, abs=1e-6)
+    assert sum(gathered) == size * len(PROMPTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("vocab", "size"), [(61, 2), (60, 3), (5, 4)])
+def test_the_best_token_of_parts(vocab: int, size: int, dtype: torch.dtype) -> None:
+    """Exactly that of the whole, with its margin: equal logits, parts that are masked, rows that are not finite."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits_TV = torch.randint(-4, 5, (400, vocab), generator=generator).to(dtype) / 3
+    values = torch.tensor([-torch.inf, torch.inf, torch.nan, torch.finfo(dtype).min], dtype=torch.float64)
+    for row in range(100, 400):  # a stretch of each has a value that means something
+        start = int(torch.randint(vocab, (1,), generator=generator))
+        end = int(torch.randint(start, vocab, (1,), generator=generator)) + 1
+        logits_TV[row, start:end] = values[(-1 if row < 160 else 0) if row < 300 else row % 4]
+    logits_TV[-1] = -torch.inf
+    ops = ops_for(CPU, torch.float32)
+    expected = ops.argmax_and_margin(logits_TV, NO_TOKEN)
+
+    def work(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        own = even_shares(vocab, size)[group.rank]
+        part = cast(Linear, lambda x_T: logits_TV[:, own.start : own.stop])
+        return GatheredLinear(part, group, -(-vocab // size), vocab).best(
+            torch.arange(400), ops_for(CPU, torch.float32)
+        )
+
+    for token_T, margin_T in on_ranks(size, work):
+        assert torch.equal(token_T, expected[0])
+        assert torch.equal(margin_T, expected[1])
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [{"temperature": 0.8, "seed": 5}, {"logprobs": 2}, {"allowed_token_ids": (3, 4, 5, 50)}],
+    ids=["sampled", "with log-probabilities", "with rules"],
+)
+def test_rounds_that_need_all_logits(wanted: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=10, **wanted)
+    alone = run(tiny_oracle("draft_model", CHAIN, num_pages=256), PROMPTS, params)
+
+    def work(group: Group) -> list[Completion]:
+        return run(tiny_engine("draft_model", CHAIN, num_pages=256, group=group), PROMPTS, params)
+
+    for completions in on_ranks(2, work):
+        assert outputs(completions) == outputs(alone)
+        assert all((c.logprobs is None) == ("logprobs" not in wanted) for c in completions)
