@@ -51,11 +51,13 @@ class Pass:
 
 def measure_device(device: torch.device) -> DeviceRates:
     """Medians of a 4 GB copy and of an 8192^3 bf16 product (on a CPU: 64 MB, 1024^3 float32)."""
-    rates = DeviceRates(_copy_rate(device), _matmul_rate(device))
+    # The product first: the library keeps its workspace, and torch would put it into the memory of a copy, which could
+    # then not be given back. The engine sizes itself by what is free.
+    matmul, copy = _matmul_rate(device), _copy_rate(device)
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()  # the engine sizes itself by what is free
-    return rates
+        torch.cuda.empty_cache()
+    return DeviceRates(copy, matmul)
 
 
 def _copy_rate(device: torch.device) -> float:
