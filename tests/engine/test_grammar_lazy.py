@@ -64,7 +64,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, PENALTIES], ids=["", "penalties"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.wide, id=""), pytest.param(PENALTIES, id="penalties")]
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_greedy_texts_and_margins_of_all_methods(engine: str, options: dict[str, Any], watched: list[int]) -> None:
     """They are equal, and the texts are those of all masks and of the oracle. With random weights most choices are

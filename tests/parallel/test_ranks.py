@@ -106,7 +106,7 @@ def test_two_processes_answer_as_one(ranked: RankedEngine, tiny_model: Path) -> 
     assert ranked.stats.speculation == alone.stats.speculation
 
 
-@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize("method", ["none", pytest.param("ngram", marks=pytest.mark.wide)])
 def test_two_processes_with_grammars_answer_as_one(tiny_model: Path, method: str) -> None:
     """Each has matchers of its own; with reasoning before the answer, too."""
     reasoning = Reasoning(None, 12, 512)
