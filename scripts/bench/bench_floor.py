@@ -51,13 +51,18 @@ class Pass:
 
 def measure_device(device: torch.device) -> DeviceRates:
     """Medians of a 4 GB copy and of an 8192^3 bf16 product (on a CPU: 64 MB, 1024^3 float32)."""
-    # The product first: the library keeps its workspace, and torch would put it into the memory of a copy, which could
-    # then not be given back. The engine sizes itself by what is free.
-    matmul, copy = _matmul_rate(device), _copy_rate(device)
+    copy = _copy_rate(device)
+    _give_back(device)  # before the library makes a workspace, which torch would put into the memory of the copy
+    rates = DeviceRates(copy, _matmul_rate(device))
+    _give_back(device)
+    return rates
+
+
+def _give_back(device: torch.device) -> None:
+    """The engine sizes itself by what is free."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
-    return DeviceRates(copy, matmul)
 
 
 def _copy_rate(device: torch.device) -> float:

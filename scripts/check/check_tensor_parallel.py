@@ -51,6 +51,7 @@ from specbatch.parallel.algorithms import buffer_bytes, limits_for
 _LONG = 300  # times a prompt of three tokens
 _IDS = 500  # token ids are below, so that each model has them
 _SUMS = [1 << n for n in range(13, 28)]
+_BARE = ", no log-probabilities"
 Line = dict[str, Any]
 
 
@@ -126,27 +127,27 @@ def make_rows(count: int) -> list[Line]:
                 "id": f"row {i}",
                 "prompt_token_ids": ids,
                 "max_tokens": rng.randint(8, 128),
-                "logprobs": 2,
                 "ignore_eos": True,
             }
         )
     return rows
 
 
-def rows_of(prompts: str | None, count: int) -> list[Line]:
+def rows_of(prompts: str | None, count: int, logprobs: int | None) -> list[Line]:
     """Of a file, or random ones."""
     if prompts is None:
-        return make_rows(count)
-    with open(prompts) as file:
-        rows = [json.loads(line) for line in itertools.islice(file, count)]
-    return [row | {"logprobs": 2} for row in rows]
+        rows = make_rows(count)
+    else:
+        with open(prompts) as file:
+            rows = [json.loads(line) for line in itertools.islice(filter(str.strip, file), count)]
+    return [row | {"logprobs": logprobs} for row in rows]
 
 
 def run_rows(task: Path) -> int:
     """In a process of its own."""
     given = json.loads(task.read_text())
     with LLM(given["target"], certificate=True, **given["options"]) as llm:
-        results = list(llm.generate(rows_of(given["prompts"], given["rows"])))
+        results = list(llm.generate(rows_of(given["prompts"], given["rows"], given["logprobs"])))
         found = {"results": results, "notes": llm.notes, "counts": counts_of(llm.stats, results)}
     task.with_suffix(".results").write_text(json.dumps(found))
     return 0
@@ -162,11 +163,18 @@ def counts_of(stats: EngineStats, results: list[Line]) -> Line:
     }
 
 
-def answers(args: argparse.Namespace, folder: Path, rows: int, **options: Any) -> Line:
+def answers(
+    args: argparse.Namespace,
+    folder: Path,
+    rows: int,
+    *,
+    prompts: Path | None = None,
+    logprobs: int | None = 2,
+    **options: Any,
+) -> Line:
     """Results and notes of a run. Raises RuntimeError with the end of what it printed."""
     task = folder / "task.json"
-    prompts = None if args.prompts is None else str(args.prompts)
-    what = {"target": args.target, "rows": rows, "prompts": prompts}
+    what = {"target": args.target, "rows": rows, "prompts": prompts and str(prompts), "logprobs": logprobs}
     task.write_text(json.dumps(what | {"options": {"device": args.device, **options}}))
     task.with_suffix(".results").unlink(missing_ok=True)
     code = end_of(start([sys.executable, __file__, "--run", str(task)], folder), args, folder)
@@ -187,6 +195,8 @@ def variants(args: argparse.Namespace) -> dict[str, Line]:
         "head, tree": {**head, "num_steps": 3, "topk": 4, "num_draft_tokens": 8},
         "plain, preempted": {"method": "none", "kv_cache_tokens": 4000 if args.prompts else 700, "page_size": 16},
         "plain, two lanes": {"method": "none", "two_batch_overlap": "on"},
+        f"plain{_BARE}": {"method": "none"},  # large rounds exchange best tokens, not logits
+        f"draft model, tree{_BARE}": {"method": "draft_model", **draft, "topk": 2, "num_draft_tokens": 7},
         "draft model, two lanes": {"method": "draft_model", **draft, "two_batch_overlap": "on"},
     }
     if args.device != "cpu":
@@ -197,13 +207,15 @@ def variants(args: argparse.Namespace) -> dict[str, Line]:
 
 def check_tokens(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
     common = {"dtype": args.dtype, "max_batch_size": 32}
-    one = answers(args, folder, args.rows, **common, method="none")["results"]
+    one = answers(args, folder, args.rows, prompts=args.prompts, **common, method="none")["results"]
     named = variants(args)
     wanted = dict.fromkeys(name for part in args.variants.split(";") for name in named if part in name)
     for name in wanted:
         options = named[name]
         try:
-            many = answers(args, folder, args.rows, **common, **options, tensor_parallel=args.ranks)
+            logprobs = None if name.endswith(_BARE) else 2
+            more: Line = {"prompts": args.prompts, "logprobs": logprobs, "tensor_parallel": args.ranks}
+            many = answers(args, folder, args.rows, **more, **common, **options)
         except Exception as error:
             yield {"variant": name, "ok": False, "failure": f"{type(error).__name__}: {error}"[-1500:]}
             continue
@@ -223,9 +235,13 @@ def check_tokens(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
 
 def margin_of_difference(one: Line, other: Line) -> float | None:
     """None: the tokens are equal. Else by how much the first other token was preferred to the next best: if that is
-    much, no rounding explains the difference."""
+    much, no rounding explains the difference. Without log-probabilities texts are compared, and the margin is the
+    smallest of the row."""
     if "error" in one or "error" in other:
         return None if one.get("error") == other.get("error") else float("inf")
+    if other.get("logprobs") is None:
+        is_equal = all(one[name] == other[name] for name in ("text", "finish_reason", "usage"))
+        return None if is_equal else min(float(row["certificate"]["margin"]) for row in (one, other))
     for a, b in zip(one["logprobs"], other["logprobs"], strict=False):
         if a["token_id"] != b["token_id"]:
             return min(float(t["top"][0]["logprob"] - t["top"][1]["logprob"]) for t in (a, b))
@@ -309,6 +325,7 @@ def end_of(job: subprocess.Popen[bytes], args: argparse.Namespace, folder: Path)
         job.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER it says where it is
         time.sleep(2)
         job.kill()
+        job.wait()
         said = (folder / "stderr").read_text().partition("Extension modules:")[0]
         raise RuntimeError(f"the job did not end: {said[-3000:]}") from None
 

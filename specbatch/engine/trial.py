@@ -22,9 +22,7 @@ from specbatch.engine.round_parts import RoundParts, Rounds
 from specbatch.graphs.runner import GraphRunner
 from specbatch.models.config import num_layer_weights
 
-# Graphs of a job, roughly. Of each size of rounds: greedy or sampled, and with log-probabilities or without. A job that
-# meets more kinds takes what memory_fraction has left over; where that is not enough, such rounds have no graph.
-_KINDS_OF_ROUNDS, _PROMPT_GRAPHS = 4, 16
+_PROMPT_GRAPHS = 16  # of a job, roughly
 _SHORT_PROMPT = 32  # tokens
 
 
@@ -109,7 +107,8 @@ class Trials:
         if not runner:
             raise torch.OutOfMemoryError("no CUDA graph fits")
         of_driver = max(0, runner.bytes - runner.pool_bytes) // len(runner)
-        num_graphs = _KINDS_OF_ROUNDS * num_sizes * (len(PHASES) if self.graphs == "phases" else 1)
+        # Rows may ask for samples, for log-probabilities and for rules at any time: eight graphs of each size then.
+        num_graphs = 8 * num_sizes * (len(PHASES) if self.graphs == "phases" else 1)
         num_graphs += _PROMPT_GRAPHS if padded_bytes else 0
         kept = runner.pool_bytes + num_graphs * of_driver
         del executor, runner

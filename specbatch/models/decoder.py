@@ -339,7 +339,7 @@ class Decoder(PagedModel):
         return self.lm_head(hidden_RE)
 
     def best_tokens(self, hidden_RE: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor] | None:
-        """`argmax_and_margin` of the logits. None: that takes no less time than the logits and then `ops`."""
+        """`argmax_and_margin` of the logits. None: to be found from `raw_logits`."""
         head = self.lm_head
         return (
             head.best(hidden_RE, ops) if isinstance(head, GatheredLinear) and head.exchanges_best(hidden_RE) else None

@@ -116,13 +116,25 @@ def rounds(gpu: FakeGpu) -> None:
 
 def _compiled_for_prompts(parts: Any) -> int:
     """Of one prompt in a chunk, of lengths that the start does not compute."""
+    from specbatch.engine.round import Round
     from specbatch.engine.trial import trial_prompt
+
+    num_ends: list[int] = []
+    prefill = Round.prefill
+
+    def counted(round_: Round, chunk: Any, *args: Any, **rest: Any) -> Any:
+        num_ends.append(len(chunk.ready_R))
+        return prefill(round_, chunk, *args, **rest)
 
     def run() -> None:
         for num_tokens in (50, 24):
             trial_prompt(parts.make(4, 100, 112).items.items[0], num_tokens, 1)
 
-    return compile_ahead(run, 2)[0]
+    Round.prefill = counted  # type: ignore[method-assign]
+    count = compile_ahead(run, 2)[0]
+    Round.prefill = prefill  # type: ignore[method-assign]
+    assert num_ends == [1, 1]
+    return count
 
 
 def ranks(gpu: FakeGpu) -> None:
@@ -130,6 +142,7 @@ def ranks(gpu: FakeGpu) -> None:
     kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
     from specbatch.engine.compile_ahead import compile_kernels
     from specbatch.kernels.triton import one_shot
+    from specbatch.models.sharded import GatheredLinear
     from specbatch.parallel.cuda import CudaGroup, TorchCollectives
 
     class Alone(TorchCollectives):
@@ -142,12 +155,21 @@ def ranks(gpu: FakeGpu) -> None:
                 torch.zeros(8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), counts_K, 1, capacity
             )
 
+    found: list[int] = []
+    best = GatheredLinear.best
+
+    def counted(head: GatheredLinear, x_TI: torch.Tensor, ops: Any) -> Any:
+        found.append(len(x_TI))
+        return best(head, x_TI, ops)
+
+    GatheredLinear.best = counted  # type: ignore[method-assign]
     _follow_cuda()
     group = CudaGroup(1, 2, torch.device("cpu"), Alone(), fixed_order=False)
     note = compile_kernels(_parts("none", None, group), 4, 64, 100, "a rank")
     assert "kernels compiled ahead" in note, note
     assert not gpu.launched
     assert "_one_shot" in gpu.compiled, gpu.compiled
+    assert {1, 2, 4} <= set(found), "rounds exchanged no best tokens"
 
 
 def failed_rounds(gpu: FakeGpu) -> None:

@@ -165,12 +165,17 @@ def test_the_embedding_of_a_token_is_exact() -> None:
         assert torch.equal(rows, weights.load("model.embed_tokens.weight").float())
 
 
-@pytest.mark.parametrize(("method", "shape", "size"), [("none", None, 3), ("draft_model", TREE, 2)])
+@pytest.mark.parametrize(
+    ("method", "shape", "size", "settings"),
+    [("none", None, 3, {}), ("draft_model", TREE, 2, {}), ("draft_model", CHAIN, 2, {"simulate": 2.5})],
+    ids=["plain", "tree", "simulated"],
+)
 def test_greedy_rounds_exchange_best_tokens(
-    method: str, shape: DraftShape | None, size: int, monkeypatch: pytest.MonkeyPatch
+    method: str, shape: DraftShape | None, size: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no logits, but for the first token of each prompt. Margins are those of one process, too."""
-    alone = run(tiny_oracle(method, shape, num_pages=256), PROMPTS, GREEDY)
+    make = tiny_device_engine if settings else tiny_engine
+    alone = run(make(method, shape, num_pages=256, **settings), PROMPTS, GREEDY)
     gathered: list[int] = []
     whole = GatheredLinear.__call__
 
@@ -181,16 +186,17 @@ def test_greedy_rounds_exchange_best_tokens(
     monkeypatch.setattr(GatheredLinear, "__call__", counted)
 
     def work(group: Group) -> list[Completion]:
-        return run(tiny_engine(method, shape, num_pages=256, group=group), PROMPTS, GREEDY)
+        return run(make(method, shape, num_pages=256, group=group, **settings), PROMPTS, GREEDY)
 
     for completions in on_ranks(size, work):
         assert outputs(completions) == outputs(alone)
+        assert [c.speculation for c in completions] == [c.speculation for c in alone]
         for found, expected in zip(completions, alone, strict=True):
             assert found.margin.value == pytest.approx(expected.margin.value, abs=1e-6)
     assert sum(gathered) == size * len(PROMPTS)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("vocab", "size"), [(61, 2), (60, 3), (5, 4)])
 def test_the_best_token_of_parts(vocab: int, size: int, dtype: torch.dtype) -> None:
     """Exactly that of the whole, with its margin: equal logits, parts that are masked, rows that are not finite."""
@@ -232,3 +238,14 @@ def test_rounds_that_need_all_logits(wanted: dict[str, Any]) -> None:
     for completions in on_ranks(2, work):
         assert outputs(completions) == outputs(alone)
         assert all((c.logprobs is None) == ("logprobs" not in wanted) for c in completions)
+
+
+def test_few_logits_are_gathered_on_a_gpu() -> None:
+    """A tensor of the device "meta" has a size, as one of a GPU, and no numbers."""
+
+    def work(group: Group) -> list[bool]:
+        head = GatheredLinear(cast(Linear, None), group, 64128, 128256)
+        sizes = ((1, "meta"), (256, "meta"), (1, "cpu"))
+        return [head.exchanges_best(torch.empty((rows, 8), device=device)) for rows, device in sizes]
+
+    assert on_ranks(2, work) == [[False, True, True]] * 2
