@@ -249,8 +249,8 @@ def margin_of_difference(one: Line, other: Line) -> float | None:
 
 
 def check_deterministic(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
-    options = {"deterministic": True, "tensor_parallel": args.ranks}
-    runs = [
+    options: Line = {"deterministic": True, "tensor_parallel": args.ranks}
+    runs: list[Line] = [
         {"method": "none", "max_batch_size": 32},
         {"method": "none", "max_batch_size": 5, "prefill_chunk_tokens": 100},
         {"method": "ngram", "max_batch_size": 17},
