@@ -341,6 +341,6 @@ class Decoder(PagedModel):
     def best_tokens(self, hidden_RE: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor] | None:
         """`argmax_and_margin` of the logits. None: to be found from `raw_logits`."""
         head = self.lm_head
-        return (
-            head.best(hidden_RE, ops) if isinstance(head, GatheredLinear) and head.exchanges_best(hidden_RE) else None
-        )
+        if not isinstance(head, GatheredLinear) or not head.exchanges_best(hidden_RE):
+            return None
+        return head.best(hidden_RE, ops)
