@@ -209,7 +209,7 @@ class Round:
         if trees.parents_BN is not None:  # a chain's path is contiguous
             paths = committed.path_BM.shape
             self.ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
-        logprobs = None if logits is None else self._logprobs(logits, accept_index_T, committed.tokens_BM, num_top)
+        logprobs = self._logprobs(logits, accept_index_T, committed.tokens_BM, num_top)
         # What a grammar has put in place of drafts was not computed in drafting.
         num_reusable = self.method.num_reusable if trees.max_path is None else 0
         return Verified(
@@ -233,10 +233,13 @@ class Round:
             decision = with_forced(decision, rules.forced_SN[view.req_idx_B, :num_nodes], edited)
         return decision
 
-    def _logprobs(self, logits_TV: Tensor, index_T: Tensor, tokens_BM: Tensor, num_top: int | None) -> Logprobs | None:
+    def _logprobs(
+        self, logits_TV: Tensor | None, index_T: Tensor, tokens_BM: Tensor, num_top: int | None
+    ) -> Logprobs | None:
         """Of tokens (B, M), by the rows (B * M) of raw logits that they were chosen by."""
         if num_top is None:
             return None
+        assert logits_TV is not None, "log-probabilities need logits"
         values, top_ids = self.ops.logprobs(logits_TV, index_T, tokens_BM.reshape(-1), num_top)
         return Logprobs(*(part.unflatten(0, tokens_BM.shape) for part in (values, top_ids)))
 

@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specbatch.batch import LOWEST_LOGIT, NO_TOKEN
+from specbatch.batch import NO_TOKEN
 from specbatch.kernels.quantised import GROUP
-from specbatch.kernels.torch.sampling import finite_peak
+from specbatch.kernels.torch.sampling import finite_peak, is_possible
 from specbatch.models.config import ModelConfig
 from specbatch.models.linear import Linear
 from specbatch.parallel.group import Group
@@ -166,16 +166,16 @@ class SummedLinear(Linear):
 
 
 class GatheredLinear(Linear):
-    """A layer whose output features are divided: the LM head. `width`: of the largest part, `total`: of all."""
+    """A layer whose output features are divided: the LM head. `total`: features of all ranks."""
 
-    def __init__(self, part: Linear, group: Group, width: int, total: int) -> None:
-        self._part, self._group, self._width, self._total = part, group, width, total
+    def __init__(self, part: Linear, group: Group, vocab: VocabShare, total: int) -> None:
+        self._part, self._group, self._vocab, self._total = part, group, vocab, total
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         y_TO = self._part(x_TI)
-        num_own = y_TO.shape[1]
-        parts = self._group.gather(torch.nn.functional.pad(y_TO, (0, self._width - num_own)))
-        if self._width * self._group.size == self._total:
+        width = self._vocab.width
+        parts = self._group.gather(torch.nn.functional.pad(y_TO, (0, width - y_TO.shape[1])))
+        if width * self._group.size == self._total:
             return parts.transpose(0, 1).reshape(len(x_TI), self._total)
         sizes = even_shares(self._total, self._group.size)
         return torch.cat([part[:, : len(own)] for part, own in zip(parts, sizes, strict=True)], dim=1)
@@ -191,7 +191,7 @@ class GatheredLinear(Linear):
         token_T, margin_T = ops.argmax_and_margin(y_TO)
         wide = torch.promote_types(y_TO.dtype, torch.float32)
         assert self._total <= 1 << 24, "float32 does not hold the number of each token"
-        token_T = token_T + even_shares(self._total, self._group.size)[self._group.rank].start
+        token_T = token_T + self._vocab.tokens.start
         found_3T = torch.stack((y_TO.amax(dim=1).to(wide), margin_T.to(wide), token_T.to(wide)))
         return best_of_parts(*self._group.gather(found_3T).unbind(dim=1))
 
@@ -201,7 +201,7 @@ def best_of_parts(peak_GT: Tensor, margin_GT: Tensor, token_GT: Tensor) -> tuple
     is one), margins and tokens. Margins and tokens count only where their part's largest value is that of the row."""
     peak_T = peak_GT.amax(dim=0)
     token_T = torch.where(peak_GT == peak_T, token_GT, torch.inf).amin(dim=0)
-    to_others_GT = torch.where(peak_GT > LOWEST_LOGIT, peak_T - peak_GT, torch.inf)
+    to_others_GT = torch.where(is_possible(peak_GT), peak_T - peak_GT, torch.inf)
     margin_T = torch.where(token_GT == token_T, margin_GT, to_others_GT).amin(dim=0)
     is_finite = finite_peak(peak_T)
     return (

@@ -109,7 +109,7 @@ class WeightLoader:
         linear = self.linear("lm_head") if embedding_VE is None else self.new_linear(embedding_VE)
         if self._shard is None or self._shard.vocab is None:
             return linear
-        return GatheredLinear(linear, self._shard.group, self._shard.vocab.width, vocab_size)
+        return GatheredLinear(linear, self._shard.group, self._shard.vocab, vocab_size)
 
     def gated_linear(self, gate: str, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
         if self._is_quantised(gate, up):

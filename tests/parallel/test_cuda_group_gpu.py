@@ -146,7 +146,9 @@ def _best_tokens(group: CudaGroup, device: torch.device) -> None:
         expected = ops_for(torch.device("cpu"), torch.float32).argmax_and_margin(logits_TV, NO_TOKEN)
         own = even_shares(101, 2)[group.rank]
         part_TV = logits_TV[:, own.start : own.stop].to(device)
-        head = sharded.GatheredLinear(cast(Linear, lambda x_TI, part=part_TV: part), group, 51, 101)
+        head = sharded.GatheredLinear(
+            cast(Linear, lambda x_TI, part=part_TV: part), group, sharded.VocabShare(own, 51), 101
+        )
         x_TI, ops = torch.zeros(300, 8, device=device, dtype=dtype), ops_for(device, dtype)
         graph, found = graph_of(lambda run=head, x=x_TI, ops=ops: torch.stack(run.best(x, ops)))  # type: ignore[misc]
         for _ in range(3):

@@ -12,7 +12,7 @@ from specbatch.batch import NO_TOKEN
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels import ops_for
 from specbatch.models.linear import Linear
-from specbatch.models.sharded import GatheredLinear, ModelShard, part_of
+from specbatch.models.sharded import GatheredLinear, ModelShard, VocabShare, part_of
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
 from specbatch.parallel.shares import even_shares
@@ -214,7 +214,7 @@ def test_the_best_token_of_parts(vocab: int, size: int, dtype: torch.dtype) -> N
     def work(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         own = even_shares(vocab, size)[group.rank]
         part = cast(Linear, lambda x_T: logits_TV[:, own.start : own.stop])
-        return GatheredLinear(part, group, -(-vocab // size), vocab).best(
+        return GatheredLinear(part, group, VocabShare(own, -(-vocab // size)), vocab).best(
             torch.arange(400), ops_for(CPU, torch.float32)
         )
 
@@ -244,7 +244,7 @@ def test_few_logits_are_gathered_on_a_gpu() -> None:
     """A tensor of the device "meta" has a size, as one of a GPU, and no numbers."""
 
     def work(group: Group) -> list[bool]:
-        head = GatheredLinear(cast(Linear, None), group, 64128, 128256)
+        head = GatheredLinear(cast(Linear, None), group, VocabShare(range(64128), 64128), 128256)
         sizes = ((1, "meta"), (256, "meta"), (1, "cpu"))
         return [head.exchanges_best(torch.empty((rows, 8), device=device)) for rows, device in sizes]
 

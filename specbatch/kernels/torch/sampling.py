@@ -25,10 +25,10 @@ _MAX_BLOCK = 256  # of a vocabulary, a power of 2: its search for the largest va
 def finite_peak(peak_R: Tensor) -> Tensor:
     """(R,) bool: whether rows of logits with these largest values (NaN where one is NaN) are *finite*: no NaN, no +inf,
     and not all of them masked. A single -inf is a token that never comes, and legal."""
-    return _is_possible(peak_R) & (peak_R < torch.inf)
+    return is_possible(peak_R) & (peak_R < torch.inf)
 
 
-def _is_possible(logits: Tensor) -> Tensor:
+def is_possible(logits: Tensor) -> Tensor:
     """Not masked. In float32: bfloat16 would round the bound."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) > LOWEST_LOGIT
 
@@ -49,7 +49,7 @@ def argmax_and_margin(logits_RV: Tensor, otherwise: int = 0) -> tuple[Tensor, Te
     second = peaks_RC.scatter(1, best[:, None] // block_size, block_RK.amax(dim=-1, keepdim=True)).amax(dim=-1)
     wide = torch.promote_types(peak.dtype, torch.float32)
     is_finite = finite_peak(peak)
-    margin = torch.where(is_finite & _is_possible(second), peak.to(wide) - second.to(wide), torch.inf)
+    margin = torch.where(is_finite & is_possible(second), peak.to(wide) - second.to(wide), torch.inf)
     return torch.where(is_finite, best, otherwise), margin.float()
 
 
