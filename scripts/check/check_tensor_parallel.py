@@ -16,6 +16,8 @@ runs; each has processes of its own.
   what was left of it. `--lanes`: it has long prompts and two lanes; then bytes can depend on the batch on a GPU.
 - `memory`: what is left for the KV cache, and how many GPUs each known geometry needs.
 - `sums` (CUDA): microseconds of each algorithm by bytes: `LIMITS` in specbatch/parallel/algorithms.py follows from it.
+- `best` (CUDA): microseconds to find the best tokens of a batch, from all logits and from the best token of each part
+  of the vocabulary: `_GATHERED_BYTES` in specbatch/models/sharded.py follows from it.
 
 `--only kill,sums` runs some of them.
 """
@@ -35,7 +37,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -43,14 +45,18 @@ import torch
 from specbatch import LLM
 from specbatch.counts import EngineStats
 from specbatch.engine.memory import GIB
+from specbatch.kernels import ops_for
 from specbatch.models.config import expected_tensors
+from specbatch.models.linear import Linear
 from specbatch.models.random_weights import geometries
-from specbatch.models.sharded import local_config
+from specbatch.models.sharded import GatheredLinear, VocabShare, local_config
 from specbatch.parallel.algorithms import buffer_bytes, limits_for
+from specbatch.parallel.shares import even_shares
 
 _LONG = 300  # times a prompt of three tokens
 _IDS = 500  # token ids are below, so that each model has them
 _SUMS = [1 << n for n in range(13, 28)]
+_VOCAB = 128_256
 _BARE = ", no log-probabilities"
 Line = dict[str, Any]
 
@@ -67,7 +73,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", help="of `tokens`; with bfloat16, --margin 0.1 or so")
     parser.add_argument("--margin", type=float, default=1e-4)
     parser.add_argument("--lanes", action="store_true", help="of `kill`: two lanes, and prompts that are long enough")
-    parser.add_argument("--only", default="sums,tokens,deterministic,kill,memory")
+    parser.add_argument("--only", default="sums,best,tokens,deterministic,kill,memory")
     parser.add_argument("--time-limit", type=float, default=540.0, metavar="SECONDS", help="start nothing after that")
     parser.add_argument("--case-limit", type=float, default=120.0, metavar="SECONDS", help="of one run of rows")
     parser.add_argument("-o", "--output", type=Path)
@@ -77,6 +83,7 @@ def main() -> int:
         return run_rows(args.run)
     checks: dict[str, Callable[[argparse.Namespace, Path], Iterator[Line]]] = {
         "sums": check_sums,
+        "best": check_best,
         "tokens": check_tokens,
         "deterministic": check_deterministic,
         "kill": check_kill,
@@ -385,9 +392,21 @@ def check_sums(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
     if args.device == "cpu":
         yield {"left_out": "of GPUs"}
         return
-    output = folder / "sums.json"
-    torch.multiprocessing.spawn(time_sums, (args.ranks, str(folder / "meeting"), str(output)), nprocs=args.ranks)
-    yield from json.loads(output.read_text())
+    yield from of_gpus(time_sums, args.ranks, folder / "sums.json")
+
+
+def check_best(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
+    if args.device == "cpu":
+        yield {"left_out": "of GPUs"}
+        return
+    yield from of_gpus(time_best, args.ranks, folder / "best.json")
+
+
+def of_gpus(function: Callable[[int, int, str, str], None], ranks: int, output: Path) -> list[Line]:
+    """What the first of the processes writes: one for each GPU."""
+    torch.multiprocessing.spawn(function, (ranks, str(output.with_suffix(".meeting")), str(output)), nprocs=ranks)
+    lines: list[Line] = json.loads(output.read_text())
+    return lines
 
 
 def time_sums(rank: int, size: int, meeting: str, output: str) -> None:
@@ -413,6 +432,34 @@ def time_sums(rank: int, size: int, meeting: str, output: str) -> None:
                 wrong.append(name)
             times[name] = round(graph_micros(partial(group.added, x, name)), 2)
         lines.append({"bytes": num_bytes, "ranks": size, "microseconds": times, "other_bits": wrong, "ok": not wrong})
+    if rank == 0:
+        Path(output).write_text(json.dumps(lines))
+    torch.cuda.synchronize()
+    group.close()
+
+
+def time_best(rank: int, size: int, meeting: str, output: str) -> None:
+    """A process of each GPU. Logits in bfloat16, of the vocabulary of Llama 3."""
+    from specbatch.parallel.cuda import CudaGroup, TorchCollectives
+
+    device = torch.device("cuda", rank)
+    group = CudaGroup(rank, size, device, TorchCollectives(rank, size, meeting, device), fixed_order=False)
+    ops, share = ops_for(device, torch.bfloat16), even_shares(_VOCAB, size)[rank]
+    lines = []
+    for num_tokens in (1, 4, 16, 32, 64, 128, 256, 512, 1024):
+        logits_TV = torch.randn(num_tokens, _VOCAB, generator=torch.Generator().manual_seed(num_tokens)).bfloat16()
+        part_TV, x_TI = logits_TV[:, share.start : share.stop].to(device), torch.empty(num_tokens, 1, device=device)
+        head = GatheredLinear(
+            cast(Linear, lambda x_TI, part=part_TV: part), group, VocabShare(share, -(-_VOCAB // size)), _VOCAB
+        )
+        ways = {
+            "all logits": lambda head=head, x_TI=x_TI: ops.argmax_and_margin(head(x_TI)),
+            "best tokens": lambda head=head, x_TI=x_TI: head.best(x_TI, ops),
+        }
+        (token_T, margin_T), found = (way() for way in ways.values())
+        ok = torch.equal(token_T.long(), found[0]) and torch.equal(margin_T.float(), found[1])
+        times = {name: round(graph_micros(way), 2) for name, way in ways.items()}
+        lines.append({"tokens": num_tokens, "bytes": 2 * logits_TV.numel(), "microseconds": times, "ok": ok})
     if rank == 0:
         Path(output).write_text(json.dumps(lines))
     torch.cuda.synchronize()
