@@ -80,7 +80,7 @@ def sizes(heads: tuple[int, int], batches: list[int], queries: list[int]) -> lis
 
 def candidates(size: Size) -> Iterator[tuple[Tile, int]]:
     splits = num_splits(size.batch, size.kv_heads, size.num_rows)
-    current = tile_for(size.num_rows, DIM, DTYPE.itemsize, num_splits=splits)
+    current = tile_for(size.num_rows, DIM, DTYPE.itemsize, num_programs=size.batch * size.kv_heads)
     yield current, splits
     if size.num_rows > 64:
         for block_m, block_n, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3)):

@@ -17,6 +17,9 @@ from specbatch.kernels import ops_for
 # Few splits leave multiprocessors idle, many cost more to merge. Measured on an H200 by
 # `scripts/bench/tune_attention.py`. Constants: results must not depend on the card.
 _MAX_PROGRAMS = 512
+_MAX_PROGRAMS_32 = (
+    256  # of 17 to 32 rows: more take 1.09 to 1.17 of the time (docs/bench/2026-11-26-h200-attention-32.json)
+)
 _MAX_SPLITS = 8
 _MAX_SPLITS_SMALL, _SMALL_PROGRAMS = 16, 4
 _MAX_ROWS = 64  # (new token, query head) pairs of one program
@@ -89,11 +92,12 @@ class PagedAttention:
 
 
 def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
-    """Splits of each sequence's keys: a power of two, more for fewer sequences and fewer rows."""
+    """Splits of each sequence's keys: a power of two, more for fewer sequences."""
     programs = num_seqs * num_kv_heads * -(-num_rows // _MAX_ROWS)
+    max_programs = _MAX_PROGRAMS_32 if 16 < num_rows <= 32 else _MAX_PROGRAMS
     splits = 1
     max_splits = _MAX_SPLITS_SMALL if programs <= _SMALL_PROGRAMS else _MAX_SPLITS
-    while splits < max_splits and splits * 2 * programs <= _MAX_PROGRAMS:
+    while splits < max_splits and splits * 2 * programs <= max_programs:
         splits *= 2
     return splits
 

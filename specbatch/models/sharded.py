@@ -29,9 +29,9 @@ from specbatch.models.linear import Linear
 from specbatch.parallel.group import Group
 from specbatch.parallel.shares import HeadShare, even_shares, head_shares
 
-# On a GPU, logits of fewer bytes are gathered whole: that takes no longer than the small kernels of an exchange of the
-# best tokens. The threshold is a guess: 64 MiB take 0.26 ms on two H200s, and the exchange has not been timed.
-_GATHERED_BYTES = 16 << 20
+# On a GPU, logits of fewer bytes are gathered whole. With 8 MiB both ways take 55 us on two H200s
+# (docs/bench/2026-11-26-h200x2-best-tokens.json).
+_GATHERED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)

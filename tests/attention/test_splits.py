@@ -24,6 +24,12 @@ def test_workspace_holds_every_launch(head_dim: int, itemsize: int) -> None:
                     rows = queries * group
                     splits = num_splits(num_seqs, kv_heads, rows)
                     assert splits in (1, 2, 4, 8, 16)
-                    block_m = tile_for(rows, head_dim, itemsize).block_m
+                    block_m = tile_for(rows, head_dim, itemsize, num_programs=num_seqs * kv_heads).block_m
                     if splits > 1:
                         workspace.reserve(num_seqs * kv_heads * -(-rows // block_m), splits, block_m, head_dim)
+
+
+def test_splits_as_measured() -> None:
+    """Of the heads of half a Llama-3-70B: a chain of 4 nodes has 32 rows."""
+    assert [num_splits(num_seqs, 4, 32) for num_seqs in (4, 8, 16, 32, 33, 64)] == [8, 8, 4, 2, 1, 1]
+    assert [num_splits(num_seqs, 4, 8) for num_seqs in (4, 8, 16, 32, 64, 65)] == [8, 8, 8, 4, 2, 1]

@@ -98,13 +98,14 @@ def test_attention_fits(limit: int, head_dim: int, itemsize: int) -> None:
 def test_attention_on_hopper_is_as_measured(head_dim: int) -> None:
     stages = 2 if head_dim == 256 else 3
     expected = [(16, stages), (16, stages), (16, stages), (32, stages), (32, stages), (64, stages), (64, stages)]
-    tiles = [tile_for(rows, head_dim, 2, 227 * KIB, num_splits=8) for rows in ROWS]
+    tiles = [tile_for(rows, head_dim, 2, 227 * KIB, num_programs=128) for rows in ROWS]
     assert tiles[:7] == [Tile(block_m, 64, 4, count) for block_m, count in expected]
-    of_many = [tile_for(rows, head_dim, 2, 227 * KIB, num_splits=4) for rows in ROWS]
-    is_narrow = [head_dim == 128 and tile.block_m == 32 for tile in tiles]
-    assert of_many == [
-        replace(tile, num_warps=2) if narrow else tile for tile, narrow in zip(tiles, is_narrow, strict=True)
-    ]
+    is_changed = [head_dim == 128 and tile.block_m == 32 for tile in tiles]
+    for num_programs, change in ((129, {"block_m": 64}), (256, {"block_m": 64}), (257, {"num_warps": 2})):
+        of_more = [tile_for(rows, head_dim, 2, 227 * KIB, num_programs=num_programs) for rows in ROWS]
+        assert of_more == [
+            replace(tile, **change) if changed else tile for tile, changed in zip(tiles, is_changed, strict=True)
+        ]
     assert tiles[7:] == [Tile(64, 64, 4, 2, peeled=True)] * 2
     assert all(tile_for(rows, head_dim, 4, 227 * KIB) == Tile(16, 32, 4, 2) for rows in ROWS)
 
@@ -126,7 +127,7 @@ def test_attention_on_smaller_cards(limit: int, head_dim: int, rows: int, expect
 
 def test_keys_in_fp8_have_tiles_of_their_own() -> None:
     for rows in ROWS:
-        usual, of_fp8 = tile_for(rows, 128, 2, num_splits=8), tile_for(rows, 128, 2, is_fp8=True)
+        usual, of_fp8 = tile_for(rows, 128, 2), tile_for(rows, 128, 2, is_fp8=True)
         few = replace(usual, fp8="pairs", num_stages=6)
         assert of_fp8 == (few if usual.block_m < 64 else usual)
     assert tile_for(4, 128, 4, is_fp8=True) == tile_for(4, 128, 4)

@@ -234,7 +234,8 @@ def attend(
     _, num_heads, head_dim = q_THD.shape
     num_rows = batch.max_queries * (num_heads // kv_2KSD.shape[1])
     is_fp8 = kv_2KSD.dtype == torch.float8_e4m3fn
-    tile = tile_for(num_rows, head_dim, q_THD.element_size(), shared_bytes(q_THD), is_fp8=is_fp8, num_splits=num_splits)
+    programs, itemsize = len(batch.starts_B) * kv_2KSD.shape[1], q_THD.element_size()
+    tile = tile_for(num_rows, head_dim, itemsize, shared_bytes(q_THD), is_fp8=is_fp8, num_programs=programs)
     return attend_by(tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace, listed, v_scale, prefix)
 
 

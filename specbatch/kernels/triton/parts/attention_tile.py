@@ -7,9 +7,9 @@ from typing import Literal
 
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 
-# Tiles of 32 rows have 2 warps: batches of 64 and 256 rows of 1,250 tokens take 0.78 to 0.98 of the time with 4. With
-# this many splits 4 warps stay: 2 took 0.98 and 1.24 (docs/bench/2026-11-26-h200-attention-32.json).
-_MANY_SPLITS = 8
+# Tiles of 17 to 32 rows (docs/bench/2026-11-26-h200-attention-32.json). With more programs than the second number, 2
+# warps take 0.78 to 0.95 of the time of 4. With more than the first, tiles of 64 rows take 0.85 of it, though half empty.
+_MIDDLE_PROGRAMS, _MANY_PROGRAMS = 128, 256
 
 # Converted to the queries' dtype; to float16; to float16, and the values read as pairs.
 Fp8Form = Literal["widen", "half", "pairs"]
@@ -35,10 +35,10 @@ def tile_for(
     shared: int = HOPPER_SHARED_BYTES,
     *,
     is_fp8: bool = False,
-    num_splits: int = 1,
+    num_programs: int = 1,
 ) -> Tile:
     """For that many rows of one sequence and key/value head, on a GPU with `shared` bytes of shared memory. `is_fp8`:
-    keys and values are in FP8, whatever the queries' `itemsize` is. `num_splits`: of the sequence's keys.
+    keys and values are in FP8, whatever the queries' `itemsize` is. `num_programs`: such pairs in the batch.
 
     Its rows do not depend on the GPU. Its keys do, but not on the number of rows: prompts and rounds read the same
     blocks of keys. Their tensor cores add them in different orders, so a last bit of a result may differ (of bfloat16,
@@ -50,8 +50,8 @@ def tile_for(
     tile = replace(_wanted(num_rows, head_dim, itemsize), block_n=largest.block_n)
     if is_fp8 and itemsize == 2:
         tile = _of_fp8(tile)
-    elif tile.block_m == 32 and head_dim == 128 and num_splits < _MANY_SPLITS:
-        tile = replace(tile, num_warps=2)
+    elif tile.block_m == 32 and head_dim == 128 and num_programs > _MIDDLE_PROGRAMS:
+        tile = replace(tile, num_warps=2) if num_programs > _MANY_PROGRAMS else replace(tile, block_m=64)
     while shared_of(tile, head_dim, itemsize) > shared and tile.num_stages > 1:
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile
