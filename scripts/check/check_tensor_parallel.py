@@ -18,6 +18,7 @@ runs; each has processes of its own.
 - `sums` (CUDA): microseconds of each algorithm by bytes: `LIMITS` in specbatch/parallel/algorithms.py follows from it.
 - `best` (CUDA): microseconds to find the best tokens of a batch, from all logits and from the best token of each part
   of the vocabulary: `_GATHERED_BYTES` in specbatch/models/sharded.py follows from it.
+- `norms` (CUDA): microseconds of a sum with the norm after it, in two kernels and in one.
 
 `--only kill,sums` runs some of them.
 """
@@ -47,6 +48,7 @@ from specbatch.counts import EngineStats
 from specbatch.engine.memory import GIB
 from specbatch.kernels import ops_for
 from specbatch.models.config import expected_tensors
+from specbatch.models.layers import RMSNorm
 from specbatch.models.linear import Linear
 from specbatch.models.random_weights import geometries
 from specbatch.models.sharded import GatheredLinear, VocabShare, local_config
@@ -73,7 +75,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", help="of `tokens`; with bfloat16, --margin 0.1 or so")
     parser.add_argument("--margin", type=float, default=1e-4)
     parser.add_argument("--lanes", action="store_true", help="of `kill`: two lanes, and prompts that are long enough")
-    parser.add_argument("--only", default="sums,best,tokens,deterministic,kill,memory")
+    parser.add_argument("--only", default="sums,best,norms,tokens,deterministic,kill,memory")
     parser.add_argument("--time-limit", type=float, default=540.0, metavar="SECONDS", help="start nothing after that")
     parser.add_argument("--case-limit", type=float, default=120.0, metavar="SECONDS", help="of one run of rows")
     parser.add_argument("-o", "--output", type=Path)
@@ -84,6 +86,7 @@ def main() -> int:
     checks: dict[str, Callable[[argparse.Namespace, Path], Iterator[Line]]] = {
         "sums": check_sums,
         "best": check_best,
+        "norms": check_norms,
         "tokens": check_tokens,
         "deterministic": check_deterministic,
         "kill": check_kill,
@@ -200,7 +203,7 @@ def variants(args: argparse.Namespace) -> dict[str, Line]:
         "draft model, chain": {"method": "draft_model", **draft},
         "draft model, tree": {"method": "draft_model", **draft, "topk": 2, "num_draft_tokens": 7},
         "head, tree": {**head, "num_steps": 3, "topk": 4, "num_draft_tokens": 8},
-        "plain, preempted": {"method": "none", "kv_cache_tokens": 4000 if args.prompts else 700, "page_size": 16},
+        "plain, preempted": {"method": "none", "kv_cache_tokens": 1500 if args.prompts else 700, "page_size": 16},
         "plain, two lanes": {"method": "none", "two_batch_overlap": "on"},
         f"plain{_BARE}": {"method": "none"},  # large rounds exchange best tokens, not logits
         f"draft model, tree{_BARE}": {"method": "draft_model", **draft, "topk": 2, "num_draft_tokens": 7},
@@ -402,6 +405,13 @@ def check_best(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
     yield from of_gpus(time_best, args.ranks, folder / "best.json")
 
 
+def check_norms(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
+    if args.device == "cpu":
+        yield {"left_out": "of GPUs"}
+        return
+    yield from of_gpus(time_norms, args.ranks, folder / "norms.json")
+
+
 def of_gpus(function: Callable[[int, int, str, str], None], ranks: int, output: Path) -> list[Line]:
     """What the first of the processes writes: one for each GPU."""
     torch.multiprocessing.spawn(function, (ranks, str(output.with_suffix(".meeting")), str(output)), nprocs=ranks)
@@ -460,6 +470,35 @@ def time_best(rank: int, size: int, meeting: str, output: str) -> None:
         ok = torch.equal(token_T.long(), found[0]) and torch.equal(margin_T.float(), found[1])
         times = {name: round(graph_micros(way), 2) for name, way in ways.items()}
         lines.append({"tokens": num_tokens, "bytes": 2 * logits_TV.numel(), "microseconds": times, "ok": ok})
+    if rank == 0:
+        Path(output).write_text(json.dumps(lines))
+    torch.cuda.synchronize()
+    group.close()
+
+
+def time_norms(rank: int, size: int, meeting: str, output: str) -> None:
+    """A process of each GPU. Rows of a hidden size of 8,192 in bfloat16."""
+    from specbatch.parallel.cuda import CudaGroup, TorchCollectives
+
+    device = torch.device("cuda", rank)
+    group = CudaGroup(rank, size, device, TorchCollectives(rank, size, meeting, device), fixed_order=False)
+    norm, lines = RMSNorm(torch.ones(8192, device=device, dtype=torch.bfloat16), 1e-5), []
+
+    def apart(x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
+        return norm(group.start_sum(x_TE, residual_TE)())
+
+    def in_one(x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
+        normed_TE = group.start_normed_sum(x_TE, residual_TE, norm)()[1]
+        assert normed_TE is not None, "it has a kernel of its own"
+        return normed_TE
+
+    for num_tokens in (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+        x_TE = torch.randn(num_tokens, 8192, device=device).bfloat16()
+        residual_TE = torch.ones_like(x_TE)
+        ok = torch.allclose(apart(x_TE, residual_TE), in_one(x_TE, residual_TE), rtol=0.02)
+        ways = {"sum": lambda *xs: group.start_sum(*xs)(), "sum, norm": apart, "in one": in_one}
+        times = {name: round(graph_micros(partial(way, x_TE, residual_TE)), 2) for name, way in ways.items()}
+        lines.append({"tokens": num_tokens, "microseconds": times, "ok": ok})
     if rank == 0:
         Path(output).write_text(json.dumps(lines))
     torch.cuda.synchronize()

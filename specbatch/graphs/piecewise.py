@@ -29,7 +29,8 @@ from torch import Tensor
 from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.kernels.out_of_memory import is_out_of_memory
-from specbatch.models.decoder import Decoder, ForwardPass, TrunkOutput
+from specbatch.models.decoder import Decoder, TrunkOutput
+from specbatch.models.decoder_layer import ForwardPass
 
 _SMALLEST = 16  # tokens
 

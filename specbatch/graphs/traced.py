@@ -24,7 +24,8 @@ from torch import Tensor, fx
 from torch.fx.passes.split_module import split_module
 
 from specbatch.graphs.piecewise import Between, Launch
-from specbatch.models.decoder import Attention, Decoder, DecoderLayer, ForwardPass, TrunkOutput
+from specbatch.models.decoder import Decoder, TrunkOutput
+from specbatch.models.decoder_layer import Attention, DecoderLayer, ForwardPass
 
 _EXAMPLE_TOKENS = 16
 

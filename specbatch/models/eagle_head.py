@@ -22,8 +22,10 @@ from torch import Tensor
 from specbatch.attention.interface import AttentionBackend
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.models.decoder import Decoder, DecoderLayer, ForwardPass, PagedModel
+from specbatch.models.decoder import Decoder, PagedModel
+from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
 from specbatch.models.eagle_config import EagleConfig, layer_prefix, target_ids_of
+from specbatch.models.linear import Summed
 from specbatch.models.stages import completed
 from specbatch.models.weight_loader import WeightLoader
 
@@ -78,7 +80,7 @@ class EagleHead(PagedModel):
             x = torch.cat((self._input_norm(embedded), normed), dim=-1)
         else:
             residual = x = self._fc(torch.cat((embedded, features_TE), dim=-1))
-        return completed(self._layer.stages(x, step, logits_indices, residual))
+        return completed(self._layer.stages(Summed(x), step, logits_indices, residual_TE=residual)).x_TE
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Draft logits (R, W) in the model's dtype."""

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from copy import copy
 from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,22 @@ from specbatch.kernels import ops_for
 from specbatch.models.layers import RMSNorm
 
 
+class Summed(NamedTuple):
+    """The residual stream x. `normed_TE`: norm(x) for the layer that reads x next, if it was computed with the sum."""
+
+    x_TE: Tensor
+    normed_TE: Tensor | None = None
+
+    def normed(self, norm: RMSNorm) -> Tensor:
+        """norm(x), of that layer's norm."""
+        return norm(self.x_TE) if self.normed_TE is None else self.normed_TE
+
+
 class Layer(Protocol):
-    """A function of (T, I) that returns (T, O)."""
+    """A function of (T, I) that returns (T, O). `takes_normed`: it has no way to compute a norm that is faster than to
+    be given the norm's output."""
+
+    takes_normed: bool = True
 
     @abstractmethod
     def __call__(self, x_TI: Tensor) -> Tensor: ...
@@ -32,6 +46,10 @@ class Layer(Protocol):
     def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
         """The layer of norm(x)."""
         return self(norm(x_TI))
+
+    def after_norm(self, x: Summed, norm: RMSNorm) -> Tensor:
+        """The layer of norm(x)."""
+        return self.with_norm(x.x_TE, norm) if x.normed_TE is None else self(x.normed_TE)
 
     def traceable(self) -> Layer | None:
         """The same layer in plain torch operations, for a compiler to fuse. None: there is none."""
@@ -45,19 +63,24 @@ class Linear(Layer, Protocol):
         """residual + x W^T + b. The sum may be written over the residual."""
         return residual_TO + self(x_TI)
 
-    def start_with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Callable[[], Tensor]:
-        """Launches `with_residual`. Before its result is asked for, other layers can run."""
+    def start_with_residual(
+        self, x_TI: Tensor, residual_TO: Tensor, next_norm: RMSNorm | None = None
+    ) -> Callable[[], Summed]:
+        """Launches `with_residual`. Before its result is asked for, other layers can run. `next_norm`: of the layer
+        that reads the sum, which a sum over ranks may compute, too."""
         y_TO = self.with_residual(x_TI, residual_TO)
-        return lambda: y_TO
+        return lambda: Summed(y_TO)
 
 
 class GatedLinear(Layer, Protocol):
     """act(x G^T) * (x U^T): the first half of a gated feed-forward (Shazeer 2020)."""
 
-    def start_into(self, down: Linear, x_TI: Tensor, norm: RMSNorm, residual_TO: Tensor) -> Callable[[], Tensor]:
-        """Launches the whole feed-forward: residual + down(this layer of norm(x)). The sum may be written over the
-        residual. Before its result is asked for, other layers can run."""
-        return down.start_with_residual(self.with_norm(x_TI, norm), residual_TO)
+    def start_into(
+        self, down: Linear, x: Summed, norm: RMSNorm, next_norm: RMSNorm | None = None
+    ) -> Callable[[], Summed]:
+        """Launches the whole feed-forward: x + down(this layer of norm(x)). The sum may be written over x. The rest as
+        of `Linear.start_with_residual`."""
+        return down.start_with_residual(self.after_norm(x, norm), x.x_TE, next_norm)
 
 
 class DenseLinear(Linear):

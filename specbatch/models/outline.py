@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from copy import copy
 
-from torch import Tensor
-
 from specbatch.batch import LogitsIndices
-from specbatch.models.decoder import Decoder, ForwardPass
+from specbatch.models.decoder import Decoder
+from specbatch.models.decoder_layer import ForwardPass
+from specbatch.models.layers import RMSNorm
+from specbatch.models.linear import Summed
 from specbatch.models.stages import Stages
 
 
 class _Skipped:
     """Takes the place of a layer, so that the numbers of layers stay as they are."""
 
-    def stages(self, x_TI: Tensor, step: ForwardPass, logits_indices: LogitsIndices | None = None) -> Stages[Tensor]:
+    first_norm = None
+
+    def stages(
+        self,
+        x: Summed,
+        step: ForwardPass,
+        logits_indices: LogitsIndices | None = None,
+        *,
+        next_norm: RMSNorm | None = None,
+    ) -> Stages[Summed]:
         yield
-        return x_TI
+        return x
 
 
 def outlined(decoder: Decoder) -> Decoder:

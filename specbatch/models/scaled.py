@@ -15,7 +15,7 @@ from specbatch.kernels.quantised import Quantised
 from specbatch.kernels.torch.fp8 import quantise_part
 from specbatch.models.fp8 import Fp8Weight
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linear import GatedLinear, Linear
+from specbatch.models.linear import GatedLinear, Linear, Summed
 from specbatch.parallel.group import Group
 
 
@@ -38,6 +38,7 @@ class ScaledLinear(Linear):
         self._invariant = invariant
         self._input_ranks = input_ranks if weight.inputs == "token" else None
         self._scheme = weight.input_scale, weight.inputs == "block"
+        self.takes_normed = False  # its norm quantises
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._multiply(self._quantised(x_TI))
@@ -71,6 +72,7 @@ class ScaledGatedLinear(GatedLinear):
 
     def __init__(self, both: Linear, ops: ModuleType) -> None:
         self._both, self._ops = both, ops
+        self.takes_normed = both.takes_normed
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         y_TO: Tensor = self._ops.silu_mul(self._both(x_TI))
@@ -80,8 +82,10 @@ class ScaledGatedLinear(GatedLinear):
         y_TO: Tensor = self._ops.silu_mul(self._both.with_norm(x_TI, norm))
         return y_TO
 
-    def start_into(self, down: Linear, x_TI: Tensor, norm: RMSNorm, residual_TO: Tensor) -> Callable[[], Tensor]:
+    def start_into(
+        self, down: Linear, x: Summed, norm: RMSNorm, next_norm: RMSNorm | None = None
+    ) -> Callable[[], Summed]:
         if isinstance(down, ScaledLinear):
-            y_TO = down.of_gate_and_up(self._both.with_norm(x_TI, norm), residual_TO)
-            return lambda: y_TO
-        return super().start_into(down, x_TI, norm, residual_TO)
+            y_TO = down.of_gate_and_up(self._both.after_norm(x, norm), x.x_TE)
+            return lambda: Summed(y_TO)
+        return super().start_into(down, x, norm, next_norm)

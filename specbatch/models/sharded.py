@@ -25,7 +25,8 @@ from specbatch.batch import NO_TOKEN
 from specbatch.kernels.quantised import GROUP
 from specbatch.kernels.torch.sampling import finite_peak, is_possible
 from specbatch.models.config import ModelConfig
-from specbatch.models.linear import Linear
+from specbatch.models.layers import RMSNorm
+from specbatch.models.linear import Linear, Summed
 from specbatch.parallel.group import Group
 from specbatch.parallel.shares import HeadShare, even_shares, head_shares
 
@@ -155,8 +156,15 @@ class SummedLinear(Linear):
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._group.sum(self._part(self._own(x_TI)))
 
-    def start_with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Callable[[], Tensor]:
-        return self._group.start_sum(self._part(self._own(x_TI)), residual_TO)
+    def start_with_residual(
+        self, x_TI: Tensor, residual_TO: Tensor, next_norm: RMSNorm | None = None
+    ) -> Callable[[], Summed]:
+        part_TO = self._part(self._own(x_TI))
+        if next_norm is None:
+            total = self._group.start_sum(part_TO, residual_TO)
+            return lambda: Summed(total())
+        both = self._group.start_normed_sum(part_TO, residual_TO, next_norm)
+        return lambda: Summed(*both())
 
     def _own(self, x_TI: Tensor) -> Tensor:
         if not self._has_whole_input:

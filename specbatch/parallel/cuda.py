@@ -33,7 +33,7 @@ from specbatch.parallel.algorithms import (
 )
 from specbatch.parallel.copies import WORDS_BYTES, Mailbox, beginning, has_stream_operations
 from specbatch.parallel.exchanges import ExchangeStore
-from specbatch.parallel.group import Group, in_order
+from specbatch.parallel.group import Group, Norm, in_order
 from specbatch.parallel.multicast import disable_multicast
 
 if TYPE_CHECKING:
@@ -68,8 +68,18 @@ class Collectives(Protocol):
         at the same time."""
         ...
 
+    def can_norm(self, x_TE: Tensor) -> bool:
+        """Whether `one_shot_norm` takes rows of this size."""
+        ...
+
+    def one_shot_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, out_TE: Tensor, normed_TE: Tensor, inbox: Inbox
+    ) -> None:
+        """`one_shot` of a sum that is alone, and the norm of the result."""
+        ...
+
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
-        """The same, of two ranks."""
+        """The same as `one_shot`, of two ranks."""
         ...
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None: ...
@@ -136,6 +146,25 @@ class CudaGroup(Group):
         with marked("communication"):
             total = self.added(x, algorithm, residual if fuses else None) if x.numel() else x
         return lambda: total if residual is None or fuses else residual + total
+
+    def start_normed_sum(
+        self, x_TE: Tensor, residual_TE: Tensor, norm: Norm
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """The norm comes with one-shot sums of one piece, if no other sum runs at the same time. Its sum over a row is
+        added in another order than by the norm's own kernel, so `fixed_order` has that kernel for all sizes."""
+        if self._pass != _ALONE or self._fixed_order or not self._norms(x_TE, residual_TE, norm):
+            return super().start_normed_sum(x_TE, residual_TE, norm)
+        x_TE, residual_TE = x_TE.contiguous(), residual_TE.contiguous()
+        total_TE, normed_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
+        with marked("communication"):
+            self._collectives.one_shot_norm(x_TE, residual_TE, norm, total_TE, normed_TE, self._inboxes[0])
+        return lambda: (total_TE, normed_TE)
+
+    def _norms(self, x_TE: Tensor, residual_TE: Tensor, norm: Norm) -> bool:
+        if algorithm_for(x_TE.nbytes, x_TE.dtype, self._limits[_ALONE], fixed_order=False) != "one_shot":
+            return False
+        fits = 0 < x_TE.nbytes <= self._inboxes[0].capacity and x_TE.storage_offset() * x_TE.itemsize % ALIGNMENT == 0
+        return fits and residual_TE.dtype == norm.weight.dtype == x_TE.dtype and self._collectives.can_norm(x_TE)
 
     def added(self, x: Tensor, algorithm: Algorithm, residual: Tensor | None = None) -> Tensor:
         """The sum by one of the algorithms, in memory of its own. `residual`: to add to a one-shot or copied sum."""
@@ -242,6 +271,14 @@ class TorchCollectives:
 
     def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool) -> None:
         self._kernel.one_shot_sum(x, residual, out, inbox, is_alone=is_alone)
+
+    def can_norm(self, x_TE: Tensor) -> bool:
+        return self._kernel.has_whole_blocks(x_TE)
+
+    def one_shot_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, out_TE: Tensor, normed_TE: Tensor, inbox: Inbox
+    ) -> None:
+        self._kernel.one_shot_norm(x_TE, residual_TE, norm.weight, norm.eps, inbox, out_TE, normed_TE)
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
         mailbox.send(x)

@@ -23,6 +23,13 @@ def in_order(parts: Tensor) -> Tensor:
     return first
 
 
+class Norm(Protocol):
+    """A root-mean-square layer norm: x / sqrt(mean(x^2) + eps), rounded, times the weight."""
+
+    weight: Tensor
+    eps: float
+
+
 class Group(Protocol):
     rank: int
     size: int
@@ -47,6 +54,13 @@ class Group(Protocol):
             return added if residual is None else residual + added
 
         return total
+
+    def start_normed_sum(
+        self, x_TE: Tensor, residual_TE: Tensor, norm: Norm
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """As `start_sum`, which also returns the norm of what it returns if that takes no kernel of its own."""
+        total = self.start_sum(x_TE, residual_TE)
+        return lambda: (total(), None)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks. All ranks get the same bits.

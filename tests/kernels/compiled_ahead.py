@@ -195,7 +195,7 @@ def failed_rounds(gpu: FakeGpu) -> None:
 def _follow_cuda() -> None:
     """Where a CPU has a way of its own."""
     from specbatch.cache.request_table import RequestTable
-    from specbatch.models.decoder import ForwardPass
+    from specbatch.models.decoder_layer import ForwardPass
 
     made_pass, made_table = ForwardPass.__init__, RequestTable.__init__
 

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
+from specbatch.kernels import ops_for
 from tests.kernels.batches import DEVICE, DTYPES
 
 one_shot = pytest.importorskip("specbatch.kernels.triton.one_shot")
@@ -24,8 +28,30 @@ class Memory:
         self._data = self.bytes[:num_data].view(2, SIZE, CAPACITY)
         self.flags = self.bytes[num_data:].view(torch.int32).view(2, SIZE, 3)
 
+    def fill(self, numbers: list[int], sender: int, x: Tensor) -> None:
+        """What the sender writes, block by block, in the sum with these numbers."""
+        flat, size = x.reshape(-1), one_shot.BLOCK_BYTES // x.itemsize
+        for i, number in enumerate(numbers[: -(-len(flat) // size)]):
+            span = slice(i * size, (i + 1) * size)
+            self.part(number % 2, sender, flat)[span] = flat[span]
+
+    def filled(self, numbers: list[int], sender: int, like: Tensor) -> Tensor:
+        """What was written, likewise."""
+        found, size = torch.empty_like(like).view(-1), one_shot.BLOCK_BYTES // like.itemsize
+        for i, number in enumerate(numbers[: -(-len(found) // size)]):
+            span = slice(i * size, (i + 1) * size)
+            found[span] = self.part(number % 2, sender, found)[span]
+        return found.view(like.shape)
+
     def part(self, half: int, sender: int, like: Tensor) -> Tensor:
         return self._data[half, sender].view(like.dtype)[: like.numel()].view(like.shape)
+
+
+def inbox_of(rank: int, memories: list[Memory]) -> Any:
+    addresses = torch.tensor([memory.bytes.data_ptr() for memory in memories], device=DEVICE)
+    return one_shot.Inbox(
+        memories[rank].bytes, addresses, torch.zeros(3, dtype=torch.int32, device=DEVICE), rank, CAPACITY
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -33,11 +59,7 @@ class Memory:
 def test_sums_in_turns(rank: int, alone: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_shot, "_FEW", 2)
     memories = [Memory() for _ in range(SIZE)]
-    addresses = torch.tensor([memory.bytes.data_ptr() for memory in memories], device=DEVICE)
-    inbox = one_shot.Inbox(
-        memories[rank].bytes, addresses, torch.zeros(3, dtype=torch.int32, device=DEVICE), rank, CAPACITY
-    )
-    num_in_block = one_shot.BLOCK_BYTES // dtype.itemsize
+    inbox = inbox_of(rank, memories)
     others = [i for i in range(SIZE) if i != rank]
     numbers = [0, 0, 0]  # of sums that each block took part in
     for shape in ((1, 8), (2, 1000), (3, 1), (1, 1025), (2, 1024)):
@@ -48,17 +70,53 @@ def test_sums_in_turns(rank: int, alone: bool, dtype: torch.dtype, monkeypatch: 
             numbers[i] += 1
             for other in others:
                 memories[rank].flags[numbers[i] % 2, other, i] = numbers[i]
-                span = slice(i * num_in_block, (i + 1) * num_in_block)
-                part = memories[rank].part(numbers[i] % 2, other, xs[other]).view(-1)[span]
-                part.copy_(xs[other].view(-1)[span])
+        for other in others:
+            memories[rank].fill(numbers, other, xs[other])
         found = torch.empty_like(residual)
         one_shot.one_shot_sum(xs[rank], residual if shape[0] > 1 else None, found, inbox, is_alone=alone)
         expected = (xs[0].float() + xs[1].float() + xs[2].float()).to(dtype)
         assert torch.equal(found, residual + expected if shape[0] > 1 else expected), shape
         for other in others:
+            assert torch.equal(memories[other].filled(numbers, rank, xs[rank]), xs[rank])
             for i in range(blocks):
-                span = slice(i * num_in_block, (i + 1) * num_in_block)
-                sent = memories[other].part(numbers[i] % 2, rank, xs[rank]).view(-1)[span]
-                assert torch.equal(sent, xs[rank].view(-1)[span])
                 assert memories[other].flags[numbers[i] % 2, rank, i] == numbers[i]
     assert inbox.counts_K.tolist() == numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rank", range(SIZE))
+def test_a_sum_and_its_norm(rank: int, dtype: torch.dtype) -> None:
+    """Rows of one and of two blocks, after sums in which their blocks took part unequally often."""
+    memories = [Memory() for _ in range(SIZE)]
+    inbox, ops = inbox_of(rank, memories), ops_for(torch.device("cpu"), dtype)
+    others = [i for i in range(SIZE) if i != rank]
+    in_block = one_shot.BLOCK_BYTES // dtype.itemsize
+    inbox.counts_K.copy_(torch.tensor([4, 7, 7]))
+    numbers = [4, 7, 7]
+    for shape in ((1, 2 * in_block), (3, in_block), (2, in_block), (1, 2 * in_block)):
+        xs = torch.randn((SIZE, *shape), device=DEVICE).to(dtype)
+        residual = torch.randn(shape, device=DEVICE).to(dtype)
+        weight = torch.randn(shape[1], device=DEVICE).to(dtype)
+        row_blocks = shape[1] // in_block
+        firsts = range(0, shape[0] * row_blocks, row_blocks)
+        numbers = [number + (i < shape[0] * row_blocks) for i, number in enumerate(numbers)]
+        for other in others:
+            memories[rank].fill(numbers, other, xs[other])
+            for i in firsts:
+                memories[rank].flags[numbers[i] % 2, other, i] = numbers[i]
+        total, normed = torch.empty_like(residual), torch.empty_like(residual)
+        assert one_shot.has_whole_blocks(residual)
+        one_shot.one_shot_norm(xs[rank], residual, weight, 1e-5, inbox, total, normed)
+        expected = residual + (xs[0].float() + xs[1].float() + xs[2].float()).to(dtype)
+        assert torch.equal(total, expected), shape
+        assert_close(normed.cpu(), ops.rms_norm(expected.cpu(), weight.cpu(), 1e-5), rtol=1e-2, atol=1e-6)
+        for other in others:
+            assert torch.equal(memories[other].filled(numbers, rank, xs[rank]), xs[rank])
+            assert all(memories[other].flags[numbers[i] % 2, rank, i] == numbers[i] for i in firsts)
+        assert inbox.counts_K.tolist() == numbers
+
+
+def test_rows_of_whole_blocks() -> None:
+    for size, expected in ((2048, True), (4096, True), (8192, True), (1024, False), (6144, False), (2056, False)):
+        assert one_shot.has_whole_blocks(torch.empty(3, size, dtype=torch.bfloat16)) == expected, size
+    assert one_shot.has_whole_blocks(torch.empty(3, 1024))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import PagedBatch
-from specbatch.models import decoder as decoder_module
+from specbatch.models import decoder_layer
 from specbatch.models.decoder import Decoder
 from specbatch.models.key_offset import key_offset
 from specbatch.models.rope import RopeConfig
@@ -61,6 +61,6 @@ def test_a_rounded_cache_keeps_what_differs(monkeypatch: pytest.MonkeyPatch) -> 
         return float((logits(decoder, torch.float8_e4m3fn) - exact).abs().mean())
 
     ours = error()
-    monkeypatch.setattr(decoder_module, "key_offset", lambda bias_O, config: torch.zeros(2, 8))
+    monkeypatch.setattr(decoder_layer, "key_offset", lambda bias_O, config: torch.zeros(2, 8))
     plain = error()
     assert ours < plain / 3, (ours, plain)

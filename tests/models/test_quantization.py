@@ -26,6 +26,7 @@ from specbatch.kernels.torch.fp8 import quantise
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.fp8 import Fp8Linear, Fp8Weight, SiluGatedLinear, quantise_weight
 from specbatch.models.layers import RMSNorm
+from specbatch.models.linear import Summed
 from specbatch.models.packed import PackedLinear
 from specbatch.models.quantization import ON_LOAD, Quantization, chosen, parse_quantization
 from specbatch.models.random_weights import random_config
@@ -176,14 +177,16 @@ def test_layers_of_a_gpu_compute_the_same(inputs: Any) -> None:
     narrow = replace(weight, values_OI=values[:, :100].contiguous(), scale=scale[:, :1])
     gated_cpu = SiluGatedLinear(Fp8Linear(half, None, PackedLinear), Fp8Linear(other, None, PackedLinear))
     gated_gpu = ScaledGatedLinear(ScaledLinear(weight, None, ops, torch.float32), ops)
-    expected = gated_cpu.start_into(Fp8Linear(narrow, bias, PackedLinear), x, norm, residual)()
-    found = gated_gpu.start_into(ScaledLinear(narrow, bias, ops, torch.float32), x, norm, residual)()
+    assert not gated_gpu.takes_normed, "its norm quantises"
+    before = Summed(x)
+    expected = gated_cpu.start_into(Fp8Linear(narrow, bias, PackedLinear), before, norm)().x_TE
+    found = gated_gpu.start_into(ScaledLinear(narrow, bias, ops, torch.float32), before, norm)().x_TE
     # A last bit of the activations may round to the next number of FP8.
     assert float((found - expected).norm() / expected.norm()) < 1e-2
     plain = PackedLinear(rows(200, 100))
     torch.testing.assert_close(
-        gated_gpu.start_into(plain, x, norm, residual)(),
-        gated_cpu.start_into(plain, x, norm, residual)(),
+        gated_gpu.start_into(plain, before, norm)().x_TE,
+        gated_cpu.start_into(plain, before, norm)().x_TE,
         rtol=1e-4,
         atol=1e-2,
     )

@@ -27,18 +27,22 @@ from torch import Tensor
 
 from specbatch.config_load import load_config
 from specbatch.counts import EngineStats
+from specbatch.draft.shape import DraftShape
 from specbatch.engine import resolve_ranks
 from specbatch.engine.ranks import OtherRanks, RankedEngine
 from specbatch.engine.resolve_prefill import resolve_prompt_graphs
 from specbatch.errors import ConfigError, ModelError, SpecbatchError
+from specbatch.kernels import ops_for
+from specbatch.models.layers import RMSNorm
 from specbatch.parallel import algorithms, copies, cuda
 from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_bytes, inbox_capacity, limits_for
 from specbatch.parallel.cuda import CudaGroup, named_group
-from specbatch.parallel.group import Group
+from specbatch.parallel.group import Group, Norm
 from specbatch.parallel.multicast import disable_multicast
 from specbatch.types import SamplingParams
+from tests.coins import plain_logits
 from tests.parallel.threads import ThreadGroup, on_ranks
-from tests.tiny_models import CPU, random_prompts, run, tiny_config, tiny_engine
+from tests.tiny_models import CPU, random_prompts, run, tiny_config, tiny_decoder, tiny_engine
 
 
 class FakeCollectives:
@@ -64,6 +68,15 @@ class FakeCollectives:
     def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Any, *, is_alone: bool) -> None:
         total = self._in_buffer("one_shot" if is_alone else "one_shot of two", x, inbox.memory)
         out.copy_(total if residual is None else residual + total)
+
+    def can_norm(self, x_TE: Tensor) -> bool:
+        return x_TE.shape[1] % 8 == 0
+
+    def one_shot_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, out_TE: Tensor, normed_TE: Tensor, inbox: Any
+    ) -> None:
+        out_TE.copy_(residual_TE + self._in_buffer("one_shot_norm", x_TE, inbox.memory))
+        normed_TE.copy_(ops_for(CPU, x_TE.dtype).rms_norm(out_TE, norm.weight, norm.eps))
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Any) -> None:
         total = self._in_buffer("copied", x, mailbox.memory)
@@ -123,6 +136,39 @@ def test_the_algorithm_follows_the_size(two_passes: bool) -> None:
         assert algorithm_for(*what, fixed_order=True) == "gather"
     assert limits_for(3, two_passes=two_passes) is None
     assert buffer_bytes(None) == inbox_capacity(None) == 0
+
+
+@pytest.mark.parametrize("fixed_order", [False, True])
+def test_norms_that_come_with_sums(fixed_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors that a one-shot sum adds in one piece, while no other sum runs."""
+    monkeypatch.setattr(algorithms, "_INBOX", 1024)
+    monkeypatch.setitem(LIMITS, 2, Limits(one_shot=2048, two_shot=2048))
+
+    def work(group: Group) -> None:
+        mine, fake = cuda_group(group, fixed_order=fixed_order, two_passes=True)
+        rng = torch.Generator().manual_seed(group.rank)
+
+        def found(shape: tuple[int, int], *, weight: torch.dtype = torch.float32) -> bool:
+            x_TE, residual_TE = torch.randn((2, *shape), generator=rng)
+            residual_TE = group.gather(residual_TE)[0]
+            norm = RMSNorm(torch.linspace(-1, 2, shape[1], dtype=weight), 1e-5)
+            total, normed = mine.start_normed_sum(x_TE, residual_TE, norm)()
+            assert torch.equal(total, residual_TE + mine.sum(x_TE))
+            assert normed is None or torch.equal(normed, norm(total))
+            return normed is not None
+
+        assert found((32, 8)) != fixed_order
+        assert found((1, 16)) != fixed_order
+        assert not found((33, 8)), "in two pieces"
+        assert not found((65, 8)), "by another algorithm"
+        assert not found((4, 12)), "the kernel does not take such rows"
+        assert not found((4, 8), weight=torch.float64)
+        assert not found((0, 8))
+        with mine.one_of_two_passes(0):
+            assert not found((32, 8)), "another sum can run at the same time"
+        assert ("one_shot_norm" in fake.calls) != fixed_order
+
+    on_ranks(2, work)
 
 
 @pytest.mark.parametrize("fixed_order", [False, True])
@@ -278,19 +324,43 @@ def test_a_part_of_a_tensor_that_is_not_aligned_is_copied() -> None:
     on_ranks(2, work)
 
 
-@pytest.mark.parametrize("lanes", [None, 1])
-def test_an_engine_over_them(lanes: int | None) -> None:
+@pytest.mark.parametrize(("method", "lanes"), [("none", None), ("none", 1), ("eagle3", None), ("draft_model", None)])
+def test_an_engine_over_them(method: str, lanes: int | None) -> None:
     prompts, params = random_prompts(4, shared=9, longest=12), SamplingParams(max_tokens=8)
-    expected = run(tiny_engine(num_pages=256), prompts, params)
+    shape = None if method == "none" else DraftShape(3, 2, 6)
+    expected = run(tiny_engine(method, shape, num_pages=256), prompts, params)  # eagle3 has another target
 
-    def work(group: Group) -> tuple[list[Any], int]:
+    def work(group: Group) -> tuple[list[Any], FakeCollectives]:
         mine, fake = cuda_group(group, two_passes=lanes is not None)
-        engine = tiny_engine(num_pages=256, group=mine, min_lane=lanes, dtype=torch.float32)
-        return run(engine, prompts, params), len(set(fake.buffers))
+        engine = tiny_engine(method, shape, num_pages=256, group=mine, min_lane=lanes, dtype=torch.float32)
+        return run(engine, prompts, params), fake
 
-    for found, num_buffers in on_ranks(2, work):
+    for found, fake in on_ranks(2, work):
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
-        assert num_buffers == (1 if lanes is None else 2)
+        assert len(set(fake.buffers)) == (1 if lanes is None else 2)
+        assert "one_shot_norm" in fake.calls
+
+
+def test_each_norm_but_the_first_comes_with_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [3, 1, 4, 1, 5]
+    expected = plain_logits(tiny_decoder(tiny_config(num_layers=3), torch.float32), tokens)
+    counts: dict[int, int] = {}
+    norm = RMSNorm.__call__
+
+    def counted(self: RMSNorm, x: Tensor) -> Tensor:
+        counts[threading.get_ident()] = counts.get(threading.get_ident(), 0) + 1
+        return norm(self, x)
+
+    monkeypatch.setattr(RMSNorm, "__call__", counted)
+
+    def work(group: Group) -> tuple[Tensor, int, int]:
+        mine, fake = cuda_group(group)
+        found = plain_logits(tiny_decoder(tiny_config(num_layers=3), torch.float32, group=mine), tokens)
+        return found, fake.calls.count("one_shot_norm"), counts[threading.get_ident()]
+
+    for found, with_sums, others in on_ranks(2, work):
+        torch.testing.assert_close(found, expected)
+        assert (with_sums, others) == (6, 1)
 
 
 def test_a_group_has_a_name_by_which_kernels_find_it(tmp_path: Path) -> None:

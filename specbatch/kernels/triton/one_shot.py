@@ -14,7 +14,11 @@ A program that waits keeps others from its multiprocessor. Two sums at the same 
 what the other GPU waits for: then a few programs take turns with the blocks, and the next kernel starts when all parts
 have come. A sum that is alone has a program for each block, and the next kernel starts at once, to read its weights.
 
-Shape suffixes: G GPUs, K blocks.
+A sum with a norm has a program for each row, of some blocks, and one flag for the row: that of its first block. What
+rounds add is small, so a norm of its own takes most of its time to begin. (FlashInfer and TensorRT-LLM fuse the two as
+well.)
+
+Shape suffixes: G GPUs, K blocks, T rows, E elements of a row.
 """
 
 from __future__ import annotations
@@ -111,6 +115,84 @@ def _one_shot(
         tl.store(counts_ptr + block, number)
     if PDL and not ALONE:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _one_shot_norm(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, normed_ptr, addresses_ptr, counts_ptr, eps,
+    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, ROW_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Of one row: (ROW_BLOCKS, BLOCK) elements."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    flags: tl.constexpr = 2 * SIZE * NUM_BLOCKS * BLOCK_BYTES  # where they begin
+    first = tl.program_id(0) * ROW_BLOCKS
+    blocks = tl.arange(0, ROW_BLOCKS)
+    in_row = blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    at = first * BLOCK + in_row
+    weight = tl.load(weight_ptr + in_row)
+    await_former(PDL)
+    # Each block counts for itself. The flag has the number of the first one.
+    numbers = tl.load(counts_ptr + first + blocks) + 1
+    halves = ((numbers & 1) * SIZE).to(tl.int64)[:, None]
+    number = tl.load(counts_ptr + first) + 1
+    half = ((number & 1) * SIZE).to(tl.int64)
+    x = tl.load(x_ptr + at)
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            start = tl.load(addresses_ptr + peer) + (halves + RANK) * NUM_BLOCKS * BLOCK_BYTES
+            tl.store(tl.multiple_of(start.to(tl.pointer_type(dtype)), (16, 16)) + at, x)
+    tl.debug_barrier()  # all of the row is written
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            flag = tl.load(addresses_ptr + peer) + flags + 4 * ((half + RANK) * NUM_BLOCKS + first)
+            tl.atomic_xchg(flag.to(tl.pointer_type(tl.int32)), number, sem="release", scope="sys")
+    residual = tl.load(residual_ptr + at).to(tl.float32)
+    own = tl.load(addresses_ptr + RANK)
+    total = tl.zeros((ROW_BLOCKS, BLOCK), dtype=tl.float32)
+    for peer in tl.static_range(SIZE):
+        if peer == RANK:
+            total += x.to(tl.float32)
+        else:
+            flag = (own + flags + 4 * ((half + peer) * NUM_BLOCKS + first)).to(tl.pointer_type(tl.int32))
+            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
+                pass
+            tl.debug_barrier()
+            start = own + (halves + peer) * NUM_BLOCKS * BLOCK_BYTES
+            # Not from the cache of this multiprocessor, which does not see what other GPUs write.
+            part = tl.load(tl.multiple_of(start.to(tl.pointer_type(dtype)), (16, 16)) + at, cache_modifier=".cg")
+            total += part.to(tl.float32)
+    y = (residual + total.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(out_ptr + at, y)
+    y = y.to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(y * y, 1), 0) / (ROW_BLOCKS * BLOCK) + eps)
+    normed = (y * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)  # rounded before it is scaled, as `_rms_norm`
+    tl.store(normed_ptr + at, normed.to(dtype))
+    tl.store(counts_ptr + first + blocks, numbers)
+
+
+def has_whole_blocks(x_TE: Tensor) -> bool:
+    """Whether `one_shot_norm` takes it: a row is a number of blocks that is a power of two."""
+    blocks, rest = divmod(x_TE.shape[-1] * x_TE.itemsize, BLOCK_BYTES)
+    return rest == 0 and blocks.bit_count() == 1
+
+
+def one_shot_norm(
+    x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, inbox: Inbox, out_TE: Tensor, normed_TE: Tensor
+) -> None:
+    """out: as of `one_shot_sum`, of a sum that is alone. normed: its norm, as of `rms_norm`. See `has_whole_blocks`."""
+    tensors = (x_TE, residual_TE, out_TE, normed_TE)
+    assert all(tensor.is_contiguous() for tensor in (*tensors, weight_E))
+    assert all((tensor.shape, tensor.dtype) == (x_TE.shape, x_TE.dtype) for tensor in tensors)
+    assert x_TE.nbytes <= inbox.capacity, (x_TE.nbytes, inbox.capacity)
+    assert has_whole_blocks(x_TE), x_TE.shape
+    pdl, block = dependent_launch(x_TE), BLOCK_BYTES // x_TE.itemsize
+    launch(
+        _one_shot_norm, (len(x_TE),),
+        x_TE, residual_TE, weight_E, out_TE, normed_TE, inbox.addresses_G, inbox.counts_K, eps,
+        RANK=inbox.rank, SIZE=inbox.size, NUM_BLOCKS=num_blocks(inbox.capacity), ROW_BLOCKS=x_TE.shape[1] // block,
+        BLOCK=block, BLOCK_BYTES=BLOCK_BYTES, PDL=pdl, num_warps=8, **launch_options(pdl),
+    )  # fmt: skip
 
 
 def one_shot_sum(x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool = True) -> None:

@@ -7,8 +7,8 @@ from typing import Literal
 
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 
-# Tiles of 17 to 32 rows (docs/bench/2026-11-26-h200-attention-32.json). With more programs than the second number, 2
-# warps take 0.78 to 0.95 of the time of 4. With more than the first, tiles of 64 rows take 0.85 of it, though half empty.
+# Of 17 to 32 rows (docs/bench/2026-11-26-h200-attention-32.json). With more programs than the second number, 2 warps
+# take 0.78 to 0.95 of the time of 4. With more than the first, half-empty tiles of 64 rows take 0.85 of it.
 _MIDDLE_PROGRAMS, _MANY_PROGRAMS = 128, 256
 
 # Converted to the queries' dtype; to float16; to float16, and the values read as pairs.
