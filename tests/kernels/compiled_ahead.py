@@ -165,10 +165,10 @@ def ranks(gpu: FakeGpu) -> None:
     GatheredLinear.best = counted  # type: ignore[method-assign]
     _follow_cuda()
     group = CudaGroup(1, 2, torch.device("cpu"), Alone(), fixed_order=False)
-    note = compile_kernels(_parts("none", None, group), 4, 64, 100, "a rank")
+    note = compile_kernels(_parts("none", None, group, hidden=2048), 4, 64, 100, "a rank")
     assert "kernels compiled ahead" in note, note
     assert not gpu.launched
-    assert "_one_shot" in gpu.compiled, gpu.compiled
+    assert {"_one_shot", "_one_shot_norm"} <= set(gpu.compiled), gpu.compiled
     assert {1, 2, 4} <= set(found), "rounds exchanged no best tokens"
 
 
@@ -211,7 +211,7 @@ def _follow_cuda() -> None:
     RequestTable.__init__ = make_table  # type: ignore[method-assign]
 
 
-def _parts(method: str, shape: Any, group: Any = None) -> Any:
+def _parts(method: str, shape: Any, group: Any = None, hidden: int = 32) -> Any:
     from specbatch.attention.triton import PagedAttention
     from specbatch.draft import DraftParts, make_method
     from specbatch.draft.schedule import ByBatch
@@ -221,7 +221,7 @@ def _parts(method: str, shape: Any, group: Any = None) -> Any:
     def attention(config: Any, device: torch.device) -> Any:
         return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
 
-    config, device = tiny_config(num_target_layers(method), head_dim=16), torch.device("cpu")
+    config, device = tiny_config(num_target_layers(method), hidden, head_dim=16), torch.device("cpu")
     target = tiny_decoder(config, torch.bfloat16, attention=attention, num_positions=160, group=group)
     net = None
     if method != "none":
