@@ -70,9 +70,9 @@ class StubTokenizer:
         return "".join(f"<{m['role']}>{m.get('content', '')}" for m in messages) + "<assistant>"
 
 
-def stub_tokens(prompt: Sequence[int], rng: RngKey, max_tokens: int, ignore_eos: bool) -> list[int]:
+def stub_tokens(prompt: Sequence[int], key: RngKey, max_tokens: int, ignore_eos: bool) -> list[int]:
     """What the stub generates: lower-case letters and spaces, sometimes ended by EOS before max_tokens."""
-    state = hashlib.blake2b(repr((list(prompt), rng.seed, rng.stream, rng.sample)).encode(), digest_size=8)
+    state = hashlib.blake2b(repr((list(prompt), key.seed, key.stream, key.sample)).encode(), digest_size=8)
     rng = random.Random(int.from_bytes(state.digest(), "big"))
     length = rng.randint(1, 24)
     tokens = [rng.choice(b"abcdefghij klmnop") for _ in range(min(length, max_tokens))]

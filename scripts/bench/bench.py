@@ -277,8 +277,9 @@ class Bench:
         )
 
     def _uniform(self, method: Method, run: ResolvedRun, engine: BatchEngine, entry: dict[str, Any]) -> None:
-        rows = UniformRows(*self._args.tokens, vocab_size=run.target.config.vocab_size)
-        generate(engine, rows.draw(4, tokens_out=min(32, self._args.tokens[1])))
+        tokens_in, tokens_out = self._args.tokens
+        rows = UniformRows(tokens_in, tokens_out, vocab_size=run.target.config.vocab_size)
+        generate(engine, rows.draw(4, tokens_out=min(32, tokens_out)))
         for concurrency in self._args.concurrency:
             if self._out_of_time(f"uniform {concurrency}"):
                 entry["cells"].append({"workload": "uniform", "concurrency": concurrency, "skipped": "time limit"})
@@ -437,8 +438,8 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
         }
         kept = ("simulated", "ready_s", "start_seconds", "error", "skipped")
         methods[entry["method"]] = {name: entry[name] for name in kept if name in entry} | {"cells": cells}
-    kept = ("commit", "target", "device", "measured", "tokens", "rows_limit", "seconds")
-    return {name: report.get(name) for name in kept} | {"methods": methods}
+    shown = ("commit", "target", "device", "measured", "tokens", "rows_limit", "seconds")
+    return {name: report.get(name) for name in shown} | {"methods": methods}
 
 
 def _line(cell: dict[str, Any]) -> str:

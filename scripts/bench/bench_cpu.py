@@ -156,7 +156,7 @@ def reference(
     options = {"min_new_tokens": max_tokens} if exact else {}
     with torch.inference_mode():
         began = time.perf_counter()
-        out = model.generate(
+        out: torch.Tensor = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=mask,
             max_new_tokens=max_tokens,

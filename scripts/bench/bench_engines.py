@@ -37,7 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "draft": TARGET},
     "eagle3": {"method": "eagle3", "draft": "builtin:smollm2-135m-instruct-eagle3"},
 }
-SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
 
 
 def main() -> None:
@@ -54,8 +54,8 @@ def main() -> None:
     for method in args.methods:
         for batch in args.batches:
             run = resolve(config_for(METHODS[method], batch))
-            engines = {"oracle": build_oracle(run), "engine": build(run).engine}
-            prompts = [
+            engines: dict[str, BatchEngine] = {"oracle": build_oracle(run), "engine": build(run).engine}
+            prompts: list[Any] = [
                 run.tokenizer.apply_chat_template(
                     [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
                 )
@@ -102,7 +102,7 @@ def compare(
 
 def generate(engine: BatchEngine, prompts: list[list[int]], params: SamplingParams) -> tuple[list[list[int]], float]:
     """Texts, and output tokens per second of the decoding rounds and prompts together."""
-    began, done = time.perf_counter(), {}
+    began, done = time.perf_counter(), dict[int, list[int]]()
     for i, prompt in enumerate(prompts):
         engine.submit(Request(i, prompt, params, RngKey(1, i, 0)))
     while len(done) < len(prompts):

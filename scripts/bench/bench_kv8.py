@@ -79,7 +79,8 @@ def cases() -> list[Case]:
 
 
 def variants(case: Case) -> dict[str, tuple[Tile, torch.dtype]]:
-    now = replace(tile_for(case.num_rows, DIM, DTYPE.itemsize, num_splits=case.splits), fp8="widen")
+    num_programs = case.batch * HEADS[case.shape][1]
+    now = replace(tile_for(case.num_rows, DIM, DTYPE.itemsize, num_programs=num_programs), fp8="widen")
     found = {"bf16": (now, DTYPE), "widen": (now, FP8)}
 
     def add(form: Fp8Form, block_n: int, num_warps: int, num_stages: int, peeled: bool = False) -> None:

@@ -129,7 +129,7 @@ def answers(engine: Engine, count: int) -> dict[int, tuple[list[int], float]]:
         prompt = [(i * _PRIMES[0] + j * _PRIMES[1]) % vocab for j in range(20 + 37 * i % 300)]
         params = SamplingParams(max_tokens=8 + 11 * i % 56, ignore_eos=True)
         engine.submit(Request(i, prompt, params, RngKey(0, i, 0)))
-    done = {}
+    done: dict[int, tuple[list[int], float]] = {}
     while len(done) < count:
         done |= {c.request_id: (c.token_ids, c.margin.value) for c in engine.step()}
     return done

@@ -67,8 +67,8 @@ def main() -> None:
     for batch in batches:
         phases = time_phases(engine, batch, args.context)
         print(f"\n== batch {batch}:", {k: round(v, 3) for k, v in phases.items()}, "ms", flush=True)
-        traces = (args.trace, args.trace_prompts) if batch == max(batches) else (None, None)
-        prompts, rounds = profile_rounds(engine, batch, args.rounds, *traces, args.context)
+        trace, trace_prompts = (args.trace, args.trace_prompts) if batch == max(batches) else (None, None)
+        prompts, rounds = profile_rounds(engine, batch, args.rounds, trace, trace_prompts, args.context)
         kernels = {"prompts": summed(prompts, 1), "round": summed(rounds, args.rounds)}
         report["batches"][batch] = {"phases": phases, **kernels}
         show(kernels["round"], f"round of {batch}", args.top)

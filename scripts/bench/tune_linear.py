@@ -463,8 +463,8 @@ class Tuner:
                     if seconds < best_time:
                         best_time, current[name] = seconds, trial
         report("fused, pdl, tuned", measure(current), current)
-        for name, config in current.items():
-            say(f"    {name:8} {brief(config)}")  # type: ignore[arg-type]
+        for name, found in current.items():
+            say(f"    {name:8} {brief(found)}")  # type: ignore[arg-type]
         actual = forward(current).double()
         say(f"chain M={M:<2} tuned against torch: {float((actual - expected).norm() / expected.norm()):.1e}")
         plain = {name: replace(c, pdl=False, early=False, prefetch=0) if c else None for name, c in current.items()}
@@ -521,7 +521,7 @@ def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
             if in_chain is None and (best is None or best["microseconds"] > 1.02 * library):
                 print(f"        {M}: None,")
                 continue
-            config = in_chain or best["config"]
+            config = best["config"] if in_chain is None and best is not None else in_chain
             if M in chosen and in_chain is None:  # alone, its start counts little: as the widest in a chain
                 config = {**config, "early": chosen[M]["gate_up"]["early"]}
             print(f"        {M}: {source(config)},")

@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help="an estimate before each, which compiles kernels")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds")
     given, options = parser.parse_known_args()
-    found, began = [], time.perf_counter()
+    found, began = list[dict[str, Any]](), time.perf_counter()
     for name, (rows, batch, own) in jobs(given.rows_factor).items():
         if given.jobs is not None and name not in given.jobs.split(","):
             continue

@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from prompts import question_prompts
@@ -49,7 +50,7 @@ def main() -> int:
     args = parser.parse_args()
     prompts = question_prompts(args.data, load_tokenizer(args.hf), args.rows)
     params = SamplingParams(max_tokens=args.max_tokens, logprobs=2)
-    report: dict[str, object] = {"rows": len(prompts), "max_tokens": args.max_tokens, "torch": torch.__version__}
+    report: dict[str, Any] = {"rows": len(prompts), "max_tokens": args.max_tokens, "torch": torch.__version__}
     with tempfile.TemporaryDirectory() as folder:
         configs = variants(args.hf, Path(folder), args.draft_layers)
         ours: dict[str, list[Completion]] = {}

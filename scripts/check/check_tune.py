@@ -238,7 +238,8 @@ def whole_file(
     profile = replace(tuned.profile, shared_prefix=0)  # the session caches no prefixes
     allowed = set(fitting(tuned, most_rows))
     fixed = [c for c in dict.fromkeys([*also, *(r.shape for r in ranked)]) if c in allowed]
-    for schedule in (best, *plain, *map(ByBatch.always, fixed[:count]), *plain, best):
+    shapes: list[DraftShape | None] = [*fixed[:count]]
+    for schedule in (best, *plain, *(ByBatch.always(shape) for shape in shapes), *plain, best):
         name = f"tuned: {schedule}" if schedule is best else schedule.name
         predicted = predict(profile, forecast.limits, forecast.costs, forecast.replays, schedule)
         tuned.session.use(schedule)

@@ -45,7 +45,7 @@ _KINDS = ("worker", "command", "both", "node")
 _MAX_KILLS = 3  # of one file
 _STARTING = 0.25  # the part of the kills that come at any time of the start
 _GONE_SECONDS = 30.0
-_NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+_NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20}
 _NUM_NODES = 2
 
 

@@ -17,9 +17,8 @@ from specbatch.kernels import ops_for
 # Few splits leave multiprocessors idle, many cost more to merge. Measured on an H200 by
 # `scripts/bench/tune_attention.py`. Constants: results must not depend on the card.
 _MAX_PROGRAMS = 512
-_MAX_PROGRAMS_32 = (
-    256  # of 17 to 32 rows: more take 1.09 to 1.17 of the time (docs/bench/2026-11-26-h200-attention-32.json)
-)
+# Of 17 to 32 rows. In bfloat16, 512 take 1.09 to 1.19 of the time (docs/bench/2026-11-26-h200-attention-32.json).
+_MAX_PROGRAMS_32 = 256
 _MAX_SPLITS = 8
 _MAX_SPLITS_SMALL, _SMALL_PROGRAMS = 16, 4
 _MAX_ROWS = 64  # (new token, query head) pairs of one program

@@ -174,7 +174,7 @@ class DecoderLayer:
 
     @property
     def first_norm(self) -> RMSNorm | None:
-        """What the sum before the layer can compute with advantage."""
+        """The norm of the layer's input. None: the layer computes it itself."""
         return self._input_norm if self.attention.takes_normed else None
 
     def stages(
@@ -211,10 +211,9 @@ class DecoderLayer:
             if q_THD.shape[0] == 0:  # a piece of a prompt: only its keys and values are needed
                 return Summed(residual_TE)
             plan = step.backend.plan(logits_indices.batch)
-        attended_THD = step.attend(self.attention, q_THD, plan)
-        projected = self.attention.start_output(
-            attended_THD, residual_TE, self._post_norm if self._mlp.takes_normed else None
-        )
+        post_norm = self._post_norm if self._mlp.takes_normed else None
+        # No name for what attention returns: its memory can be used again in the MLP.
+        projected = self.attention.start_output(step.attend(self.attention, q_THD, plan), residual_TE, post_norm)
         yield
         computed = self._mlp.start(projected(), self._post_norm, next_norm)
         yield

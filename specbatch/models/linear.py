@@ -35,8 +35,8 @@ class Summed(NamedTuple):
 
 
 class Layer(Protocol):
-    """A function of (T, I) that returns (T, O). `takes_normed`: it has no way to compute a norm that is faster than to
-    be given the norm's output."""
+    """A function of (T, I) that returns (T, O). `takes_normed`: norm(x) is given to it where a sum has computed it.
+    False: it computes the norm itself, while it quantises x."""
 
     takes_normed: bool = True
 

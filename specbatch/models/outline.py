@@ -6,7 +6,7 @@ from copy import copy
 
 from specbatch.batch import LogitsIndices
 from specbatch.models.decoder import Decoder
-from specbatch.models.decoder_layer import ForwardPass
+from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linear import Summed
 from specbatch.models.stages import Stages
@@ -15,7 +15,8 @@ from specbatch.models.stages import Stages
 class _Skipped:
     """Takes the place of a layer, so that the numbers of layers stay as they are."""
 
-    first_norm = None
+    def __init__(self, layer: DecoderLayer) -> None:
+        self.first_norm = layer.first_norm  # so that the layer before it ends as it does
 
     def stages(
         self,
@@ -35,7 +36,7 @@ def outlined(decoder: Decoder) -> Decoder:
     first_of_window = {layer.attention.window: i for i, layer in reversed(list(enumerate(decoder.layers)))}
     kept = {*first_of_window.values(), last}
     other.layers = [
-        layer if i in kept else _Skipped()  # type: ignore[misc]
+        layer if i in kept else _Skipped(layer)  # type: ignore[misc]
         for i, layer in enumerate(decoder.layers)
     ]
     return other

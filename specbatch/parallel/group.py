@@ -58,7 +58,7 @@ class Group(Protocol):
     def start_normed_sum(
         self, x_TE: Tensor, residual_TE: Tensor, norm: Norm
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """As `start_sum`, which also returns the norm of what it returns if that takes no kernel of its own."""
+        """The sum as of `start_sum`, and its norm. None in place of the norm: the caller computes it."""
         total = self.start_sum(x_TE, residual_TE)
         return lambda: (total(), None)
 

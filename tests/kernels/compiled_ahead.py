@@ -140,6 +140,7 @@ def _compiled_for_prompts(parts: Any) -> int:
 def ranks(gpu: FakeGpu) -> None:
     """Rounds of a rank: nothing is sent, and the other rank is not there."""
     kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
+    from specbatch.engine import compile_ahead
     from specbatch.engine.compile_ahead import compile_kernels
     from specbatch.kernels.triton import one_shot
     from specbatch.models.sharded import GatheredLinear
@@ -165,11 +166,14 @@ def ranks(gpu: FakeGpu) -> None:
     GatheredLinear.best = counted  # type: ignore[method-assign]
     _follow_cuda()
     group = CudaGroup(1, 2, torch.device("cpu"), Alone(), fixed_order=False)
-    note = compile_kernels(_parts("none", None, group, hidden=2048), 4, 64, 100, "a rank")
+    parts = _parts("none", None, group, hidden=2048, num_layers=4)
+    note = compile_kernels(parts, 4, 64, 100, "a rank")
     assert "kernels compiled ahead" in note, note
     assert not gpu.launched
     assert {"_one_shot", "_one_shot_norm"} <= set(gpu.compiled), gpu.compiled
     assert {1, 2, 4} <= set(found), "rounds exchanged no best tokens"
+    compile_ahead.outlined = lambda decoder: decoder
+    assert "engine: 0 kernels" in compile_kernels(parts, 4, 64, 100, "all layers"), "layers left out have others"
 
 
 def failed_rounds(gpu: FakeGpu) -> None:
@@ -211,7 +215,7 @@ def _follow_cuda() -> None:
     RequestTable.__init__ = make_table  # type: ignore[method-assign]
 
 
-def _parts(method: str, shape: Any, group: Any = None, hidden: int = 32) -> Any:
+def _parts(method: str, shape: Any, group: Any = None, hidden: int = 32, num_layers: int | None = None) -> Any:
     from specbatch.attention.triton import PagedAttention
     from specbatch.draft import DraftParts, make_method
     from specbatch.draft.schedule import ByBatch
@@ -221,7 +225,7 @@ def _parts(method: str, shape: Any, group: Any = None, hidden: int = 32) -> Any:
     def attention(config: Any, device: torch.device) -> Any:
         return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
 
-    config, device = tiny_config(num_target_layers(method), hidden, head_dim=16), torch.device("cpu")
+    config, device = tiny_config(num_layers or num_target_layers(method), hidden, head_dim=16), torch.device("cpu")
     target = tiny_decoder(config, torch.bfloat16, attention=attention, num_positions=160, group=group)
     net = None
     if method != "none":

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from specbatch.kernels.triton import attention
 from specbatch.kernels.triton.parts.attention_splits import invariant_tile
 from specbatch.kernels.triton.parts.attention_tile import Tile, prefix_tile_for, shared_of, tile_for
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES, shared_bytes
@@ -130,6 +133,7 @@ def test_keys_in_fp8_have_tiles_of_their_own() -> None:
         usual, of_fp8 = tile_for(rows, 128, 2), tile_for(rows, 128, 2, is_fp8=True)
         few = replace(usual, fp8="pairs", num_stages=6)
         assert of_fp8 == (few if usual.block_m < 64 else usual)
+        assert all(tile_for(rows, 128, 2, is_fp8=True, num_programs=n) == of_fp8 for n in (129, 257))
     assert tile_for(4, 128, 4, is_fp8=True) == tile_for(4, 128, 4)
     assert tile_for(4, 128, 2, 99 * KIB, is_fp8=True).num_stages == 4
 
@@ -189,3 +193,14 @@ def test_invariant_gemms_are_neither_split_nor_reordered() -> None:
     outputs = {17: 64, 32: 64, 16: 32, 33: 32, 64: 32}
     assert {M: tile.block_o for M in outputs if (tile := invariant_tile_for(M, 4096))} == outputs
     assert invariant_tile_for(65, 4096) is None
+
+
+def test_the_tile_follows_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chains of 4 nodes with the heads of half a Llama-3-70B: 8 query heads for each of 4 key/value heads."""
+    found: list[Tile] = []
+    monkeypatch.setattr(attention, "attend_by", lambda tile, *_: found.append(tile))
+    q_THD, kv_2KSD = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((4, 32, 128), (2, 4, 64, 128)))
+    for num_seqs in (32, 33, 64, 65):
+        batch: Any = SimpleNamespace(max_queries=4, starts_B=torch.zeros(num_seqs))
+        attention.attend(q_THD, kv_2KSD, batch, 1.0)
+    assert [(tile.block_m, tile.num_warps) for tile in found] == [(32, 4), (64, 4), (64, 4), (32, 2)]

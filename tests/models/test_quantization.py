@@ -153,7 +153,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
 
 
 @pytest.mark.parametrize("inputs", ["token", "static", "block"])
-def test_layers_of_a_gpu_compute_the_same(inputs: Any) -> None:
+def test_layers_of_a_gpu_compute_the_same(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the reference kernels. Inputs are quantised in norms and activations there."""
     ops = ops_for(CPU, torch.float32)
     scale = rows(200, 2, seed=2).abs() * 0.01 if inputs == "block" else quantise_weight(rows(200, 200)).scale
@@ -183,7 +183,10 @@ def test_layers_of_a_gpu_compute_the_same(inputs: Any) -> None:
     found = gated_gpu.start_into(ScaledLinear(narrow, bias, ops, torch.float32), before, norm)().x_TE
     # A last bit of the activations may round to the next number of FP8.
     assert float((found - expected).norm() / expected.norm()) < 1e-2
-    plain = PackedLinear(rows(200, 100))
+    plain, last = PackedLinear(rows(200, 100)), RMSNorm(rows(1, 200, seed=5)[0], 1e-5)
+    monkeypatch.setattr(plain, "start_with_residual", lambda x, residual, norm: lambda: Summed(x, norm.weight), False)
+    assert gated_gpu.start_into(plain, before, norm, last)().normed_TE is last.weight, "the next norm is not passed on"
+    monkeypatch.undo()
     torch.testing.assert_close(
         gated_gpu.start_into(plain, before, norm)().x_TE,
         gated_cpu.start_into(plain, before, norm)().x_TE,

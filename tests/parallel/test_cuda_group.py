@@ -41,8 +41,9 @@ from specbatch.parallel.group import Group, Norm
 from specbatch.parallel.multicast import disable_multicast
 from specbatch.types import SamplingParams
 from tests.coins import plain_logits
+from tests.engine.graphs import Replays
 from tests.parallel.threads import ThreadGroup, on_ranks
-from tests.tiny_models import CPU, random_prompts, run, tiny_config, tiny_decoder, tiny_engine
+from tests.tiny_models import CPU, random_prompts, run, tiny_config, tiny_decoder, tiny_device_engine, tiny_engine
 
 
 class FakeCollectives:
@@ -75,6 +76,8 @@ class FakeCollectives:
     def one_shot_norm(
         self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, out_TE: Tensor, normed_TE: Tensor, inbox: Any
     ) -> None:
+        assert x_TE.is_contiguous()
+        assert residual_TE.is_contiguous()
         out_TE.copy_(residual_TE + self._in_buffer("one_shot_norm", x_TE, inbox.memory))
         normed_TE.copy_(ops_for(CPU, x_TE.dtype).rms_norm(out_TE, norm.weight, norm.eps))
 
@@ -148,9 +151,15 @@ def test_norms_that_come_with_sums(fixed_order: bool, monkeypatch: pytest.Monkey
         mine, fake = cuda_group(group, fixed_order=fixed_order, two_passes=True)
         rng = torch.Generator().manual_seed(group.rank)
 
-        def found(shape: tuple[int, int], *, weight: torch.dtype = torch.float32) -> bool:
+        def found(shape: tuple[int, int], *, weight: torch.dtype = torch.float32, **odd: bool) -> bool:
             x_TE, residual_TE = torch.randn((2, *shape), generator=rng)
             residual_TE = group.gather(residual_TE)[0]
+            if odd.get("begins_anywhere"):
+                x_TE = torch.cat((torch.zeros(1), x_TE.view(-1)))[1:].view(shape)
+            if odd.get("has_gaps"):
+                residual_TE = torch.cat((residual_TE, residual_TE), dim=1)[:, : shape[1]]
+            if odd.get("has_wide_residual"):
+                residual_TE = residual_TE.double()
             norm = RMSNorm(torch.linspace(-1, 2, shape[1], dtype=weight), 1e-5)
             total, normed = mine.start_normed_sum(x_TE, residual_TE, norm)()
             assert torch.equal(total, residual_TE + mine.sum(x_TE))
@@ -163,6 +172,9 @@ def test_norms_that_come_with_sums(fixed_order: bool, monkeypatch: pytest.Monkey
         assert not found((65, 8)), "by another algorithm"
         assert not found((4, 12)), "the kernel does not take such rows"
         assert not found((4, 8), weight=torch.float64)
+        assert not found((4, 8), has_wide_residual=True)
+        assert not found((4, 8), begins_anywhere=True)
+        assert found((4, 8), has_gaps=True) != fixed_order
         assert not found((0, 8))
         with mine.one_of_two_passes(0):
             assert not found((32, 8)), "another sum can run at the same time"
@@ -339,6 +351,41 @@ def test_an_engine_over_them(method: str, lanes: int | None) -> None:
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
         assert len(set(fake.buffers)) == (1 if lanes is None else 2)
         assert "one_shot_norm" in fake.calls
+
+
+def test_an_engine_with_prompts_in_pieces_over_them() -> None:
+    """The last layer follows the pieces, with the model's last norm."""
+    prompts, params = random_prompts(6, shared=9, longest=30), SamplingParams(max_tokens=8)
+    expected = run(tiny_engine(num_pages=256), prompts, params)
+
+    def work(group: Group) -> tuple[list[Any], int]:
+        mine, fake = cuda_group(group)
+        options: dict[str, Any] = {"piece_sizes": [16, 32], "piece_runner": Replays(lambda key: False), "group": mine}
+        engine = tiny_device_engine(num_pages=256, dtype=torch.float32, **options)
+        return run(engine, prompts, params), fake.calls.count("one_shot_norm")
+
+    for found, _ in on_ranks(2, work):
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+
+
+def test_a_norm_that_its_layer_computes_itself_comes_with_no_sum() -> None:
+    """As of FP8 layers, which quantise in it."""
+
+    def work(group: Group) -> list[tuple[int, int]]:
+        counts = []
+        for names in ((), ("_qkv",), ("_gated",), ("_qkv", "_gated")):
+            mine, fake = cuda_group(group)
+            decoder = tiny_decoder(tiny_config(num_layers=3), torch.float32, group=mine)
+            for layer in decoder.layers:
+                for part in (layer.attention, layer._mlp):
+                    for name in names:
+                        if hasattr(part, name):
+                            getattr(part, name).takes_normed = False
+            plain_logits(decoder, [3, 1, 4])
+            counts.append((len(names), fake.calls.count("one_shot_norm")))
+        return counts
+
+    assert on_ranks(2, work) == [[(0, 6), (1, 4), (1, 3), (2, 1)]] * 2
 
 
 def test_each_norm_but_the_first_comes_with_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,12 @@ A program that waits keeps others from its multiprocessor. Two sums at the same 
 what the other GPU waits for: then a few programs take turns with the blocks, and the next kernel starts when all parts
 have come. A sum that is alone has a program for each block, and the next kernel starts at once, to read its weights.
 
-A sum with a norm has a program for each row, of some blocks, and one flag for the row: that of its first block. What
-rounds add is small, so a norm of its own takes most of its time to begin. (FlashInfer and TensorRT-LLM fuse the two as
-well.)
+A sum can compute the norm of its result, too. In rounds tensors are small, and a norm in a kernel of its own takes most
+of its time to start. (FlashInfer and TensorRT-LLM fuse the two as well.) Then a program adds a whole row, which is one
+block or several, and waits for one flag: that of the first block. That is enough, because a program of any sum begins
+after the kernel before it has ended: so a GPU whose flag has come has read all blocks of its former sum.
 
-Shape suffixes: G GPUs, K blocks, T rows, E elements of a row.
+Shape suffixes: G GPUs, K blocks, T tokens (rows), E hidden size (elements of a row).
 """
 
 from __future__ import annotations
@@ -180,7 +181,8 @@ def has_whole_blocks(x_TE: Tensor) -> bool:
 def one_shot_norm(
     x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, inbox: Inbox, out_TE: Tensor, normed_TE: Tensor
 ) -> None:
-    """out: as of `one_shot_sum`, of a sum that is alone. normed: its norm, as of `rms_norm`. See `has_whole_blocks`."""
+    """out: as of `one_shot_sum`, of a sum that is alone. normed: what `rms_norm` makes of it, but for last bits: the
+    squares are added in another order. Rows as `has_whole_blocks` says."""
     tensors = (x_TE, residual_TE, out_TE, normed_TE)
     assert all(tensor.is_contiguous() for tensor in (*tensors, weight_E))
     assert all((tensor.shape, tensor.dtype) == (x_TE.shape, x_TE.dtype) for tensor in tensors)

@@ -7,8 +7,8 @@ from typing import Literal
 
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 
-# Of 17 to 32 rows (docs/bench/2026-11-26-h200-attention-32.json). With more programs than the second number, 2 warps
-# take 0.78 to 0.95 of the time of 4. With more than the first, half-empty tiles of 64 rows take 0.85 of it.
+# Of 17 to 32 rows in bfloat16 (docs/bench/2026-11-26-h200-attention-32.json). Above _MIDDLE_PROGRAMS, half-empty tiles
+# of 64 rows take 0.85 of the time (measured with 256 programs). Above _MANY_PROGRAMS, 2 warps take 0.78 to 0.95 of it.
 _MIDDLE_PROGRAMS, _MANY_PROGRAMS = 128, 256
 
 # Converted to the queries' dtype; to float16; to float16, and the values read as pairs.
@@ -38,7 +38,8 @@ def tile_for(
     num_programs: int = 1,
 ) -> Tile:
     """For that many rows of one sequence and key/value head, on a GPU with `shared` bytes of shared memory. `is_fp8`:
-    keys and values are in FP8, whatever the queries' `itemsize` is. `num_programs`: such pairs in the batch.
+    keys and values are in FP8, whatever the queries' `itemsize` is. `num_programs`: pairs of a sequence and a
+    key/value head in the batch.
 
     Its rows do not depend on the GPU. Its keys do, but not on the number of rows: prompts and rounds read the same
     blocks of keys. Their tensor cores add them in different orders, so a last bit of a result may differ (of bfloat16,
