@@ -245,7 +245,7 @@ class Changing:
     [
         ("none", None),
         pytest.param("ngram", DraftShape(3, 1, 4), marks=pytest.mark.slow),
-        ("eagle3", DraftShape(3, 2, 6)),
+        pytest.param("eagle3", DraftShape(3, 2, 6), marks=pytest.mark.wide),
     ],
 )
 def test_engine_has_the_same_bits_while_threads_change(method: str, shape: DraftShape | None) -> None:

@@ -26,7 +26,10 @@ def run(check: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "check",
-    [pytest.param("gemms", marks=pytest.mark.slow), pytest.param("specialised", marks=pytest.mark.wide), "failures"],
+    [
+        pytest.param("gemms", marks=pytest.mark.slow),
+        *[pytest.param(check, marks=pytest.mark.wide) for check in ("specialised", "failures")],
+    ],
 )
 def test_kernels_are_compiled_and_not_launched(check: str, tmp_path: Path) -> None:
     run(check, tmp_path)

@@ -64,6 +64,7 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MAX_TRIALS", 2)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("few_trials")
 def test_a_whole_check(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import check_tune

@@ -110,6 +110,7 @@ def test_a_process_is_ready_for_an_engine(calls: Calls) -> None:
     assert event.value == {"threads": None, "interrupts": True, "folder": str(Path.cwd()), "torch": False}
 
 
+@pytest.mark.wide
 def test_threads_are_limited_where_they_are_given(session: RaySession) -> None:
     calls = Calls(session, StubWorker, threads="3")
     worker = calls.call("facts")
