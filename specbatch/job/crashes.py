@@ -71,8 +71,10 @@ class RunningRows:
             # Zeros, so that a full disk does not lose the trace of a crash.
             os.write(self._file, header.ljust(_TRACE_AT + (1 << 12), b"\0"))
             os.lseek(self._file, _TRACE_AT, os.SEEK_SET)
-        # Someone else may have switched it on, for stderr.
+        # Someone else may have switched it on, for stderr. `enable` alone would then leave the signals to a library, if
+        # one has taken them since, as Ray does.
         self._had_faulthandler = faulthandler.is_enabled()
+        faulthandler.disable()
         faulthandler.enable(self._file, all_threads=False)
 
     def start(self, index: int, digest: int) -> None:

@@ -137,6 +137,7 @@ def test_a_roomy_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(edited)
 
 
+@pytest.mark.wide
 def test_a_card_that_holds_short_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the trial takes is not known before: the row becomes shorter, not the start an error."""
     free = 450 * TOKEN_BYTES

@@ -100,7 +100,7 @@ def test_on_a_gpu(variant: str, temperatures: tuple[float, ...], graphs: Any) ->
     assert margins(found) == margins(checked)
 
 
-@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize("checks", [False, pytest.param(True, marks=pytest.mark.wide)])
 def test_the_device_waits_for_nothing(checks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host waits for was launched before the target's last forward pass, which runs meanwhile."""
     engine, forwards, waits = tiny_device_engine(eos=(END,), checks=checks), 0, list[int]()

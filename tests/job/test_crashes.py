@@ -164,6 +164,21 @@ def test_the_handler_of_others_is_on_again(path: Path, enabled: bool) -> None:
     assert process.returncode == 0
 
 
+def test_a_library_that_has_taken_the_signals_does_not_hide_a_crash(path: Path) -> None:
+    def main() -> None:
+        faulthandler.enable()
+        ctypes.CDLL(None).signal(signal.SIGSEGV, 0)  # the default, which prints nothing
+        with RunningRows(path, "job") as running:
+            running.start(7, 1)
+            ctypes.string_at(0)
+
+    process = Command(path.parent, main=main)
+    process.communicate()
+    crash = last_crash(path, "job")
+    assert crash is not None
+    assert crash.rows == {7: 1}
+
+
 def test_rows_that_ran_at_a_crash_run_in_small_groups_and_then_alone() -> None:
     held = HeldRows()
     for index in range(24):

@@ -533,6 +533,7 @@ def measure_growth(run: Run, rows: int) -> float:
     return (most - before) / 2**20
 
 
+@pytest.mark.wide
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     small, large = tmp_path / "small", tmp_path / "large"
     small.mkdir()

@@ -79,6 +79,7 @@ def test_shape_heads_read_the_layers_that_are_configured() -> None:
     assert chosen.aux_layers == (0, 1, 2) != usual
 
 
+@pytest.mark.wide
 def test_a_file_job_with_a_head_that_is_never_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     random_target(Path("target"), vocab_size=260, eos_token_id=None)

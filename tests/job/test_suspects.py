@@ -152,7 +152,7 @@ def test_a_row_that_crashes_the_process(job: Job, word: str, index: int, exit_co
     assert not running_path(job.folder / "o.jsonl").exists()
 
 
-@pytest.mark.parametrize("indices", [(20, 21), (3, 33)])
+@pytest.mark.parametrize("indices", [(20, 21), pytest.param((3, 33), marks=pytest.mark.wide)])
 def test_two_rows_that_crash_the_process(job: Job, indices: tuple[int, int]) -> None:
     job.write(segv=indices[0], abort=indices[1])
     deadly = ["segv", "abort"]

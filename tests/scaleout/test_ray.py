@@ -152,8 +152,8 @@ def test_a_worker_that_cannot_be_made_refuses(session: RaySession) -> None:
     ("method", "arguments", "reason"),
     [
         ("signal", (signal.SIGKILL,), "its process was killed or crashed"),
-        ("segfault", (), "its process crashed (SIGSEGV)"),
-        ("leave", (3,), "its process ended with exit code 3"),
+        pytest.param("segfault", (), "its process crashed (SIGSEGV)", marks=pytest.mark.wide),
+        pytest.param("leave", (3,), "its process ended with exit code 3", marks=pytest.mark.wide),
     ],
 )
 def test_a_death_is_one_event(calls: Calls, method: str, arguments: tuple[object, ...], reason: str) -> None:
@@ -197,6 +197,7 @@ def test_no_worker_waits_for_a_ray_that_has_ended(session: RaySession) -> None:
         RayTransport(NoNodes(), StubWorker, WorkerNeeds()).start(1)
 
 
+@pytest.mark.wide
 def test_an_idle_transport_waits(calls: Calls) -> None:
     began = time.monotonic()
     assert calls.transport.wait(0.2) == []
