@@ -30,8 +30,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests with many variants, half or two thirds are `wide`: chosen by a hash of their names, so that no parameter
-    is left out."""
+    """Of tests with many variants, half to three quarters are `wide`: chosen by a hash of their names, so that no
+    parameter is left out."""
     variants: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             variants.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
     for some in variants.values():
         for item in some if len(some) >= 4 else []:
-            if zlib.crc32(item.name.encode()) % (2 if len(some) < 8 else 3):
+            if zlib.crc32(item.name.encode()) % (2 if len(some) < 8 else 3 if len(some) < 16 else 4):
                 item.add_marker("wide")
 
 

@@ -110,6 +110,7 @@ def thawed_heap() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("thawed_heap")
+@pytest.mark.wide
 def test_the_heap_is_frozen_while_a_model_is_loaded() -> None:
     with LLM() as llm:
         assert gc.get_freeze_count() > 0

@@ -554,6 +554,7 @@ def tiny_run(
     return run(engine, prompts, SamplingParams(max_tokens=24)), engine
 
 
+@pytest.mark.wide
 def test_training_pays_in_the_engine_as_validation_says(tmp_path: Path) -> None:
     """Overfitted to the target's own answers: the loss falls, the engine takes exactly as many rounds as validation
     simulates, and the text is plain decoding's."""
