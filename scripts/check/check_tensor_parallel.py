@@ -38,7 +38,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
@@ -54,6 +54,9 @@ from specbatch.models.random_weights import geometries
 from specbatch.models.sharded import GatheredLinear, VocabShare, local_config
 from specbatch.parallel.algorithms import buffer_bytes, limits_for
 from specbatch.parallel.shares import even_shares
+
+if TYPE_CHECKING:
+    from specbatch.parallel.cuda import CudaGroup  # needs Triton, which need not exist where CUDA does not
 
 _LONG = 300  # times a prompt of three tokens
 _IDS = 500  # token ids are below, so that each model has them
@@ -84,9 +87,9 @@ def main() -> int:
     if args.run is not None:
         return run_rows(args.run)
     checks: dict[str, Callable[[argparse.Namespace, Path], Iterator[Line]]] = {
-        "sums": check_sums,
-        "best": check_best,
-        "norms": check_norms,
+        "sums": partial(check_gpus, time_sums),
+        "best": partial(check_gpus, time_best),
+        "norms": partial(check_gpus, time_norms),
         "tokens": check_tokens,
         "deterministic": check_deterministic,
         "kill": check_kill,
@@ -391,40 +394,32 @@ def check_memory(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
         yield line
 
 
-def check_sums(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
+def check_gpus(work: Callable[[CudaGroup], list[Line]], args: argparse.Namespace, folder: Path) -> Iterator[Line]:
+    """What `work` finds on the first of the GPUs."""
     if args.device == "cpu":
         yield {"left_out": "of GPUs"}
         return
-    yield from of_gpus(time_sums, args.ranks, folder / "sums.json")
+    output = folder / f"{work.__name__}.json"
+    meeting = str(output.with_suffix(".meeting"))
+    torch.multiprocessing.spawn(of_gpu, (args.ranks, meeting, work, output), nprocs=args.ranks)
+    yield from json.loads(output.read_text())
 
 
-def check_best(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
-    if args.device == "cpu":
-        yield {"left_out": "of GPUs"}
-        return
-    yield from of_gpus(time_best, args.ranks, folder / "best.json")
-
-
-def check_norms(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
-    if args.device == "cpu":
-        yield {"left_out": "of GPUs"}
-        return
-    yield from of_gpus(time_norms, args.ranks, folder / "norms.json")
-
-
-def of_gpus(function: Callable[[int, int, str, str], None], ranks: int, output: Path) -> list[Line]:
-    """What the first of the processes writes: one for each GPU."""
-    torch.multiprocessing.spawn(function, (ranks, str(output.with_suffix(".meeting")), str(output)), nprocs=ranks)
-    lines: list[Line] = json.loads(output.read_text())
-    return lines
-
-
-def time_sums(rank: int, size: int, meeting: str, output: str) -> None:
+def of_gpu(rank: int, size: int, meeting: str, work: Callable[[CudaGroup], list[Line]], output: Path) -> None:
     """A process of each GPU."""
     from specbatch.parallel.cuda import CudaGroup, TorchCollectives
 
     device = torch.device("cuda", rank)
     group = CudaGroup(rank, size, device, TorchCollectives(rank, size, meeting, device), fixed_order=False)
+    lines = work(group)
+    if rank == 0:
+        output.write_text(json.dumps(lines))
+    torch.cuda.synchronize()
+    group.close()
+
+
+def time_sums(group: CudaGroup) -> list[Line]:
+    rank, size, device = group.rank, group.size, group.device
     limits, lines = limits_for(size, two_passes=False), []
     for num_bytes in _SUMS:
         generators = [torch.Generator().manual_seed(i) for i in range(size)]
@@ -442,18 +437,12 @@ def time_sums(rank: int, size: int, meeting: str, output: str) -> None:
                 wrong.append(name)
             times[name] = round(graph_micros(partial(group.added, x, name)), 2)
         lines.append({"bytes": num_bytes, "ranks": size, "microseconds": times, "other_bits": wrong, "ok": not wrong})
-    if rank == 0:
-        Path(output).write_text(json.dumps(lines))
-    torch.cuda.synchronize()
-    group.close()
+    return lines
 
 
-def time_best(rank: int, size: int, meeting: str, output: str) -> None:
-    """A process of each GPU. Logits in bfloat16, of the vocabulary of Llama 3."""
-    from specbatch.parallel.cuda import CudaGroup, TorchCollectives
-
-    device = torch.device("cuda", rank)
-    group = CudaGroup(rank, size, device, TorchCollectives(rank, size, meeting, device), fixed_order=False)
+def time_best(group: CudaGroup) -> list[Line]:
+    """Logits in bfloat16, of the vocabulary of Llama 3."""
+    rank, size, device = group.rank, group.size, group.device
     ops, share = ops_for(device, torch.bfloat16), even_shares(_VOCAB, size)[rank]
     lines = []
     for num_tokens in (1, 4, 16, 32, 64, 128, 256, 512, 1024):
@@ -470,19 +459,13 @@ def time_best(rank: int, size: int, meeting: str, output: str) -> None:
         ok = torch.equal(token_T.long(), found[0]) and torch.equal(margin_T.float(), found[1])
         times = {name: round(graph_micros(way), 2) for name, way in ways.items()}
         lines.append({"tokens": num_tokens, "bytes": 2 * logits_TV.numel(), "microseconds": times, "ok": ok})
-    if rank == 0:
-        Path(output).write_text(json.dumps(lines))
-    torch.cuda.synchronize()
-    group.close()
+    return lines
 
 
-def time_norms(rank: int, size: int, meeting: str, output: str) -> None:
-    """A process of each GPU. Rows of a hidden size of 8,192 in bfloat16."""
-    from specbatch.parallel.cuda import CudaGroup, TorchCollectives
-
-    device = torch.device("cuda", rank)
-    group = CudaGroup(rank, size, device, TorchCollectives(rank, size, meeting, device), fixed_order=False)
-    norm, lines = RMSNorm(torch.ones(8192, device=device, dtype=torch.bfloat16), 1e-5), []
+def time_norms(group: CudaGroup) -> list[Line]:
+    """Rows of a hidden size of 8,192 in bfloat16."""
+    device, lines = group.device, []
+    norm = RMSNorm(torch.ones(8192, device=device, dtype=torch.bfloat16), 1e-5)
 
     def apart(x_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
         return norm(group.start_sum(x_TE, residual_TE)())
@@ -500,10 +483,7 @@ def time_norms(rank: int, size: int, meeting: str, output: str) -> None:
             ways["in one"] = in_one
         times = {name: round(graph_micros(partial(way, x_TE, residual_TE)), 2) for name, way in ways.items()}
         lines.append({"tokens": num_tokens, "microseconds": times, "ok": ok})
-    if rank == 0:
-        Path(output).write_text(json.dumps(lines))
-    torch.cuda.synchronize()
-    group.close()
+    return lines
 
 
 def graph_micros(function: Callable[[], Any], calls: int = 20, repeats: int = 10) -> float:
