@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 import specbatch
+from tests.gpu_memory import memory_for
 from tests.tiny_checkpoint import write_checkpoint
 
 _MANY_VARIANTS = {"attention", "cli", "draft", "engine", "graphs", "job", "kernels", "models", "tune"}  # folders
@@ -53,6 +55,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Traces of crashes go to pytest's copy of stderr. After a file job they go to stderr, which tests replace."""
     if (stderr := item.config.stash.get(fault_handler_stderr_fd_key, None)) is not None:
         faulthandler.enable(stderr)
+
+
+@pytest.fixture(autouse=True)
+def _shared_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """GPU tests of several processes share one card's memory."""
+    if not torch.cuda.is_available() or request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    with memory_for(request.node):
+        yield
 
 
 @pytest.fixture(scope="session")

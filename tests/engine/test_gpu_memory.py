@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import gc
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +15,7 @@ from specbatch.engine.executor import GraphMode
 from specbatch.engine.memory import GIB
 from specbatch.engine.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
+from tests.gpu_memory import release
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_oracle
 
 pytestmark = pytest.mark.gpu
@@ -29,29 +26,17 @@ TREES += ["speculation.topk=8", "speculation.num_draft_tokens=60"]
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """One test at a time has all of the card, also where several processes run tests."""
-    with Path(tempfile.gettempdir(), "specbatch-test-whole-card.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@pytest.fixture
 def clean() -> Iterator[None]:
-    gc.collect()
-    torch.cuda.empty_cache()
+    release()
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
-    gc.collect()
-    torch.cuda.empty_cache()
+    release()
 
 
 def shrink_card(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Leave this process as many bytes, whatever other processes take meanwhile. What the driver keeps for graphs is
     not counted: `scripts/check/check_cards.py` counts it, on a card that it has for itself."""
-    free, total = torch.cuda.mem_get_info()
-    if free < num_bytes:
-        pytest.skip("less memory is free")
+    total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(num_bytes / total)
     monkeypatch.setattr(
         torch.cuda,
@@ -60,8 +45,8 @@ def shrink_card(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     )
 
 
-@pytest.mark.usefixtures("alone", "clean")
-@pytest.mark.parametrize("card_gib", [23.2, 38.6])
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("card_gib", [pytest.param(gib, marks=pytest.mark.gpu_memory(gib + 1)) for gib in (23.2, 38.6)])
 @pytest.mark.parametrize("sets", [["speculation.method=none"], TREES], ids=["plain", "60 nodes"])
 def test_a_default_start_on_a_smaller_card(card_gib: float, sets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     shrink_card(monkeypatch, int(card_gib * GIB))

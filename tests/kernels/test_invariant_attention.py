@@ -119,7 +119,16 @@ def same(found: Tensor, expected: Tensor) -> bool:
         (4, 1, 64, 16, None),
         (1, 1, 64, 64, 40),
         slow_on_cpu(8, 1, 128, 64, None),
-        *([(9, 3, 64, 16, None), (14, 2, 64, 1, None), (12, 2, 128, 64, None), (32, 8, 128, 64, 100)] if CUDA else []),
+        *(
+            [
+                (9, 3, 64, 16, None),
+                (14, 2, 64, 1, None),
+                (12, 2, 128, 64, None),
+                pytest.param(32, 8, 128, 64, 100, marks=pytest.mark.gpu_memory(4)),
+            ]
+            if CUDA
+            else []
+        ),
     ],
 )
 def test_a_row_has_the_bits_of_every_launch(

@@ -22,7 +22,9 @@ SHAPES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=pytest.mark.gpu_memory(6) if s[0] > 100_000 else ()) for s in SHAPES], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_have_the_same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """For each number of rows, and at each place among them."""
