@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from specbatch.errors import FieldError, shown
 from specbatch.option import AT_LEAST_0, AT_LEAST_1, SEED, Range, option, required
-from specbatch.retired import OPTIONS
 from specbatch.strict import Reader, described, join, options_of
 from specbatch.types import SamplingParams
 
@@ -130,9 +129,9 @@ class EngineSection:
         "How attention is computed. `auto`: triton on CUDA, torch on CPU. flashinfer is a separate package "
         "(`pip install 'specbatch[gpu]'`), for bfloat16 and float16, heads of 64, 128 or 256, and no sliding windows.",
     )
-    cuda_graphs: Literal["auto", "round", "phases", "none"] = option(
+    cuda_graphs: Literal["auto", "round", "none"] = option(
         "auto",
-        "`round`: a round is one CUDA graph. `phases`: draft, verify and extend are one graph each. `none`: no graphs. "
+        "`round`: a round is one CUDA graph. `none`: no graphs. "
         "`auto`: `round` with `engine.attention` triton or flashinfer, else `none`. Prompts: `prefill.graphs`.",
     )
     compile: Literal["off", "auto"] = option(
@@ -375,4 +374,4 @@ def sampling_value(name: str, value: Any, path: str | None = None) -> Any:
 
     Raises FieldError, which names the value by `path`, else by `name`.
     """
-    return Reader(SamplingParams, OPTIONS).value(options_of(SamplingParams)[name], value, path or name)
+    return Reader(SamplingParams).value(options_of(SamplingParams)[name], value, path or name)

@@ -12,7 +12,6 @@ import yaml
 import specbatch
 from specbatch.config import Config
 from specbatch.errors import ConfigError, cut
-from specbatch.retired import OPTIONS
 from specbatch.strict import Option, Reader, join, options_of, read_mapping, read_text
 from specbatch.strict import option_paths as paths_of
 from specbatch.strict_yaml import YamlProblem, load_yaml
@@ -35,7 +34,7 @@ def load_config(
     else:
         path = find_config(Path(path))
         tree = read_mapping(read_text(path, "configuration", packaged_configs()), str(path))
-    reader = Reader(Config, OPTIONS, _of_vllm)
+    reader = Reader(Config, _of_vllm)
     for item in sets:
         _apply_set(tree, item, reader)
     for name, value in (values or {}).items():

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import functools
 import math
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
 from specbatch.errors import ConfigError, FieldError, cut, shown
-from specbatch.retired import Retired, retired_error
 from specbatch.strict_yaml import YamlProblem, load_yaml
 
 _KINDS: Mapping[Any, str] = {
@@ -91,13 +89,10 @@ class Reader:
     def __init__(
         self,
         root: Any,
-        retired: Mapping[str, Retired],
         explain: Callable[[str, Mapping[str, Option], str, Any], str | None] | None = None,
     ) -> None:
-        """`retired`: old names, as in `specbatch.retired`. `explain(prefix, options, key, value)`: a hint for an
-        unknown name, or None for the usual one."""
+        """`explain(prefix, options, key, value)`: a hint for an unknown name, or None for the usual one."""
         self._root = root
-        self._retired = retired
         self._explain = explain
 
     def read(self, cls: Any, tree: Any, path: str) -> Any:
@@ -135,8 +130,6 @@ class Reader:
         options = options_of(cls)
         name = cut(str(key))
         full = join(path, name)
-        if (entry := self._retired.get(_any_element(full))) is not None:
-            raise retired_error(full, entry)
         hint = self._explain(path, options, name, value) if self._explain is not None else None
         if hint is None and (near := nearest(name, options)):
             hint = f"did you mean {join(path, near)}?"
@@ -149,8 +142,6 @@ class Reader:
         kind = option.kind
         if option.read is not None:
             return option.read(self, value, path)
-        if isinstance(value, str) and (entry := self._retired.get(f"{_any_element(path)}={value}")) is not None:
-            raise retired_error(f"{path}={value}", entry)
         if dataclasses.is_dataclass(kind):
             return self.read(kind, value, path)
         if typing.get_origin(kind) is Literal:
@@ -202,10 +193,6 @@ def join(path: str, name: str) -> str:
 def described(value: Any) -> str:
     """A value of the wrong type, for a message."""
     return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else shown(value)
-
-
-def _any_element(path: str) -> str:
-    return re.sub(r"\[\d+\]", "[]", path)
 
 
 def read_text(path: Path, what: str, names: Iterable[str] = ()) -> str:

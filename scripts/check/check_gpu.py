@@ -47,7 +47,6 @@ RUNS: dict[str, list[str]] = {
     "ngram": ["speculation.method=ngram"],
     "eagle3 1/1/2": ["eagle3", "1/1/2"],
     "eagle3 3/1/4": ["eagle3", "3/1/4"],
-    "eagle3 3/1/4, phases": ["eagle3", "3/1/4", "engine.cuda_graphs=phases"],
     "eagle3 3/1/4, eager": ["eagle3", "3/1/4", "engine.cuda_graphs=none"],
     "eagle3 5/4/8": ["eagle3", "5/4/8"],
     "eagle3 5/4/8, eager": ["eagle3", "5/4/8", "engine.cuda_graphs=none"],

@@ -1,7 +1,7 @@
 """Launches rounds: pads the batch to a captured size and replays its graph, or runs the round eagerly.
 
-With `graphs: round` one graph is a whole round; with `phases` draft, verify and draft-extend are graphs of their own,
-as in other engines; with `none` every kernel is launched by the host.
+With `graphs: round` one graph is a whole round; with `none` every kernel is launched by the host. A round of requests
+with grammars is three graphs, because the host takes part in it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner, ladder
 from specbatch.kernels.out_of_memory import is_out_of_memory
 
-GraphMode = Literal["round", "phases", "none"]
-PHASES = ("draft", "verify", "extend")
+GraphMode = Literal["round", "none"]
 
 
 class PaddedSize(NamedTuple):
@@ -169,7 +168,7 @@ class RoundExecutor:
             if not self._shrinks or not is_out_of_memory(error):
                 raise
             self._uncaptured.add(key)
-            for name in ("round", *PHASES, *PARTS):
+            for name in ("round", *PARTS):
                 self.runner.drop((name, *key))
         if saved:
             self._upload(saved)
@@ -183,21 +182,9 @@ class RoundExecutor:
                 self._grammars = GrammarGraphs(runner, len(self._req_idx_B))
             self._grammars.capture(round_, req_idx_B, key, grammar.of_padding(), Launched.of)
             return
-        sampled, wanted = key.sampled, (key.sampled, key.num_top, key.edits)
-        if self.mode == "round":
-            # The report alone: what else a round leaves is memory that other sizes can use.
-            runner.capture(("round", *key), lambda: Launched.of(round_(req_idx_B, *wanted, lane=key.lane)))
-            return
-        rows, draft = runner.capture(("draft", *key), lambda: round_.draft(req_idx_B, sampled))
-
-        def verify() -> tuple[Verified, Launched]:
-            verified = round_.verify(rows, draft, *wanted, key.lane)
-            return verified, Launched.of(verified)
-
-        verified, launched = runner.capture(("verify", *key), verify)
-        runner.capture(("extend", *key), lambda: round_.extend(verified))
-        runner.replace_output(("draft", *key), None)
-        runner.replace_output(("verify", *key), launched)
+        wanted = key.sampled, key.num_top, key.edits
+        # Only the report is kept: other sizes can use the memory of everything else that a round leaves.
+        runner.capture(("round", *key), lambda: Launched.of(round_(req_idx_B, *wanted, lane=key.lane)))
 
     @property
     def groups(self) -> list[Group]:
@@ -236,7 +223,7 @@ class RoundExecutor:
             round_, key = round_.drafting(grammar.method), key._replace(num_nodes=grammar.method.num_nodes)
         if self.runner is None:
             return self._eager(round_, req_idx_B, key, grammar)
-        name = PARTS[0] if grammar is not None else "round" if self.mode == "round" else "draft"
+        name = PARTS[0] if grammar is not None else "round"
         if (name, *key) not in self.runner and key not in self._uncaptured:  # the first batch of its kind
             self._capture(key, grammar)
         if key in self._uncaptured:
@@ -246,12 +233,7 @@ class RoundExecutor:
             assert self._grammars is not None
             max_path = self._grammars.begin(key, grammar).max_path
             return Begun(max_path, functools.partial(self._grammars.complete, key, grammar))
-        if self.mode == "round":
-            launched = self.runner.replay(("round", *key))
-            return launched
-        self.runner.replay(("draft", *key))
-        launched = self.runner.replay(("verify", *key))
-        self.runner.replay(("extend", *key))
+        launched = self.runner.replay(("round", *key))
         return launched
 
     def _eager(

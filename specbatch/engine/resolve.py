@@ -322,7 +322,7 @@ def _resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, no
         attention = "triton" if on_cuda and has_triton and dtype != torch.float64 else "torch"
         why = "it needs no further package and has no limits of geometry" if attention == "triton" else "the exact one"
         notes.append(f"engine.attention: {attention} ({why})")
-    if attention == "torch" and graphs in ("round", "phases"):
+    if attention == "torch" and graphs == "round":
         raise ConfigError(
             f"engine.cuda_graphs: {graphs} needs engine.attention triton or flashinfer; torch plans on the host",
             hint="leave engine.cuda_graphs out, or set it to none",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from specbatch.batch import ALL_EDITS, LogitsIndices, PagedBatch
-from specbatch.engine.executor import PHASES, GraphMode, RoundExecutor, padded_sizes
+from specbatch.engine.executor import GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.prompt_chunk import ChunkCut, PromptChunk
@@ -108,7 +108,7 @@ class Trials:
             raise torch.OutOfMemoryError("no CUDA graph fits")
         of_driver = max(0, runner.bytes - runner.pool_bytes) // len(runner)
         # Rows may ask for samples, for log-probabilities and for rules at any time: eight graphs of each size then.
-        num_graphs = 8 * num_sizes * (len(PHASES) if self.graphs == "phases" else 1)
+        num_graphs = 8 * num_sizes
         num_graphs += _PROMPT_GRAPHS if padded_bytes else 0
         kept = runner.pool_bytes + num_graphs * of_driver
         del executor, runner

@@ -13,7 +13,6 @@ from specbatch.errors import ConfigError
 from specbatch.evals.filters import Filter
 from specbatch.evals.metrics import metric_name
 from specbatch.evals.schema import DataSource, Task
-from specbatch.retired import TASK_OPTIONS
 from specbatch.strict import Reader, read_mapping, read_text
 
 
@@ -42,7 +41,7 @@ def load_task(path: Path) -> Task:
     """The task in a YAML file. Raises ConfigError."""
     tree = read_mapping(read_text(path, "task"), str(path))
     try:
-        task: Task = Reader(Task, TASK_OPTIONS).read(Task, tree, "")
+        task: Task = Reader(Task).read(Task, tree, "")
         _check_relations(task)
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc.message}", exc.hint) from exc

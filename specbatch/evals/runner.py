@@ -33,7 +33,6 @@ from specbatch.job.sources import source_of_lines
 from specbatch.job.terminal import print_notes
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.job.worker import Runtime, Worker
-from specbatch.retired import current_statistics
 from specbatch.signals import INTERRUPTED
 from specbatch.types import BatchEngine
 
@@ -109,8 +108,7 @@ class Runner:
 
     def _measure(self, plan: Plan, variant: str) -> Measured:
         answers = answers_path(plan, variant)
-        stats, notes = current_statistics(json.loads(stats_path_of(answers).read_text(encoding="utf-8")))
-        print_notes(notes, self._console)
+        stats = json.loads(stats_path_of(answers).read_text(encoding="utf-8"))
         return Measured(score(plan, read_results(answers), _progress(self._console)), stats)
 
     def _generate(self, prompts: Path, answers: Path, config: Config, overwrite: bool = False) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from specbatch import __version__, retired
+from specbatch import __version__
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
@@ -73,11 +73,8 @@ def job_fingerprint(
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """One line for each key that differs: `sampling.temperature: 0.0 -> 0.7`."""
     keys = list(old) + [k for k in new if k not in old]
-    # A file of an earlier version can have options that no longer exist. Their defaults are what every job does now.
-    gone = {k: entry.default for k, entry in retired.OPTIONS.items() if k in old}
-    # And it can lack options of today. Without them a job did what their defaults do.
+    # A file of an earlier version can lack options of today. Without them a job did what their defaults do.
     old = {**{k: default for k, default in _flat(config_to_dict(Config())) if k in new and k not in old}, **old}
-    new = {**{k: old[k] if old[k] == default else "removed since" for k, default in gone.items()}, **new}
     return [f"{k}: {_short(old.get(k))} -> {_short(new.get(k))}" for k in keys if old.get(k) != new.get(k)]
 
 

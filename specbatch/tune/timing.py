@@ -24,7 +24,6 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.base import check_finite
 from specbatch.engine.dummies import dummy_batch, dummy_requests, fits
 from specbatch.engine.engine import Engine
-from specbatch.engine.executor import PHASES
 from specbatch.engine.round import Round
 from specbatch.engine.round_results import Verified
 from specbatch.graphs.runner import GraphRunner
@@ -38,6 +37,7 @@ _GRAPH_NOISE = 0.02  # of the median of a captured graph's times
 _CUDA_STEPS, _CPU_STEPS = 40, 3
 _SHORT_SECONDS = 0.5  # of a prompt; what takes longer is timed twice
 _PROMPT_REPEATS = 4
+_PHASES = ("draft", "verify", "extend")
 _NGRAM_NODES = (2, 3, 5, 9, 17, 33)
 
 
@@ -78,7 +78,7 @@ def time_steps(engine: Engine, steps: int) -> tuple[float, float]:
 
 def _time_graph(round_: Round, req_idx_B: Tensor, restore: Callable[[], None]) -> dict[str, float]:
     runner, found = GraphRunner(req_idx_B.device), list[list[float]]()
-    events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(PHASES) + 1)]
+    events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(_PHASES) + 1)]
     # A capture runs the round, too: it must write nothing and advance no request.
     round_.state.ints_SF[:, Field.DONE] = 1
     try:
@@ -96,7 +96,7 @@ def _time_graph(round_: Round, req_idx_B: Tensor, restore: Callable[[], None]) -
 
 
 def _time_calls(round_: Round, req_idx_B: Tensor, restore: Callable[[], None]) -> dict[str, float]:
-    found, marks = list[list[float]](), [0.0] * (len(PHASES) + 1)
+    found, marks = list[list[float]](), [0.0] * (len(_PHASES) + 1)
 
     def mark(i: int) -> None:
         marks[i] = 1e3 * time.perf_counter()
@@ -124,7 +124,7 @@ def _run(round_: Round, req_idx_B: Tensor, mark: Callable[[int], None]) -> Verif
 
 def _medians(marks: list[list[float]]) -> dict[str, float]:
     """`marks`: milliseconds at which each phase began, and at which the round ended, of each run."""
-    spans = {name: [m[i + 1] - m[i] for m in marks] for i, name in enumerate(PHASES)}
+    spans = {name: [m[i + 1] - m[i] for m in marks] for i, name in enumerate(_PHASES)}
     spans["round"] = [m[-1] for m in marks]
     return {name: statistics.median(values) for name, values in spans.items()}
 

@@ -255,10 +255,9 @@ def test_graphs_give_the_tokens_of_eager_rounds(method: str, shape: DraftShape |
     same, so the bits are."""
     params, requests = SamplingParams(max_tokens=24), random_prompts(9, shared=10)
     eager = run(flashinfer_engine(method, shape, "none"), requests, params)
-    for graphs in ("round", "phases"):
-        aux_hidden_states = run(flashinfer_engine(method, shape, graphs), requests, params)
-        assert [c.token_ids for c in aux_hidden_states] == [c.token_ids for c in eager], graphs
-        assert [c.speculation for c in aux_hidden_states] == [c.speculation for c in eager], graphs
+    captured = run(flashinfer_engine(method, shape, "round"), requests, params)
+    assert [c.token_ids for c in captured] == [c.token_ids for c in eager]
+    assert [c.speculation for c in captured] == [c.speculation for c in eager]
 
 
 @pytest.mark.parametrize(("method", "shape"), CASES)

@@ -125,7 +125,6 @@ def test_what_vllm_calls_its_drafts_is_translated(item: str, option: str) -> Non
         ("samplin.temperature=1", "unknown option samplin", "sampling"),
         ("engine.temperature=1", "unknown option engine.temperature", "sampling.temperature"),
         ("speculation.ngram.min=1", "unknown option speculation.ngram.min", "min_match"),
-        ("engine.tuned_products=true", "engine.tuned_products was removed", "leave it out"),
         ("speculation.method=ngrm", "auto, none, ngram, ", "ngram"),
         (
             "sampling.temperature=-0.1",

@@ -1,19 +1,15 @@
-"""The strict reader of dataclasses, and names of earlier versions."""
+"""The strict reader of dataclasses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from specbatch import retired
-from specbatch.config_load import load_config, option_paths
 from specbatch.errors import ConfigError, FieldError
 from specbatch.option import AT_LEAST_1, option, option_doc, option_range, required
-from specbatch.retired import Retired, current_statistics
 from specbatch.strict import Option, Reader, options_of
 from specbatch.strict import option_paths as paths_of
 
@@ -45,15 +41,8 @@ class Car:
     path: str = field(default="", metadata={"in_file": False})
 
 
-OLD = {
-    "colour": Retired("wheels[].colour"),
-    "wheels[].rim": Retired("wheels[].size"),
-    "wheels[].colour=grey": Retired(),
-}
-
-
 def read(tree: Any) -> Car:
-    car: Car = Reader(Car, OLD).read(Car, tree, "")
+    car: Car = Reader(Car).read(Car, tree, "")
     return car
 
 
@@ -88,9 +77,6 @@ def test_values_have_the_types_of_their_fields() -> None:
         ({"path": "x"}, "unknown option path", "known here"),
         ({"wieght": 1}, "unknown option wieght", "did you mean weight?"),
         ({"wheels": [{"size": 1, "weight": 3}]}, "unknown option wheels[0].weight", "did you mean weight?"),
-        ({"colour": "black"}, "colour is now wheels[].colour", "write wheels[].colour"),
-        ({"wheels": [{"rim": 3}]}, "wheels[0].rim is now wheels[].size", "write wheels[].size"),
-        ({"wheels": [{"size": 1, "colour": "grey"}]}, "wheels[0].colour=grey was removed", None),
     ],
 )
 def test_mistakes_name_path_legal_values_and_the_nearest(tree: Any, message: str, hint: str | None) -> None:
@@ -103,7 +89,7 @@ def test_mistakes_name_path_legal_values_and_the_nearest(tree: Any, message: str
 def test_a_wrong_type_differs_from_a_wrong_value() -> None:
     for value, kind in (("x", "invalid_type"), (0, "invalid_value")):
         with pytest.raises(FieldError) as caught:
-            Reader(Wheel, {}).value(options_of(Wheel)["size"], value, "size")
+            Reader(Wheel).value(options_of(Wheel)["size"], value, "size")
         assert caught.value.type == kind
 
 
@@ -112,7 +98,7 @@ def test_a_hint_of_the_caller_comes_before_the_usual_one() -> None:
         return f"{path}/{key}/{value}/{len(options)}" if key == "sise" else None
 
     with pytest.raises(ConfigError) as caught:
-        Reader(Wheel, {}, explain).read(Wheel, {"sise": 7}, "wheel")
+        Reader(Wheel, explain).read(Wheel, {"sise": 7}, "wheel")
     assert caught.value.hint == "wheel/sise/7/2"
 
 
@@ -120,47 +106,3 @@ def test_paths_descriptions_and_ranges() -> None:
     assert paths_of(Car) == ["wheels", "spare.size", "spare.colour", "names", "gears", "weight", "twice", "extra"]
     size = Wheel.__dataclass_fields__["size"]
     assert (option_doc(size), option_range(size)) == ("Size in inches.", ">= 1")
-
-
-def test_retired_names_are_no_names_of_today_and_their_successors_are() -> None:
-    today = set(option_paths())
-    for name, entry in retired.OPTIONS.items():
-        path, is_value, _ = name.partition("=")
-        assert (path in today) == bool(is_value), name
-        assert entry.successor is not None or entry.hint, name
-        if entry.successor is not None:
-            assert entry.successor.partition("=")[0] in today, name
-
-
-@pytest.mark.parametrize("name", retired.OPTIONS)
-def test_a_retired_option_is_an_error_in_files_and_in_set(tmp_path: Path, name: str) -> None:
-    path, _, value = name.partition("=")
-    section, _, key = path.rpartition(".")
-    (tmp_path / "old.yaml").write_text(f"{section}: {{{key}: {value or 'true'}}}")
-    entry = retired.OPTIONS[name]
-    for config, sets in ((tmp_path / "old.yaml", []), (None, [f"{path}={value or 'true'}"])):
-        with pytest.raises(ConfigError) as caught:
-            load_config(config, sets)
-        assert caught.value.message.startswith(name)
-        assert (entry.successor or "was removed") in caught.value.message
-        assert caught.value.hint
-
-
-def test_statistics_of_an_earlier_version_are_read_under_their_new_names() -> None:
-    table = {
-        "session.old": Retired("session.new"),
-        "gone": Retired(hint="nobody read it"),
-        "moved": Retired("other.place"),
-        "absent": Retired("x"),
-        "rows.deep.absent": Retired("y"),
-    }
-    old = {"session": {"old": 3}, "gone": 1, "moved": 2, "rows": 7}
-    found, notes = current_statistics(old, table)
-    assert found == {"session": {"new": 3}, "other": {"place": 2}, "rows": 7}
-    assert old["session"] == {"old": 3}, "the caller's are as they were"
-    assert notes == [
-        "session.old, a statistic of an earlier version, is now session.new",
-        "gone, a statistic of an earlier version, is not read: nobody read it",
-        "moved, a statistic of an earlier version, is now other.place",
-    ]
-    assert current_statistics(found, table) == (found, [])

@@ -54,7 +54,7 @@ GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, top_k=30, min_p=0.01)
 
 
-@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("method", "shape"), DEVICE_CASES)
 def test_device_engine_equals_cpu_in_float64(
@@ -155,7 +155,7 @@ def test_kernels_over_keys_and_values_in_float8(method: str, shape: DraftShape |
     assert same >= 14
 
 
-@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_rules_change_logits_as_on_the_cpu(method: str, shape: DraftShape | None, graphs: GraphMode) -> None:
     """Requests without rules run before and among those with rules: graphs of both kinds are captured and replayed."""
@@ -225,7 +225,7 @@ def test_padding_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_logits_that_are_not_finite_fail_their_rows_alone(
@@ -242,7 +242,7 @@ def test_logits_that_are_not_finite_fail_their_rows_alone(
     assert {str(c.finish_reason) for c in gpu} == {"error", "length"}
 
 
-@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_a_broken_draft_is_rejected(method: str, graphs: GraphMode) -> None:
     prompts = random_prompts(5, shared=10)

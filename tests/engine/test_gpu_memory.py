@@ -68,7 +68,7 @@ def test_a_default_start_on_a_smaller_card(card_gib: float, sets: list[str], mon
 
 
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize("graphs", ["none", "round", "phases"])
+@pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_memory_that_runs_out_in_mid_run(graphs: GraphMode, temperature: float) -> None:
     """What two rows need is there, and what sixteen need is not: batches shrink, captures break off, graphs are given

@@ -120,7 +120,7 @@ def test_as_the_oracle(case: str, temperatures: tuple[float, ...], plain: Any) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize(("case", "temperatures"), CASES_OF_METHODS)
 def test_a_gpu_as_the_oracle(case: str, temperatures: tuple[float, ...], graphs: Any, plain: Any) -> None:
     settings: dict[str, Any] = {"eos": (END,), "num_pages": 256, "device": torch.device("cuda"), "graphs": graphs}

@@ -227,7 +227,7 @@ def test_the_option_as_yaml_reads_it(given_value: str, decided: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(("method", "shape"), [("none", None), ("ngram", CHAIN), ("eagle", CHAIN), ("eagle3", TREE)])
 def test_two_streams_give_the_tokens_of_one(

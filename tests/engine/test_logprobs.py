@@ -57,9 +57,9 @@ def test_how_many_are_found(wanted: list[int | None], num_top: int | None) -> No
     ("method", "shape", "mode", "params"),
     [
         ("none", None, "round", SAMPLED),
-        ("ngram", CASES[1][1], "phases", GREEDY),
+        ("ngram", CASES[1][1], "round", GREEDY),
         ("eagle3", CASES[2][1], "round", GREEDY),
-        ("eagle3", CASES[2][1], "phases", SAMPLED),
+        ("eagle3", CASES[2][1], "round", SAMPLED),
     ],
 )
 def test_graphs_hold_log_probabilities(
@@ -97,7 +97,7 @@ def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("graphs", ["none", "phases", "round"])
+@pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_on_a_gpu(

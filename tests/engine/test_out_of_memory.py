@@ -129,21 +129,6 @@ def test_a_graph_that_does_not_fit(method: str, shape: DraftShape | None, params
         assert isinstance(runner.outputs[key], Launched), "what else a round leaves is memory of other sizes"
 
 
-@pytest.mark.parametrize("failing", ["draft", "verify", "extend"])
-def test_phases_that_do_not_fit(failing: str) -> None:
-    """One of three: none of them is kept."""
-    prompts = random_prompts(5, shared=9, longest=30)
-    settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}
-    expected = run(tiny_oracle("draft_model", TREE, **settings), prompts, GREEDY)
-    engine = tiny_device_engine("draft_model", TREE, **settings)
-    executor = engine.executor
-    runner = Replays(lambda key: key[0] == failing and key[1] == 4)
-    executor.mode, executor.runner = "phases", runner  # type: ignore[assignment]
-    compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
-    assert {key[1] for key in runner._captured} <= {1, 2}
-    assert runner.num_replays > 0
-
-
 def test_prompts_whose_graph_does_not_fit() -> None:
     prompts = random_prompts(5, shared=9, longest=30)
     settings: dict[str, Any] = {"num_pages": 256, "eos": (5,)}

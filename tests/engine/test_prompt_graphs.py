@@ -262,7 +262,7 @@ def test_graphs_with_and_without_the_draft_network(method: str, shape: DraftShap
 def test_other_modes_launch_prompts() -> None:
     engine = tiny_device_engine("none", None, graph_tokens=128)
     runner = StandIn(engine)
-    engine.executor.mode = "phases"
+    engine.executor.mode = "none"
     run(engine, random_prompts(5), GREEDY)
     assert not len(runner)
 
@@ -379,7 +379,7 @@ def test_graphs_give_the_same_texts(
 @pytest.mark.gpu
 def test_only_whole_rounds_have_graphs_of_prompts() -> None:
     prompts = random_prompts(5)
-    engine = tiny_device_engine("none", None, device=CUDA, graphs="phases", graph_tokens=128)
+    engine = tiny_device_engine("none", None, device=CUDA, graphs="none", graph_tokens=128)
     run(engine, prompts, GREEDY)
     assert num_graphs(engine) == 0
 

@@ -17,11 +17,10 @@ from specbatch.errors import ConfigError
     [
         ("auto", True, "triton", "round", "both"),
         ("auto", True, "triton", "none", "off"),
-        ("auto", True, "triton", "phases", "off"),
         ("auto", True, "flashinfer", "round", "off"),
         ("auto", False, "torch", "none", "off"),
         ("whole", True, "triton", "round", "whole"),
-        ("piecewise", True, "flashinfer", "phases", "piecewise"),
+        ("piecewise", True, "flashinfer", "round", "piecewise"),
         ("off", True, "triton", "round", "off"),
     ],
 )
@@ -48,7 +47,6 @@ def test_deterministic_layers_are_not_compiled() -> None:
         ("whole", "off", False, "torch", "none", "prefill.graphs: whole needs .*, not a CPU"),
         ("both", "off", True, "flashinfer", "round", "prefill.graphs: both needs"),
         ("whole", "off", True, "triton", "none", "engine.cuda_graphs: round, not triton and none"),
-        ("both", "off", True, "triton", "phases", "engine.cuda_graphs: round, not triton and phases"),
         ("piecewise", "off", False, "torch", "none", "prefill.graphs: piecewise needs a CUDA device"),
         ("whole", "auto", True, "triton", "round", "engine.compile: auto needs .*, not whole"),
         ("off", "auto", True, "triton", "round", "engine.compile: auto needs .*, not off"),

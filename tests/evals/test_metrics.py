@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import ClassVar
 
 import pytest
 
-from specbatch import retired
 from specbatch.errors import ConfigError, InputError
 from specbatch.evals import metrics
 from specbatch.evals.load import load_task
 from specbatch.evals.metrics import METRICS, ExactMatch, Execution, Metric, NoMetric, Score, Value, metric_name
 from specbatch.evals.sandbox import Verdict
 from specbatch.option import AT_LEAST_1, option
-from specbatch.retired import Retired
 from tests.evals.test_command import EXACT, Eval
 from tests.evals.test_evals import write_task
 
@@ -105,20 +102,3 @@ def test_equal_programs_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_that_a_program_does_not_fit_are_found_before_any_model_is_loaded() -> None:
     with pytest.raises(InputError, match=r"metric\.program does not fit row 2"):
         Execution("{{a}}{{response}}").check_rows([{"a": 1}, {"b": 1}])
-
-
-def test_answers_of_an_earlier_version_are_read_with_a_note(
-    run: Eval,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    task = write_task(run.folder, EXACT)
-    assert run(task_files=(task,)) == 0
-    before = run.results()["tasks"]["mine"]
-    path = run.output / "mine" / "answers.stats.json"
-    stats = json.loads(path.read_text())
-    stats["session"]["speed"] = stats["session"].pop("output_tokens_per_second")
-    path.write_text(json.dumps(stats))
-    monkeypatch.setitem(retired.STATISTICS, "session.speed", Retired("session.output_tokens_per_second"))  # type: ignore[arg-type]
-    assert run(task_files=(task,)) == 0
-    assert run.results()["tasks"]["mine"] == before
-    assert "session.speed, a statistic of an earlier version, is now session.output_tokens_per_second" in run.log

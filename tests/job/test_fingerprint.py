@@ -25,16 +25,6 @@ LAYERS, LAYER = 32, MIB  # of the model below: each with two small matrices that
 ROW = RawRow(0, b"{}")
 
 
-def test_differences_name_options_that_were_removed() -> None:
-    old = {"engine.tuned_products": True, "engine.seed": 0, "limit": None}
-    assert differences(old, {"engine.seed": 0, "limit": 3}) == [
-        "engine.tuned_products: True -> removed since",
-        "limit: none -> 3",
-    ]
-    unset = {**old, "engine.tuned_products": False}  # the default of that version: the job is the same
-    assert differences(unset, {"engine.seed": 0, "limit": None}) == []
-
-
 def test_a_file_from_before_an_option_existed_ran_with_its_default() -> None:
     old = {"engine.seed": 0, "limit": None}
     assert differences(old, {**old, "engine.tensor_parallel": 1, "engine.deterministic": False}) == []

@@ -32,7 +32,7 @@ LAYERS = [
     ["marks"],
     ["batch"],
     ["strict"],
-    ["strict_yaml", "retired"],
+    ["strict_yaml"],
     ["types"],
     ["option", "response_format", "counts", "logprobs", "matcher"],
     ["errors", "signals", ""],  # "": the package itself, for its version
