@@ -14,7 +14,6 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 
 import torch
 
@@ -28,13 +27,12 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.engine.base import EngineBase
 from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.cpu_threads import ThreadGovernor
-from specbatch.engine.executor import GraphMode, Launched, RoundExecutor
+from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.gathering import ChunkCost, RoundsOfRows
 from specbatch.engine.grammar_tree import MAX_FORCED
 from specbatch.engine.grammars import Grammars
 from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobLayout, num_top_of, with_logprobs
-from specbatch.engine.open_round import OpenRound
 from specbatch.engine.prompt_graphs import PromptGraphs
 from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
 from specbatch.engine.prompts import PromptPacker
@@ -107,8 +105,7 @@ class Engine(EngineBase):
         traits = {"fixed_shapes": self._round.fixed_shapes, "simulates": self._round.simulates, "steady": steady}
         self._grammars = Grammars(self._rows, self._transfers, lookahead + self.max_forced, **traits)
         self._forget_rounds()
-        self._reports: deque[Report] = deque()
-        self._open: OpenRound | None = None  # launched last
+        self._in_flight: deque[Report] = deque()  # the oldest first; only the last one can be open
         self._failed = 0  # launches in a row that ran out of memory
         self._last_read = time.perf_counter()
         self.start_seconds: dict[str, float] = {}
@@ -125,12 +122,12 @@ class Engine(EngineBase):
         graphs_now, seconds_now = self._captured()
         self._stats.late_graphs += max(0, graphs_now - graphs)
         self._stats.late_graph_seconds += max(0.0, seconds_now - seconds)
-        while self._num_unread > (self.executor.async_depth if launched else 0):
+        while len(self._in_flight) > (self.executor.async_depth if launched else 0):
             finished += self._read()
             if not launched:
                 break  # what was read may have made room: launch before reading on
         if not (self.num_running or self.num_waiting):
-            self._open = None  # all of its requests have ended: it is not needed, and it holds graphs and tensors
+            self._forget_open()  # all of its requests have ended: it is not needed, and it holds graphs and tensors
             if self._threads is not None:
                 self._threads.rest()
         return finished
@@ -145,7 +142,7 @@ class Engine(EngineBase):
         spans = self._scheduler.plan_prefill()
         if spans:
             return self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans), finished)
-        if self._num_unread and self._scheduler.would_preempt():
+        if self._in_flight and self._scheduler.would_preempt():
             finished += self.drain()  # who is preempted is decided with everything known
         rows = [seq for seq in self._scheduler.plan_round() if seq.can_go_on]
         if not rows:
@@ -160,7 +157,7 @@ class Engine(EngineBase):
         launched."""
         try:
             launch()
-            if self._open is None:  # what is begun can still run out of memory
+            if not self._has_open:  # what is begun can still run out of memory
                 self._failed = 0
             return True
         except Exception as error:
@@ -184,7 +181,7 @@ class Engine(EngineBase):
 
     def release_graphs(self) -> bool:
         """Give the memory of all graphs back; nothing may run on the device. Returns whether there were graphs."""
-        self._open = None  # it would replay one
+        self._forget_open()  # it would replay one
         released = [self.executor.release_graphs(), self.prompts.release_graphs()]
         gc.collect()  # they can be in cycles
         return any(released)
@@ -212,7 +209,8 @@ class Engine(EngineBase):
         method = self._grammars.method(rows, method, padded_size)
         sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
         edits, groups = self._edits(rows), self._groups.of(rows, method.num_nodes)
-        self._close_round()
+        self._complete_round()
+        self._set_back()
         self._rows.upload_pages(rows)
         if isinstance(method, HostDraftMethod):
             self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
@@ -222,38 +220,44 @@ class Engine(EngineBase):
         batch = Batch(rows) if self._lanes is None or grammar is not None else self._lanes.divide(rows)
         slots = [self._state.padding if seq is None else seq.req_idx for seq in batch.sequences]
         self.executor.write_groups(groups)
-        launched = self.executor.run(slots, sampled, num_top, edits, grammar, batch.lane)
-        for seq in rows:
-            seq.num_in_flight += launched.max_path
-            seq.rounds_in_flight += 1
-        if isinstance(launched, Launched):
-            self._stats.rounds += 1
-            self._report(batch.sequences, launched)
-        else:
-            assert grammar is not None
-            self._open = OpenRound(rows, grammar, launched)
+        begun = self.executor.run(slots, sampled, num_top, edits, grammar, batch.lane)
+        self._in_flight.append(Report.of_round(batch.sequences, begun, grammar))
+        if begun.is_whole:
+            self._complete_round()
 
-    def _close_round(self) -> None:
-        """Launch the rest of a round whose target is running, if there is one. Before anything else is launched."""
-        if self._open is not None:
-            round_, self._open = self._open, None
-            launched = round_.complete()
+    @property
+    def _has_open(self) -> bool:
+        """Whether a round was begun and not completed."""
+        return bool(self._in_flight) and self._in_flight[-1].is_open
+
+    def _complete_round(self) -> None:
+        """Launch the rest of the round that was begun last, before anything else is launched."""
+        if not self._has_open:
+            return
+        round_ = self._in_flight.pop()
+        round_.complete(self._transfers)
+        self._in_flight.append(round_)
+        self._stats.rounds += 1
+        if round_.grammar is not None:
             self._failed = 0
-            self._stats.rounds += 1
             self._stats.grammar.add(round_.grammar.counts)
             self._grammars.saw(round_.grammar)
-            self._report(round_.that_count(), launched)
+
+    def _forget_open(self) -> None:
+        """Drop a round that was begun and not completed."""
+        if self._has_open:
+            self._in_flight.pop()
+
+    def _set_back(self) -> None:
+        """Set the lines of requests back that began a round with a token that their grammar refuses."""
         if going_back := [seq for seq in self._scheduler.running if seq.goes_back]:
             self._rows.set_back(going_back)
             for seq in going_back:
                 seq.goes_back = False
 
-    def _report(self, sequences: Seq[Sequence | None], launched: Launched) -> None:
-        report = self._transfers.download(launched.output_BZ)
-        self._reports.append(Report(sequences, report, launched.logprobs, launched.max_path))
-
     def _prefill(self, spans: list[PrefillSpan]) -> None:
-        self._close_round()
+        self._complete_round()
+        self._set_back()
         self._rows.upload_started()
         self._rows.upload_pages([s.seq for s in spans])
         packed = self._packer.pack(spans)
@@ -278,7 +282,7 @@ class Engine(EngineBase):
             seq.rounds_in_flight += first_tokens[-1] is not None
         layout = None if logprobs is None else LogprobLayout.of(logprobs)
         scored = None if scores is None else Scored.start(packed.scored, scores, self._transfers)
-        self._reports.append(Report(first_tokens, chosen, layout, None, scored))
+        self._in_flight.append(Report(first_tokens, None, chosen, layout, scored))
         # Launching a chunk takes the host longer than many a round.
         now = time.perf_counter()
         self._stats.prefill_seconds += now - self._last_read
@@ -293,12 +297,13 @@ class Engine(EngineBase):
 
     def _read(self) -> list[Completion]:
         """Wait for the oldest report and do what it says."""
-        if not self._reports and self._open is not None:
+        if self._in_flight[0].is_open:
             finished: list[Completion] = []
-            size = len(self._open.rows) // 2
-            if not self._fits(self._close_round, lambda: self._lower_batch(size, finished), finished):
+            size = len(self._in_flight[0].sequences) // 2
+            if not self._fits(self._complete_round, lambda: self._lower_batch(size, finished), finished):
                 return finished
-        report = self._reports.popleft()
+        report = self._in_flight.popleft()
+        assert report.rows is not None
         began = time.perf_counter()
         rows = report.rows.wait()
         now = time.perf_counter()
@@ -368,13 +373,9 @@ class Engine(EngineBase):
     def drain(self) -> list[Completion]:
         """Wait for everything that was launched; returns the requests that finished with it."""
         finished: list[Completion] = []
-        while self._num_unread:
+        while self._in_flight:
             finished += self._read()
         return finished
-
-    @property
-    def _num_unread(self) -> int:
-        return len(self._reports) + (self._open is not None)
 
     def prepare_round(self) -> list[int]:
         """The request indices of the next round, whose page tables are on the device then: to run it by hand."""

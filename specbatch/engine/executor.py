@@ -74,11 +74,16 @@ class Launched:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Begun:
-    """A round whose target runs. `complete` launches the rest, for which the host waits for the target's choices; until
-    then nothing else may be launched that a round reads, nor another round or prompt chunk."""
+    """A round whose target runs. `complete` launches the rest. Where grammars take part, the host waits in it for the
+    target's choices; until then nothing else may be launched that a round reads, nor another round or prompt chunk."""
 
     max_path: int  # see `Launched`
     complete: Callable[[], Launched]
+    is_whole: bool = False  # everything is launched already
+
+    @staticmethod
+    def whole(launched: Launched) -> Begun:
+        return Begun(launched.max_path, lambda: launched, is_whole=True)
 
 
 class RoundExecutor:
@@ -212,9 +217,9 @@ class RoundExecutor:
         edits: Edits = Edits.NONE,
         grammar: GrammarRound | None = None,
         lane: int = 0,
-    ) -> Launched | Begun:
+    ) -> Begun:
         """Launch a round of these slots, among which padding may be. `sampled`, `num_top`, `edits`, `lane`: see
-        `Round`. `grammar`: of requests that have one; then the round is only begun."""
+        `Round`. `grammar`: the hook of requests that have one; then the caller completes the round."""
         size, i = self.padded_size(len(slots), lane), self.rounds.index(len(slots) - slots.count(self._padding))
         self._upload(slots + [self._padding] * (size - len(slots)))
         req_idx_B = self._req_idx_B[:size]
@@ -228,20 +233,16 @@ class RoundExecutor:
             self._capture(key, grammar)
         if key in self._uncaptured:
             return self._eager(round_, req_idx_B, key, grammar)
-        launched: Launched
-        if grammar is not None:
-            assert self._grammars is not None
-            max_path = self._grammars.begin(key, grammar).max_path
-            return Begun(max_path, functools.partial(self._grammars.complete, key, grammar))
-        launched = self.runner.replay(("round", *key))
-        return launched
+        if grammar is None:
+            return Begun.whole(self.runner.replay(("round", *key)))
+        assert self._grammars is not None
+        max_path = self._grammars.begin(key, grammar).max_path
+        return Begun(max_path, functools.partial(self._grammars.complete, key, grammar))
 
-    def _eager(
-        self, round_: Round, req_idx_B: Tensor, key: RoundKey, grammar: GrammarRound | None = None
-    ) -> Launched | Begun:
+    def _eager(self, round_: Round, req_idx_B: Tensor, key: RoundKey, grammar: GrammarRound | None = None) -> Begun:
         wanted = req_idx_B, key.sampled, key.num_top, key.edits
         if grammar is None:
-            return _restoring(round_, lambda: Launched.of(round_(*wanted, key.lane)))
+            return Begun.whole(_restoring(round_, lambda: Launched.of(round_(*wanted, key.lane))))
         max_path, complete = round_.begin(*wanted, grammar)
         return Begun(max_path, lambda: _restoring(round_, lambda: Launched.of(complete())))
 

@@ -1,4 +1,4 @@
-"""What a launch decided, once it is on the host: new tokens, log-probabilities and margins go to their requests."""
+"""Launches under way, and what they decided: new tokens, log-probabilities and margins go to their requests."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from specbatch.batch import Output
 from specbatch.counts import EngineStats
 from specbatch.engine.append import append_tokens
+from specbatch.engine.executor import Begun
+from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import LogprobLayout, Logprobs, ReadLogprobs
 from specbatch.engine.prompts import ScoredToken
 from specbatch.engine.sequence import Sequence
@@ -37,15 +39,63 @@ class Scored:
         return cls(tokens, transfers.download(words), LogprobLayout.of(logprobs))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Report:
-    """What a launch will have decided."""
+    """A round or a prompt chunk that was launched, until the host has read what it decided."""
 
     sequences: Seq[Sequence | None]  # None: nothing to read
-    rows: Download  # int32: (B, Z) of a round, (R, 2) of a prompt chunk; then the words of log-probabilities
-    logprobs: LogprobLayout | None  # of these words
     max_path: int | None  # tokens that the round may commit; None: a prompt chunk
+    # int32: (B, Z) of a round, (R, 2) of a prompt chunk; then the words of log-probabilities. None: not launched yet.
+    rows: Download | None = None
+    logprobs: LogprobLayout | None = None  # of these words
     scored: Scored | None = None
+    begun: Begun | None = None  # a round whose rest is launched by `complete`
+    grammar: GrammarRound | None = None  # the hook of its requests with grammars
+
+    @classmethod
+    def of_round(cls, sequences: Seq[Sequence | None], begun: Begun, grammar: GrammarRound | None) -> Report:
+        """The report of a round that has been begun. Its requests have it in flight from now on."""
+        for seq in sequences:
+            if seq is not None:
+                seq.num_in_flight += begun.max_path
+                seq.rounds_in_flight += 1
+        return cls(sequences, begun.max_path, begun=begun, grammar=grammar)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `complete` has something to launch."""
+        return self.begun is not None
+
+    def complete(self, transfers: Transfers) -> None:
+        """Launch the rest of the round, and the copy of what it decides. Where that fails, the requests are as they
+        were before the round."""
+        assert self.begun is not None
+        begun, self.begun = self.begun, None
+        try:
+            launched = begun.complete()
+        except BaseException:
+            for seq in self.sequences:
+                self._leave(seq)
+            raise
+        if self.grammar is not None:
+            self.sequences = [self._unless_going_back(seq) for seq in self.sequences]
+        self.rows, self.logprobs = transfers.download(launched.output_BZ), launched.logprobs
+
+    def _unless_going_back(self, seq: Sequence | None) -> Sequence | None:
+        """None in place of a request that had begun the round with a token that its grammar refuses."""
+        if seq is None or not seq.goes_back:
+            return seq
+        self._leave(seq)
+        if not seq.is_finished:
+            seq.counts.record(0, 0, 0, 0)
+        return None
+
+    def _leave(self, seq: Sequence | None) -> None:
+        """Take the round back from a request."""
+        if seq is not None:
+            assert self.max_path is not None
+            seq.num_in_flight -= self.max_path
+            seq.rounds_in_flight -= 1
 
 
 def read_report(

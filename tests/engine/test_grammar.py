@@ -414,7 +414,7 @@ def test_a_round_that_is_open_is_closed_or_forgotten(what: str) -> None:
     engine.executor.mode, engine.executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
     for request in requests((0.0,), ["schema", "regex"]):
         engine.submit(request)
-    while engine._open is None:
+    while not engine._has_open:
         engine.step()
     runner = weakref.ref(engine.executor.runner)
     if what == "end":
@@ -422,6 +422,6 @@ def test_a_round_that_is_open_is_closed_or_forgotten(what: str) -> None:
             engine.step()
     else:
         getattr(engine, what)()
-    assert engine._open is None
+    assert not engine._has_open
     engine.release_graphs()
     assert runner() is None

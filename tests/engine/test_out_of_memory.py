@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
-from specbatch.engine.executor import Launched
+from specbatch.engine.executor import Begun, Launched
 from specbatch.engine.prompt_trunks import EAGER
 from specbatch.engine.round import Round
 from specbatch.errors import MemoryShortage
@@ -149,7 +149,7 @@ def test_batches_become_smaller_and_stay_so() -> None:
     executor, most = engine.executor, []
     launch = executor.run
 
-    def short(slots: list[int], *wanted: Any) -> Launched:
+    def short(slots: list[int], *wanted: Any) -> Begun:
         most.append(len(slots))
         if len(slots) > 3:
             with Shortage({200}):
@@ -174,13 +174,13 @@ def test_graphs_go_before_the_job_does() -> None:
     executor.mode, executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
     launch, release, unread = executor.run, executor.release_graphs, []
 
-    def short(slots: list[int], *wanted: Any) -> Launched:
+    def short(slots: list[int], *wanted: Any) -> Begun:
         if executor.runner is not None and engine.stats.rounds >= 3:
             _no_memory()
         return launch(slots, *wanted)
 
     def give_back() -> bool:
-        unread.append(len(engine._reports))
+        unread.append(len(engine._in_flight))
         return release()
 
     executor.run, executor.release_graphs = short, give_back  # type: ignore[method-assign]

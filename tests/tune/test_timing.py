@@ -90,7 +90,7 @@ def test_steps_are_timed_and_leave_nothing_behind() -> None:
             whole, host = time_steps(tuned.engine, 5)
         assert whole / 2 < host <= whole < 10_000, "on a CPU there is next to nothing to wait for"
         assert (tuned.engine.num_running, tuned.engine.num_waiting) == (0, 0)
-        assert not tuned.engine._reports
+        assert not tuned.engine._in_flight
         tuned.engine.check_integrity()
     assert [c.token_ids for c in tuned.run(requests()).completions] == expected
     tuned.use(ByBatch.always(SHAPES[1]))
