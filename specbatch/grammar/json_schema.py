@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-_ONE = frozenset(
-    "additionalProperties unevaluatedProperties propertyNames items additionalItems unevaluatedItems contains "
-    "not if then else contentSchema".split()
+_ONE = (
+    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
+    *("items", "additionalItems", "unevaluatedItems", "contains"),
+    *("not", "if", "then", "else", "contentSchema"),
 )
-_LISTS = frozenset("allOf anyOf oneOf prefixItems items".split())  # items: a list up to draft 2019-09
-_MAPS = frozenset("properties patternProperties dependentSchemas dependencies $defs definitions".split())
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # items: a list up to draft 2019-09
+_MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
