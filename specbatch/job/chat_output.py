@@ -18,6 +18,8 @@ Thinking = Literal["none", "marked", "open"]  # "open": the prompt ends with the
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _PYTHON = "<|python_tag|>"
+_ARGUMENTS = "arguments", "parameters"  # models write either, whatever their template shows
+_LABELS = {"name", "type", "id"}
 REASONING_MARKS = _THINK, _END_THINK
 MARKS = (_THINK, _END_THINK, _CALL, _END_CALL)
 
@@ -93,7 +95,7 @@ def _hermes_calls(text: str) -> tuple[str, list[ToolCall]] | None:
     while (start := text.find(_CALL, position)) >= 0:
         rest.append(text[position:start])
         found = begin_object(text, start + len(_CALL))
-        call = _call(found[0], "arguments") if found is not None else None
+        call = _call(found[0]) if found is not None else None
         if found is None or call is None:
             return None
         calls.append(call)
@@ -112,7 +114,7 @@ def _llama3_calls(text: str) -> tuple[str, list[ToolCall]] | None:
     position = 0
     while True:
         found = begin_object(body, position)
-        call = _call(found[0], "parameters", "arguments") if found is not None else None
+        call = _call(found[0]) if found is not None else None
         if found is None or call is None:
             return None
         calls.append(call)
@@ -124,10 +126,18 @@ def _llama3_calls(text: str) -> tuple[str, list[ToolCall]] | None:
         position = len(body) - len(after) + 1
 
 
-def _call(value: dict[str, Any], *names: str) -> ToolCall | None:
-    """`names`: of the arguments."""
-    arguments = next((value[name] for name in names if name in value), None)
-    if not isinstance(name := value.get("name"), str) or not isinstance(arguments, dict):
+def _call(value: dict[str, Any]) -> ToolCall | None:
+    """None: it is no call. A call without arguments has no fields but those below."""
+    given = [value[name] for name in _ARGUMENTS if name in value]
+    if not isinstance(name := value.get("name"), str) or len(given) > 1 or (not given and value.keys() - _LABELS):
+        return None
+    arguments = given[0] if given else None
+    if isinstance(arguments, str) and arguments.strip():  # the text of an object, as OpenAI's messages have it
+        found = begin_object(arguments, 0)
+        arguments = found[0] if found is not None and not arguments[found[1] :].strip() else arguments
+    elif isinstance(arguments, str | None):
+        arguments = {}
+    if not isinstance(arguments, dict):
         return None
     try:
         return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint, constraint_of
 from specbatch.grammar.reasoning import Reasoning
 from specbatch.grammar.spec import MatcherSpec
-from specbatch.grammar.tool_calls import calls_of
+from specbatch.grammar.tool_calls import arguments_schema, calls_of
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.job.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, ends_in_reasoning
 from specbatch.job.chat_template import ChatTemplate
@@ -146,7 +147,11 @@ class TextProcessor:
         if not (thinking == "none" or end is None or (thinking == "marked" and begin is None)):
             reasoning = Reasoning(begin if thinking == "marked" else None, end, len(self._tokenizer))
             spec = MatcherSpec(constraint, reasoning)
-        return spec.make(self._grammars), spec
+        try:
+            return spec.make(self._grammars), spec
+        except RowError:
+            self._check_parameters(prompt.chat)
+            raise
 
     def _required_calls(self, prompt: Prompt) -> Constraint:
         if (calls := self._chat.tool_facts.calls) is None:
@@ -156,6 +161,14 @@ class TextProcessor:
             raise RowError("invalid_value", "ignore_eos and tool_choice are given, but a complete call has to end")
         chat = prompt.chat
         return calls_of(chat.required, calls, several=chat.parallel_tool_calls, tokens=self._mark_ids)
+
+    def _check_parameters(self, chat: ChatFields) -> None:
+        """Raises RowError for the first required tool whose parameters alone cannot be compiled: an error of the whole
+        grammar has its own lines in it, and not the tool."""
+        for i, tool in enumerate(chat.tools):
+            if tool in chat.required:
+                schema = json.dumps(arguments_schema(tool))
+                self._grammars.matcher(Constraint(f"tools[{i}].function.parameters", "json_schema", schema))
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Raises ConfigError for the grammar of a configuration."""

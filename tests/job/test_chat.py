@@ -285,7 +285,12 @@ def test_calls(calls: str, text: str, rest: str, names: list[str]) -> None:
         ("hermes", "no call"),
         ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Os'),
         ("hermes", '<tool_call>{"name": "weather", "arguments": "Oslo"}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "weather"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "city": "Oslo"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": "[1]"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": "{} {}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": []}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": 0}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {}, "parameters": {"city": "Oslo"}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "time", "arguments": {"a": 1e999}}</tool_call>'),
@@ -305,6 +310,29 @@ def test_calls(calls: str, text: str, rest: str, names: list[str]) -> None:
 )
 def test_what_is_no_call_stays_text(calls: str, text: str) -> None:
     assert read(calls, text) == Answer(text)
+
+
+@pytest.mark.parametrize("calls", ["hermes", "llama3"])
+@pytest.mark.parametrize(
+    ("fields", "arguments"),
+    [
+        ({}, "{}"),
+        ({"type": "function", "id": "a"}, "{}"),
+        ({"arguments": None}, "{}"),
+        ({"arguments": ""}, "{}"),
+        ({"parameters": " "}, "{}"),
+        ({"arguments": "{}"}, "{}"),
+        ({"arguments": '{"city": "Oslo"} '}, '{"city": "Oslo"}'),
+        ({"parameters": '{"city": "\\u00c5s"}'}, '{"city": "\u00c5s"}'),
+        ({"parameters": {"city": "Oslo"}}, '{"city": "Oslo"}'),
+        ({"arguments": {"arguments": "{}"}}, '{"arguments": "{}"}'),
+    ],
+)
+def test_arguments_are_the_text_of_an_object(calls: str, fields: dict[str, Any], arguments: str) -> None:
+    """Models leave them out where a function needs none, and write them as text, as they are in OpenAI's messages."""
+    text = json.dumps({"name": "time", **fields})
+    text = f"<tool_call>\n{text}\n</tool_call>" if calls == "hermes" else text
+    assert read(calls, text) == Answer("", None, [ToolCall("time", arguments)])
 
 
 def test_formats_are_those_of_the_template() -> None:
@@ -374,6 +402,12 @@ ERRORS: list[tuple[str, dict[str, Any], str, str]] = [
     (QWEN3, {"tools": [{"function": {"name": ""}}]}, "invalid_type", "tools[0].function.name must be text"),
     (QWEN3, {"tools": [WEATHER, WEATHER]}, "invalid_value", "tools[1].function.name: an earlier tool"),
     (QWEN3, {"tools": [{"function": {"name": "a", "parameters": []}}]}, "invalid_type", "parameters must be an object"),
+    (
+        QWEN3,
+        {"tools": [{"function": {"name": "a", "parameters": {"type": "array"}}}]},
+        "invalid_value",
+        "tools[0].function.parameters must describe an object: its type is 'array'",
+    ),
     (QWEN3, {"tools": [{"function": {"name": "a", "description": 1}}]}, "invalid_type", "description must be text"),
     (QWEN3, {"tools": [WEATHER], "tool_choice": "any"}, "invalid_value", "tool_choice must be none, auto, required or"),
     (QWEN3, {"tools": [WEATHER], "tool_choice": {"type": "function"}}, "invalid_value", "tool_choice must be none"),
