@@ -17,7 +17,7 @@ from specbatch.grammar.reasoning import Reasoning
 from specbatch.grammar.spec import MatcherSpec
 from specbatch.grammar.tool_calls import arguments_schema, calls_of
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
-from specbatch.job.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, ends_in_reasoning
+from specbatch.job.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, thinking_after
 from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.job.rows import Prompt
@@ -124,7 +124,9 @@ class TextProcessor:
         thinking: Thinking = "none"
         if facts.thinks if separate is None else separate:
             end = self._tokenizer.decode(list(token_ids[-_MARK_TOKENS:]), skip_special_tokens=False)
-            thinking = "open" if ends_in_reasoning(end) else "marked"
+            thinking = thinking_after(end)
+            if thinking == "marked" and (chat.required or _constraint(prompt.params) is not None):
+                thinking = "closed"  # see `matcher`: the text of a grammar can have the end mark in it
         calls = self._chat.tool_facts.calls if chat.tools else None
         return AnswerReader(thinking, calls, chat.tool_names, None if chat.parallel_tool_calls else 1)
 
@@ -144,8 +146,8 @@ class TextProcessor:
             hint = "give chat_template_kwargs that switch the reasoning off, or separate_reasoning: false"
             raise RowError("unsupported_parameter", f"{message}; {hint}")
         spec = MatcherSpec(constraint)
-        if not (thinking == "none" or end is None or (thinking == "marked" and begin is None)):
-            reasoning = Reasoning(begin if thinking == "marked" else None, end, len(self._tokenizer))
+        if not (thinking == "none" or end is None or (thinking != "open" and begin is None)):
+            reasoning = Reasoning(None if thinking == "open" else begin, end, len(self._tokenizer))
             spec = MatcherSpec(constraint, reasoning)
         try:
             return spec.make(self._grammars), spec

@@ -217,6 +217,16 @@ def test_a_grammar_begins_after_reasoning() -> None:
     assert row.read("<think>\nCold?\n</think>yes") == Answer("yes", "\nCold?\n".strip("\n"))
 
 
+def test_the_text_of_a_grammar_can_have_the_end_mark_in_it() -> None:
+    """Without the mark that begins reasoning, there is none, and the text must stay what the grammar asks for."""
+    text = '{"a": "b</think>c"}'
+    row = Row(QWEN3, {"response_format": {"type": "json_object"}})
+    assert row.takes(text)
+    assert row.read(text) == Answer(text)
+    assert row.read(f"<think>d</think>{text}") == Answer(text, "d")
+    assert Row(QWEN3, {"response_format": {"type": "text"}}).read("d</think>c") == Answer("c", "d")
+
+
 def test_a_grammar_begins_after_reasoning_that_the_prompt_begins() -> None:
     row = Row(OPEN, {"regex": "yes|no"}, THINK)
     assert row.takes("Cold?</think>yes")
