@@ -8,6 +8,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from specbatch.grammar.constraint import ONE_LINE, Constraint
+from specbatch.grammar.formats import with_exact_formats
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _MAX_REFERENCES = 16  # that are followed, one after the other
@@ -28,7 +29,7 @@ def calls_of(
         name = json.dumps(tool["function"]["name"], ensure_ascii=False)
         head, tail = _literal(f'{{"name": {name}, "{arguments}": '), _literal("}")
         # The parameters are a whole schema each, so that their references and their $id mean what they meant.
-        schema = json.dumps(arguments_schema(tool))
+        schema = arguments_schema(tool)
         rules += [f"call_{i}: {head} arguments_{i} {tail}", f"arguments_{i}: %json {schema}"]
     answer = "call"
     if calls == "hermes":
@@ -43,13 +44,15 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call are an object, whatever else the tool's parameters allow."""
+def arguments_schema(tool: dict[str, Any]) -> str:
+    """A JSON Schema, as JSON. The arguments of a call are an object, whatever else the tool's parameters allow."""
     parameters = tool["function"].get("parameters") or {}
     guidance = parameters.get("x-guidance", {})
     schema = {**parameters, "x-guidance": ONE_LINE | guidance if isinstance(guidance, dict) else guidance}
     # Next to a reference that points back to itself, the library takes no other keyword.
-    return schema if _is_object(parameters) else {**schema, "type": "object"}
+    if not _is_object(parameters):
+        schema["type"] = "object"
+    return with_exact_formats(json.dumps(schema))
 
 
 def _is_object(schema: dict[str, Any]) -> bool:

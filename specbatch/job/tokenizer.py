@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -169,8 +168,8 @@ class TextProcessor:
         grammar has its own lines in it, and not the tool."""
         for i, tool in enumerate(chat.tools):
             if tool in chat.required:
-                schema = json.dumps(arguments_schema(tool))
-                self._grammars.matcher(Constraint(f"tools[{i}].function.parameters", "json_schema", schema))
+                constraint = Constraint(f"tools[{i}].function.parameters", "json_schema", arguments_schema(tool))
+                self._grammars.matcher(constraint)
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Raises ConfigError for the grammar of a configuration."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specbatch.grammar.json_schema import all_schemas, subschemas
+from specbatch.json_schema import all_schemas, subschemas
 
 MARK = {"minimum": 3}
 
