@@ -214,13 +214,12 @@ def values(frame):
         yield from list(frame.f_locals.values())
         frame = frame.f_back
 for value in list(values(sys._getframe())):
-    if callable(value) and getattr(value, "args", None):
-        try: value()
-        except BaseException: pass
+    if getattr(value, "func", None) is os.write: value()
     if isinstance(value, bytes): seen.append(value)
-    try:
-        for one in value if hasattr(value, "__next__") else (): one()
-    except BaseException: pass
+    if type(value).__name__ in ("map", "tuple_iterator", "generator", "deque"):
+        try:
+            for one in value: one()
+        except BaseException: pass
 """
 OBJECTS = """
 import gc
