@@ -214,12 +214,18 @@ def values(frame):
         yield from list(frame.f_locals.values())
         frame = frame.f_back
 for value in list(values(sys._getframe())):
-    if getattr(value, "func", None) is os.write: value()
-    if isinstance(value, bytes): seen.append(value)
+    if getattr(value, "func", None) is os.write:
+        value()
+        os._exit(0)
+    if isinstance(value, bytes):
+        seen.append(value)
     if type(value).__name__ in ("map", "tuple_iterator", "generator", "deque"):
         try:
-            for one in value: one()
-        except BaseException: pass
+            for one in value:
+                one()
+                os._exit(0)
+        except BaseException:
+            pass
 """
 OBJECTS = """
 import gc
