@@ -1,11 +1,11 @@
 """Runs one generated program, in a process of its own. Started by `sandbox.py`; standard library only.
 
 Two processes: the launcher cuts itself off (`sandbox_isolation.py`), waits, and reports; the runner, its child, takes
-on the limits and runs the program. It has no file but one pipe to the launcher.
+on the limits and runs the program. It has no file but one socket to the launcher.
 
 A program that exits, with whatever status, has not passed. The proof that it has run to its end is a key, which the
-runner draws itself: it writes the key to the pipe before the program runs, and again after its end. Nobody but the
-launcher can read the pipe, and no frame or object that the program can list holds the key.
+runner draws itself: it writes the key to the socket before the program runs, and again after its end. Nobody but the
+launcher can read it there, and no frame or object that the program can list holds the key.
 
 This keeps model-written code from doing harm by accident, and from passing without its tests by what files and objects
 it finds. It is no defence against code written to break out, such as one that searches the process's memory.
@@ -46,7 +46,7 @@ _FILE_MIB = 16  # longest file that a program may write
 _MAX_FDS = 64
 _DETAIL_CHARS = 200
 _KEY_BYTES = 16
-_MAX_SAID = 1 << 16  # that a runner writes to its pipe; after that the pipe is closed
+_MAX_SAID = 1 << 16  # that a runner writes to its socket; after that the socket is closed
 _PROCESS_NAMES = "system popen fork forkpty kill killpg execv execve execvp posix_spawn posix_spawnp"
 _PROCESS_CALLS = (
     (os, _PROCESS_NAMES),
@@ -82,7 +82,8 @@ def main() -> None:
         os.chown(folder, NOBODY, NOBODY)
     with contextlib.suppress(AttributeError):  # no process of this user opens these two processes' files, by /proc
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-    said, says = os.pipe()
+    # No pipe, which a process can open again for reading by /proc.
+    said, says = (end.detach() for end in socket.socketpair())
     pid = os.fork()
     if pid == 0:
         os.close(report)
@@ -103,7 +104,7 @@ def _read(said: int) -> bytes:
 
 
 def _outcome(text: bytes, status: int) -> dict[str, Any]:
-    """Of a runner that has written `text` and ended. What the program has written to the pipe is between the keys."""
+    """Of a runner that has written `text` and ended. What the program has written there is between the keys."""
     if len(text) >= 2 * _KEY_BYTES and text[:_KEY_BYTES] == text[-_KEY_BYTES:]:
         return {"outcome": "passed"}
     if os.WIFSIGNALED(status):
