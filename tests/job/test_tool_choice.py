@@ -156,6 +156,23 @@ def test_parameters_mean_what_they_mean_alone(
 
 
 @pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"not": {}}, 'Unimplemented keys: ["not"]'),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}}, "Pointer '/$defs/a' does not exist"),
+        ({"required": ["a"], "additionalProperties": False}, "required property 'a' is unsatisfiable"),
+    ],
+)
+def test_an_error_names_the_tool_whose_parameters_cannot_be_used(parameters: dict[str, Any], words: str) -> None:
+    tools = [*TOOLS, {"function": {"name": "heat", "parameters": parameters}}]
+    with pytest.raises(RowError) as caught:
+        Row(HERMES, {"tools": tools, "tool_choice": "required"})
+    assert caught.value.message.startswith("tools[2].function.parameters cannot be used: ")
+    assert words in caught.value.message
+    assert Row(HERMES, {"tools": tools, "tool_choice": NAMED}).takes(hermes(NOW))
+
+
+@pytest.mark.parametrize(
     "name", ["x" * 64, 'a "b" \\n\\', "\u5929\u6c17 \U0001f326", "a\nb\t\x01", "%json", "</tool_call>"]
 )
 def test_names_of_functions(name: str) -> None:
