@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -61,7 +60,6 @@ def run_program(
     """Whether `program`, Python source, runs to its end within wall seconds and MiB of address space, and before it is
     `stopped`."""
     stopped = stopped or threading.Event()
-    secret = secrets.token_hex(16)
     job = {"program": program, "timeout_seconds": timeout_seconds, "memory_mb": memory_mb}
     with (
         tempfile.TemporaryDirectory(prefix="specbatch-eval-", ignore_cleanup_errors=True) as folder,
@@ -69,7 +67,7 @@ def run_program(
         # A file and no pipe: what a program may write to one has a limit, and nobody has to read it meanwhile.
         tempfile.TemporaryFile() as said,
     ):
-        given.write(f"{json.dumps(job)}\n{secret}\n".encode())
+        given.write(json.dumps(job).encode())
         given.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", str(_CHILD)],
@@ -88,7 +86,7 @@ def run_program(
             _end(process)
         detail = f"timed out after {timeout_seconds:g} s" if running else ""
         said.seek(0)
-        return _verdict(said.read(_REPORT_BYTES), secret, detail)
+        return _verdict(said.read(_REPORT_BYTES), detail)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -98,22 +96,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _verdict(output: bytes, secret: str, detail: str) -> Verdict:
-    isolation: dict[str, str] = {}
-    passed = False
-    for line in output.splitlines():
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(said, dict):
-            continue
-        if not isolation and "network" in said:  # the first line, from before the program ran
-            isolation = said
-        elif said.get("secret") == secret and not detail:
-            passed = True
-        elif said.get("outcome") == "failed" and not detail:
-            detail = str(said.get("detail", ""))
-    if not passed and not detail:
-        detail = "the program ended before its tests did"
+def _verdict(output: bytes, detail: str) -> Verdict:
+    """`output`: two lines of the launcher, fewer if it was ended before."""
+    isolation, outcome = ([json.loads(line) for line in output.splitlines()] + [{}, {}])[:2]
+    passed = outcome.get("outcome") == "passed" and not detail
+    detail = detail or outcome.get("detail", "the program ended before its tests did")
     return Verdict(passed, "" if passed else detail, isolation)

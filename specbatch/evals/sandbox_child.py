@@ -1,21 +1,27 @@
 """Runs one generated program, in a process of its own. Started by `sandbox.py`; standard library only.
 
-Two processes: the launcher cuts itself off (`sandbox_isolation.py`) and waits; the runner, its child, takes on the
-limits and runs the program.
+Two processes: the launcher cuts itself off (`sandbox_isolation.py`), waits, and reports; the runner, its child, takes
+on the limits and runs the program. It has no file but one socket to the launcher.
 
-A program that exits, with whatever status, has not passed. The runner reports its end with a secret, which it reads
-from a pipe only then: no frame or object of Python holds it while the program runs.
+A program that exits, with whatever status, has not passed. The proof that it has run to its end is a key, which the
+runner draws itself: it writes the key to the socket before the program runs, and again after its end. Nobody but the
+launcher can read it there, and no frame or object that the program can list holds the key.
 
-This keeps model-written code from doing harm by accident. It is no defence against code written to break out.
+This keeps model-written code from doing harm by accident, and from passing without its tests by what files and objects
+it finds. It is no defence against code written to break out, such as one that searches the process's memory.
 """
 
 from __future__ import annotations
 
 import _posixsubprocess
 import builtins
+import collections
 import contextlib
 import ctypes
+import functools
+import gc
 import json
+import operator
 import os
 import posix
 import resource
@@ -26,7 +32,7 @@ import socket
 import subprocess
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(__file__))
@@ -34,11 +40,13 @@ from sandbox_isolation import NOBODY, give_up_rights, is_public, isolate
 
 sys.path.pop(0)  # what else lies there is not for programs
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _MIB = 2**20
 _FILE_MIB = 16  # longest file that a program may write
 _MAX_FDS = 64
 _DETAIL_CHARS = 200
+_KEY_BYTES = 16
+_MAX_SAID = 1 << 16  # that a runner writes to its socket; after that the socket is closed
 _PROCESS_NAMES = "system popen fork forkpty kill killpg execv execve execvp posix_spawn posix_spawnp"
 _PROCESS_CALLS = (
     (os, _PROCESS_NAMES),
@@ -46,6 +54,7 @@ _PROCESS_CALLS = (
     (_posixsubprocess, "fork_exec"),
     (subprocess, "Popen"),
 )
+_GC_CALLS = ((gc, "get_objects get_referrers get_referents unfreeze"),)
 _FILE_CALLS = (  # where the user's files are in reach
     (os, "remove unlink rmdir removedirs rename renames replace truncate chmod chown lchown fchmod fchown"),
     (shutil, "rmtree move chown"),
@@ -53,10 +62,11 @@ _FILE_CALLS = (  # where the user's files are in reach
 
 
 def main() -> None:
-    """Reads {program, timeout_seconds, memory_mb} from standard input, and on a line of its own the secret; writes JSON
-    lines to standard output."""
-    job = json.loads(_line(0))
-    given, report = os.dup(0), os.dup(1)
+    """Reads {program, timeout_seconds, memory_mb} from standard input; writes two JSON lines to standard output: the
+    isolation, and the outcome."""
+    with open(0, closefd=False, encoding="utf-8") as given:
+        job = json.load(given)
+    report = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
@@ -70,47 +80,45 @@ def main() -> None:
     become_nobody = is_root and (own_root or is_public(os.__file__))
     if become_nobody and not own_root:
         os.chown(folder, NOBODY, NOBODY)
-    proof, proves = os.pipe()
+    with contextlib.suppress(AttributeError):  # no process of this user opens these two processes' files, by /proc
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    # No pipe, which a process can open again for reading by /proc.
+    said, says = (end.detach() for end in socket.socketpair())
     pid = os.fork()
     if pid == 0:
-        os.close(given)
-        os.close(proves)
-        _run(job, _moved(report), _moved(proof), own_root, become_nobody)
-    with contextlib.suppress(BrokenPipeError):
-        os.write(proves, _line(given))
-    os.close(proves)
+        os.close(report)
+        os.close(said)
+        _run(job, says, own_root, become_nobody)
+    os.close(says)
+    text = _read(said)
+    os.close(said)
     _, status = os.waitpid(pid, 0)
+    _say(report, _outcome(text, status))
+
+
+def _read(said: int) -> bytes:
+    text = b""
+    while len(text) < _MAX_SAID and (more := os.read(said, _MAX_SAID - len(text))):
+        text += more
+    return text
+
+
+def _outcome(text: bytes, status: int) -> dict[str, Any]:
+    """Of a runner that has written `text` and ended. What the program has written there is between the keys."""
+    if len(text) >= 2 * _KEY_BYTES and text[:_KEY_BYTES] == text[-_KEY_BYTES:]:
+        return {"outcome": "passed"}
     if os.WIFSIGNALED(status):
         name = signal.Signals(os.WTERMSIG(status)).name
-        _say(report, {"outcome": "failed", "detail": f"the program was ended by {name}"})
+        return {"outcome": "failed", "detail": f"the program was ended by {name}"}
+    detail = None
+    with contextlib.suppress(ValueError):
+        detail = json.loads(text.rpartition(b"\n")[2])
+    if not isinstance(detail, str):
+        detail = "the program ended before its tests did"
+    return {"outcome": "failed", "detail": detail[:_DETAIL_CHARS]}
 
 
-def _line(fd: int) -> bytes:
-    """Without a buffer: this process must not know yet what comes after the line."""
-    line = bytearray()
-    while (byte := os.read(fd, 1)) not in (b"", b"\n"):
-        line += byte
-    return bytes(line)
-
-
-def _moved(fd: int) -> int:
-    """The same file under a number that nobody can guess."""
-    free = [place for place in range(3, _MAX_FDS) if place != fd and not _is_open(place)]
-    place = secrets.choice(free)
-    os.dup2(fd, place)
-    os.close(fd)
-    return place
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
-def _run(job: dict[str, Any], report: int, proof: int, own_root: bool, become_nobody: bool) -> NoReturn:
+def _run(job: dict[str, Any], says: int, own_root: bool, become_nobody: bool) -> NoReturn:
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.alarm(0)
@@ -118,17 +126,27 @@ def _run(job: dict[str, Any], report: int, proof: int, own_root: bool, become_no
     give_up_rights(become_nobody)
     _limit(job["timeout_seconds"], job["memory_mb"])
     try:
-        _disarm(_PROCESS_CALLS if own_root else _PROCESS_CALLS + _FILE_CALLS)
+        _disarm(_PROCESS_CALLS + _GC_CALLS if own_root else _PROCESS_CALLS + _GC_CALLS + _FILE_CALLS)
         # Not "__main__": what a program does when it is run as a script is not what is tested.
-        exec(compile(program, "program", "exec"), {"__name__": "program", "__builtins__": builtins})
-        result = {"outcome": "passed", "secret": os.read(proof, 64).decode()}
+        run = functools.partial(
+            exec, compile(program, "program", "exec"), {"__name__": "program", "__builtins__": builtins}
+        )
+        # One expression, whose steps C calls one after the other: no variable of a frame has them.
+        collections.deque(map(operator.call, _steps(says, run)), maxlen=0)
     except BaseException as exc:  # SystemExit and KeyboardInterrupt too: whatever it raises, it has not passed
         detail = ""
         with contextlib.suppress(BaseException):
             detail = str(exc)
-        result = {"outcome": "failed", "detail": f"{type(exc).__name__}: {detail}"[:_DETAIL_CHARS].removesuffix(": ")}
-    _say(report, result)
+        detail = f"{type(exc).__name__}: {detail}"[:_DETAIL_CHARS].removesuffix(": ")
+        with contextlib.suppress(BaseException):
+            os.write(says, b"\n" + json.dumps(detail).encode())
     os._exit(0)
+
+
+def _steps(says: int, run: Callable[[], object]) -> tuple[Callable[[], object], ...]:
+    """To write a key, to hide it from what lists objects, to run the program, and to write the key again."""
+    prove = functools.partial(os.write, says, secrets.token_bytes(_KEY_BYTES))
+    return prove, gc.freeze, run, prove
 
 
 def _limit(seconds: float, memory_mb: int) -> None:

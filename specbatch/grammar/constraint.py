@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specbatch.errors import FieldError
+from specbatch.grammar.formats import with_exact_formats
 from specbatch.response_format import schema_of
 from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 
@@ -31,7 +32,7 @@ def constraint_of(params: SamplingParams) -> Constraint | None:
     value = getattr(params, option)
     if option == "response_format":
         schema = schema_of(value)
-        found = None if schema is None else Constraint(option, "json_schema", schema)
+        found = None if schema is None else Constraint(option, "json_schema", with_exact_formats(schema))
     elif option == "choice":
         found = Constraint(option, "regex", _any_of(value))
     else:

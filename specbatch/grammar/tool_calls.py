@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
+from urllib.parse import unquote
 
 from specbatch.grammar.constraint import ONE_LINE, Constraint
+from specbatch.grammar.formats import with_exact_formats
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+_MAX_REFERENCES = 16  # that are followed, one after the other
 
 
 def calls_of(
@@ -21,39 +24,49 @@ def calls_of(
     """An answer that is a call of one of these OpenAI tools, and nothing else; `several`: or of more than one, where
     the format has that. `tokens`: marks that are tokens."""
     arguments = "arguments" if calls == "hermes" else "parameters"
-    # On one line, as the compiler writes other JSON. The library reads this at the root of a schema only.
-    kinds = [_call(tool["function"], arguments, f"#/anyOf/{i}") for i, tool in enumerate(tools)]
-    call = {"anyOf": kinds, "x-guidance": ONE_LINE}
-    rules = f"call: %json {json.dumps(call)}\n"
-    if calls == "llama3":
-        return Constraint("tool_choice", "grammar", f"start: call\n{rules}")
-    begin, end = (mark if mark in tokens else json.dumps(mark) for mark in (_BEGIN, _END))
-    one = f'{begin} "\\n" call "\\n" {end}'
-    more = f' ("\\n" {one})*' if several else ""
-    return Constraint("tool_choice", "grammar", f"start: {one}{more}\n{rules}")
+    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+    for i, tool in enumerate(tools):
+        name = json.dumps(tool["function"]["name"], ensure_ascii=False)
+        head, tail = _literal(f'{{"name": {name}, "{arguments}": '), _literal("}")
+        # The parameters are a whole schema each, so that their references and their $id mean what they meant.
+        schema = arguments_schema(tool)
+        rules += [f"call_{i}: {head} arguments_{i} {tail}", f"arguments_{i}: %json {schema}"]
+    answer = "call"
+    if calls == "hermes":
+        begin, end = (mark if mark in tokens else _literal(mark) for mark in (_BEGIN, _END))
+        line = _literal("\n")
+        answer = f"{begin} {line} call {line} {end}"
+        answer += f" ({line} {answer})*" if several else ""
+    return Constraint("tool_choice", "grammar", "\n".join([f"start: {answer}", *rules, ""]))
 
 
-def _call(function: dict[str, Any], arguments: str, pointer: str) -> dict[str, Any]:
-    """The schema of a call. `pointer`: to it, from the root of the whole schema."""
-    parameters = function.get("parameters") or {"type": "object"}
-    return {
-        "type": "object",
-        "properties": {
-            "name": {"const": function["name"]},
-            arguments: _moved(parameters, f"{pointer}/properties/{arguments}"),
-        },
-        "required": ["name", arguments],
-        "additionalProperties": False,
-    }
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
-def _moved(schema: Any, pointer: str) -> Any:
-    """A schema that is not the root any more: what its references point to has moved, too."""
-    if isinstance(schema, list):
-        return [_moved(item, pointer) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {name: _moved(value, pointer) for name, value in schema.items()}
-    if isinstance(reference := schema.get("$ref"), str) and (reference == "#" or reference.startswith("#/")):
-        moved["$ref"] = pointer + reference[1:]
-    return moved
+def arguments_schema(tool: dict[str, Any]) -> str:
+    """A JSON Schema, as JSON. The arguments of a call are an object, whatever else the tool's parameters allow."""
+    parameters = tool["function"].get("parameters") or {}
+    guidance = parameters.get("x-guidance", {})
+    schema = {**parameters, "x-guidance": ONE_LINE | guidance if isinstance(guidance, dict) else guidance}
+    # Next to a reference that points back to itself, the library takes no other keyword.
+    if not _is_object(parameters):
+        schema["type"] = "object"
+    return with_exact_formats(json.dumps(schema))
+
+
+def _is_object(schema: dict[str, Any]) -> bool:
+    """Follows references such as "#/$defs/node": so begin the parameters of a class that has itself as a field."""
+    one: Any = schema
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(one, dict):
+            return False
+        if one.get("type") == "object":
+            return True
+        if not isinstance(reference := one.get("$ref"), str) or not reference.startswith("#/"):
+            return False
+        one = schema
+        for name in reference[2:].split("/"):
+            name = unquote(name).replace("~1", "/").replace("~0", "~")
+            one = one.get(name) if isinstance(one, dict) else None
+    return False

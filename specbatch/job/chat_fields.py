@@ -118,6 +118,11 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
             raise RowError("invalid_value", f"{path}.function.name: an earlier tool has the name {shown(name)}, too")
         if not isinstance(parameters, dict | None):
             raise RowError("invalid_type", f"{path}.function.parameters must be an object, not {json_type(parameters)}")
+        kind = (parameters or {}).get("type", "object")
+        if "object" not in (kind if isinstance(kind, list) else [kind]):
+            raise RowError(
+                "invalid_value", f"{path}.function.parameters must describe an object: its type is {shown(kind)}"
+            )
         if not isinstance(function.get("description"), str | None):
             raise RowError("invalid_type", f"{path}.function.description must be text")
         names.add(name)

@@ -1,12 +1,13 @@
 """What a chat's answer holds: reasoning, text, and calls of tools.
 
-A part that is not in the model's format stays text, so that nothing is lost: reasoning without `<think>`, a call whose
-JSON is not valid, a call of a function that `tools` does not have.
+A part that is not in the model's format stays text, so that nothing is lost: marks that only quote, a call whose JSON
+is not valid, a call of a function that `tools` does not have.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,10 +15,16 @@ from typing import Any, Literal
 from specbatch.job.jsonl import begin_object
 
 CallFormat = Literal["hermes", "llama3"]
-Thinking = Literal["none", "marked", "open"]  # "open": the prompt ends with the begin of the reasoning
+# How the reasoning of an answer begins: "open": in the prompt; "marked": with `<think>`, or without a mark; "closed":
+# with `<think>`, or there is none; "none": nothing is read as reasoning.
+Thinking = Literal["none", "marked", "closed", "open"]
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _PYTHON = "<|python_tag|>"
+_ARGUMENTS = "arguments", "parameters"  # models write either, whatever their template shows
+_LABELS = {"name", "type", "id"}
+_BEGINS, _ENDS = re.compile(rf"{_THINK}|{_CALL}\s*\{{"), re.compile(_END_THINK)
+_QUOTES = ("`", '"', "'")
 REASONING_MARKS = _THINK, _END_THINK
 MARKS = (_THINK, _END_THINK, _CALL, _END_CALL)
 
@@ -49,8 +56,10 @@ def thinks(template: str) -> bool:
     return _END_THINK in template
 
 
-def ends_in_reasoning(prompt: str) -> bool:
-    return prompt.rstrip().endswith(_THINK)
+def thinking_after(prompt: str) -> Thinking:
+    """How the answer to this prompt begins. Only the end of the prompt counts."""
+    prompt = prompt.rstrip()
+    return "open" if prompt.endswith(_THINK) else "closed" if prompt.endswith(_END_THINK) else "marked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,7 @@ class AnswerReader:
     def read(self, text: str) -> Answer:
         reasoning = None
         if self.thinking != "none":
-            text, reasoning = _split_reasoning(text, opened=self.thinking == "open")
+            text, reasoning = _split_reasoning(text, self.thinking)
         if self.calls is None:
             return Answer(text, reasoning)
         found = _hermes_calls(text) if self.calls == "hermes" else _llama3_calls(text)
@@ -74,14 +83,29 @@ class AnswerReader:
         return Answer(found[0], reasoning, found[1][: self.max_calls])
 
 
-def _split_reasoning(text: str, *, opened: bool) -> tuple[str, str | None]:
+def _split_reasoning(text: str, thinking: Thinking) -> tuple[str, str | None]:
     """(answer, reasoning). Reasoning without an end takes all: the answer was cut in it."""
     if (body := text.lstrip()).startswith(_THINK):
-        text = body.removeprefix(_THINK)
-    elif not opened:
+        reasoning, _, answer = body.removeprefix(_THINK).partition(_END_THINK)
+    elif thinking == "open":
+        reasoning, _, answer = text.partition(_END_THINK)
+    elif thinking == "marked" and (end := _unquoted_end(text)) is not None:
+        # Models that learnt from prompts that begin the reasoning leave out the mark after others, too.
+        reasoning, answer = text[:end], text[end + len(_END_THINK) :]
+    else:
         return text, None
-    reasoning, _, answer = text.partition(_END_THINK)
     return answer.lstrip("\n"), reasoning.strip("\n")
+
+
+def _unquoted_end(text: str) -> int | None:
+    """Where reasoning that has begun without a mark ends. An end mark that is quoted, or after the begin of reasoning
+    or of a call, is a part of the answer."""
+    begin = _BEGINS.search(text)
+    for end in _ENDS.finditer(text, 0, begin.start() if begin is not None else len(text)):
+        before, after = text[: end.start()][-1:], text[end.end() :][:1]
+        if before != after or before not in _QUOTES:
+            return end.start()
+    return None
 
 
 def _hermes_calls(text: str) -> tuple[str, list[ToolCall]] | None:
@@ -93,7 +117,7 @@ def _hermes_calls(text: str) -> tuple[str, list[ToolCall]] | None:
     while (start := text.find(_CALL, position)) >= 0:
         rest.append(text[position:start])
         found = begin_object(text, start + len(_CALL))
-        call = _call(found[0], "arguments") if found is not None else None
+        call = _call(found[0]) if found is not None else None
         if found is None or call is None:
             return None
         calls.append(call)
@@ -112,7 +136,7 @@ def _llama3_calls(text: str) -> tuple[str, list[ToolCall]] | None:
     position = 0
     while True:
         found = begin_object(body, position)
-        call = _call(found[0], "parameters", "arguments") if found is not None else None
+        call = _call(found[0]) if found is not None else None
         if found is None or call is None:
             return None
         calls.append(call)
@@ -124,10 +148,18 @@ def _llama3_calls(text: str) -> tuple[str, list[ToolCall]] | None:
         position = len(body) - len(after) + 1
 
 
-def _call(value: dict[str, Any], *names: str) -> ToolCall | None:
-    """`names`: of the arguments."""
-    arguments = next((value[name] for name in names if name in value), None)
-    if not isinstance(name := value.get("name"), str) or not isinstance(arguments, dict):
+def _call(value: dict[str, Any]) -> ToolCall | None:
+    """None: it is no call. A call without arguments has no fields but those below."""
+    given = [value[name] for name in _ARGUMENTS if name in value]
+    if not isinstance(name := value.get("name"), str) or len(given) > 1 or (not given and value.keys() - _LABELS):
+        return None
+    arguments = given[0] if given else None
+    if isinstance(arguments, str) and arguments.strip():  # the text of an object, as OpenAI's messages have it
+        found = begin_object(arguments, 0)
+        arguments = found[0] if found is not None and not arguments[found[1] :].strip() else arguments
+    elif isinstance(arguments, str | None):
+        arguments = {}
+    if not isinstance(arguments, dict):
         return None
     try:
         return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))

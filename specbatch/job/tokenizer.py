@@ -14,9 +14,9 @@ from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint, constraint_of
 from specbatch.grammar.reasoning import Reasoning
 from specbatch.grammar.spec import MatcherSpec
-from specbatch.grammar.tool_calls import calls_of
+from specbatch.grammar.tool_calls import arguments_schema, calls_of
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
-from specbatch.job.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, ends_in_reasoning
+from specbatch.job.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, thinking_after
 from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.job.rows import Prompt
@@ -123,7 +123,9 @@ class TextProcessor:
         thinking: Thinking = "none"
         if facts.thinks if separate is None else separate:
             end = self._tokenizer.decode(list(token_ids[-_MARK_TOKENS:]), skip_special_tokens=False)
-            thinking = "open" if ends_in_reasoning(end) else "marked"
+            thinking = thinking_after(end)
+            if thinking == "marked" and (chat.required or _constraint(prompt.params) is not None):
+                thinking = "closed"  # see `matcher`: the text of a grammar can have the end mark in it
         calls = self._chat.tool_facts.calls if chat.tools else None
         return AnswerReader(thinking, calls, chat.tool_names, None if chat.parallel_tool_calls else 1)
 
@@ -143,10 +145,14 @@ class TextProcessor:
             hint = "give chat_template_kwargs that switch the reasoning off, or separate_reasoning: false"
             raise RowError("unsupported_parameter", f"{message}; {hint}")
         spec = MatcherSpec(constraint)
-        if not (thinking == "none" or end is None or (thinking == "marked" and begin is None)):
-            reasoning = Reasoning(begin if thinking == "marked" else None, end, len(self._tokenizer))
+        if not (thinking == "none" or end is None or (thinking != "open" and begin is None)):
+            reasoning = Reasoning(None if thinking == "open" else begin, end, len(self._tokenizer))
             spec = MatcherSpec(constraint, reasoning)
-        return spec.make(self._grammars), spec
+        try:
+            return spec.make(self._grammars), spec
+        except RowError:
+            self._check_parameters(prompt.chat)
+            raise
 
     def _required_calls(self, prompt: Prompt) -> Constraint:
         if (calls := self._chat.tool_facts.calls) is None:
@@ -156,6 +162,14 @@ class TextProcessor:
             raise RowError("invalid_value", "ignore_eos and tool_choice are given, but a complete call has to end")
         chat = prompt.chat
         return calls_of(chat.required, calls, several=chat.parallel_tool_calls, tokens=self._mark_ids)
+
+    def _check_parameters(self, chat: ChatFields) -> None:
+        """Raises RowError for the first required tool whose parameters alone cannot be compiled: an error of the whole
+        grammar has its own lines in it, and not the tool."""
+        for i, tool in enumerate(chat.tools):
+            if tool in chat.required:
+                constraint = Constraint(f"tools[{i}].function.parameters", "json_schema", arguments_schema(tool))
+                self._grammars.matcher(constraint)
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Raises ConfigError for the grammar of a configuration."""

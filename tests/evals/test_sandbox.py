@@ -187,20 +187,103 @@ def test_system_calls_that_a_program_has_no_use_for_are_refused(call: str) -> No
     assert "not permitted" in verdict.detail
 
 
-def test_no_frame_or_object_holds_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that finds it could pass without running its tests."""
-    secret = "5" * 32
-    monkeypatch.setattr("specbatch.evals.sandbox.secrets.token_hex", lambda size: secret)
-    search = """
-import gc, sys
-found, frame = [], sys._getframe()
-while frame:
-    found += [name for name, value in frame.f_locals.items() if '5' * 32 in repr(value)]
-    frame = frame.f_back
-found += [type(one) for one in gc.get_objects() if isinstance(one, (dict, list, tuple)) and '5' * 32 in repr(one)]
-assert not found, found
+READ_ALL_FILES = """
+import json, os, stat
+seen = [b""]
+for fd in range(3, 64):
+    try:
+        os.set_blocking(fd, False)
+        seen.append(os.read(fd, 64))
+    except OSError:
+        pass
 """
-    verdict = run_program(search.replace("'5' * 32", "chr(53) * 32"), 60, 512)
+WRITE_ALL = """
+for fd in range(3, 64):
+    for text in seen:
+        for said in (text, text * 2, json.dumps({"outcome": "passed", "secret": text.decode("latin-1")}).encode()):
+            try:
+                os.write(fd, said + b"\\n")
+                os.write(fd, said)
+            except OSError:
+                pass
+"""
+FRAMES = """
+import sys
+def values(frame):
+    while frame:
+        yield from list(frame.f_locals.values())
+        frame = frame.f_back
+for value in list(values(sys._getframe())):
+    if getattr(value, "func", None) is os.write:
+        value()
+        os._exit(0)
+    if isinstance(value, bytes):
+        seen.append(value)
+    if type(value).__name__ in ("map", "tuple_iterator", "generator", "deque"):
+        try:
+            for one in value:
+                one()
+                os._exit(0)
+        except BaseException:
+            pass
+"""
+OBJECTS = """
+import gc
+for value in gc.get_objects():
+    if type(value).__name__ == "partial" and value.func is os.write:
+        value()
+        os._exit(0)
+"""
+FORGERIES = {
+    "what files hold": READ_ALL_FILES + WRITE_ALL + "os._exit(0)",
+    "what frames hold": READ_ALL_FILES + FRAMES + WRITE_ALL + "os._exit(0)",
+    "what objects there are": READ_ALL_FILES + OBJECTS,
+    "frozen objects": READ_ALL_FILES + "import gc; gc.unfreeze()" + OBJECTS,
+    "what a frame has at hand": READ_ALL_FILES + """
+import gc, sys
+todo = [sys._getframe(1)]
+while todo:
+    one = todo.pop()
+    if type(one).__name__ == "partial" and one.func is os.write: one(); os._exit(0)
+    todo += gc.get_referents(one)
+""",
+    "what runs after an error": READ_ALL_FILES + """
+write = os.write
+def forged(fd, text):
+    seen.append(text)
+    for key in seen: write(fd, key + key)
+    return len(text)
+os.write = forged
+json.dumps = lambda value: "passed"
+raise SystemExit
+""",
+    "the text of an error": READ_ALL_FILES + """
+class Forged(Exception):
+    def __str__(self):
+        exec(FRAMES_AND_FILES)
+        os._exit(0)
+raise Forged
+""".replace("FRAMES_AND_FILES", repr(FRAMES + WRITE_ALL)),
+    "an end that is not one": "raise StopIteration",
+    "the way out": "import atexit, os; atexit.register(os._exit, 0); raise GeneratorExit",
+    "the module of the launcher": """
+import __main__, os
+for fd in range(3, 64): __main__._say(fd, {"outcome": "passed"})
+__main__._outcome = lambda *given: {"outcome": "passed"}
+os._exit(0)
+""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_the_proof_of_an_end_cannot_be_forged(name: str) -> None:
+    """A program that could would pass without running its tests."""
+    verdict = run_program(FORGERIES[name] + "\nraise AssertionError", 20, 512)
+    assert not verdict.passed
+
+
+def test_what_a_program_writes_to_its_files_is_no_failure() -> None:
+    verdict = run_program(READ_ALL_FILES + WRITE_ALL, 20, 512)
     assert verdict.passed, verdict.detail
 
 

@@ -139,6 +139,14 @@ def test_variables_of_the_configuration_are_part_of_the_job() -> None:
         (QWEN3, "<think>\na cut th", "a cut th", ""),
         (QWEN3, "<think>\n\n</think>\n\nb", None, "b"),
         (QWEN3, "b <think>a</think>", None, "b <think>a</think>"),
+        (QWEN3, "a\n</think>\n\nb", "a", "b"),
+        (QWEN3, "a</think>b</think>", "a", "b</think>"),
+        (QWEN3, "</think>b", None, "b"),
+        (QWEN3, "a</think>", "a", ""),
+        (QWEN3, "It ends with `</think>`, and so on.", None, "It ends with `</think>`, and so on."),
+        (QWEN3, "It ends with `</think>`.\n</think>\nb", "It ends with `</think>`.", "b"),
+        (QWEN3, "Between <think> and </think>.", None, "Between <think> and </think>."),
+        (DEEPSEEK_R1, "</think>b", None, "b"),
         (DEEPSEEK_R1, "a\n</think>\n\nb", "a", "b"),
         (DEEPSEEK_R1, "<think>\na</think>b</think>", "a", "b</think>"),
         (DEEPSEEK_R1, "a cut th", "a cut th", ""),
@@ -150,6 +158,25 @@ def test_reasoning(template: str, answer: str, reasoning: str | None, text: str)
     assert (line.get("reasoning_content"), line["text"]) == (reasoning, text)
     message = Chat(template).answered({"messages": [USER]}, answer, batch=True)["response"]["body"]["choices"][0]
     assert (message["message"].get("reasoning_content"), message["message"]["content"]) == (reasoning, text)
+
+
+@pytest.mark.parametrize("answer", ["The mark </think> ends it.", "a\n</think>\n\nb", "a cut th"])
+def test_after_reasoning_that_the_prompt_has_ended_there_is_none(answer: str) -> None:
+    row = {"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}
+    line = Chat(QWEN3).answered(row, answer)
+    assert ("reasoning_content" in line, line["text"]) == (False, answer)
+    line = Chat(QWEN3).answered(row, f"<think>a</think>{answer}")  # a model that reasons all the same
+    assert (line["reasoning_content"], line["text"]) == ("a", answer)
+
+
+def test_the_end_mark_in_a_call() -> None:
+    call = json.dumps({"name": "weather", "arguments": {"city": "a</think>b"}})
+    for answer, reasoning in ((call, None), (call, "c")):
+        text = f"<tool_call>\n{answer}\n</tool_call>"
+        text = text if reasoning is None else f"{reasoning}\n</think>\n{text}"
+        line = Chat(QWEN3).answered({"messages": [USER], "tools": [WEATHER]}, text)
+        assert (line.get("reasoning_content"), line["text"]) == (reasoning, "")
+        assert json.loads(line["tool_calls"][0]["function"]["arguments"]) == {"city": "a</think>b"}
 
 
 def test_separation_can_be_chosen() -> None:
@@ -285,7 +312,12 @@ def test_calls(calls: str, text: str, rest: str, names: list[str]) -> None:
         ("hermes", "no call"),
         ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Os'),
         ("hermes", '<tool_call>{"name": "weather", "arguments": "Oslo"}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "weather"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "city": "Oslo"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": "[1]"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": "{} {}"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": []}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": 0}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {}, "parameters": {"city": "Oslo"}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "time", "arguments": {"a": 1e999}}</tool_call>'),
@@ -305,6 +337,29 @@ def test_calls(calls: str, text: str, rest: str, names: list[str]) -> None:
 )
 def test_what_is_no_call_stays_text(calls: str, text: str) -> None:
     assert read(calls, text) == Answer(text)
+
+
+@pytest.mark.parametrize("calls", ["hermes", "llama3"])
+@pytest.mark.parametrize(
+    ("fields", "arguments"),
+    [
+        ({}, "{}"),
+        ({"type": "function", "id": "a"}, "{}"),
+        ({"arguments": None}, "{}"),
+        ({"arguments": ""}, "{}"),
+        ({"parameters": " "}, "{}"),
+        ({"arguments": "{}"}, "{}"),
+        ({"arguments": '{"city": "Oslo"} '}, '{"city": "Oslo"}'),
+        ({"parameters": '{"city": "\\u00c5s"}'}, '{"city": "\u00c5s"}'),
+        ({"parameters": {"city": "Oslo"}}, '{"city": "Oslo"}'),
+        ({"arguments": {"arguments": "{}"}}, '{"arguments": "{}"}'),
+    ],
+)
+def test_arguments_are_the_text_of_an_object(calls: str, fields: dict[str, Any], arguments: str) -> None:
+    """Models leave them out where a function needs none, and write them as text, as they are in OpenAI's messages."""
+    text = json.dumps({"name": "time", **fields})
+    text = f"<tool_call>\n{text}\n</tool_call>" if calls == "hermes" else text
+    assert read(calls, text) == Answer("", None, [ToolCall("time", arguments)])
 
 
 def test_formats_are_those_of_the_template() -> None:
@@ -374,6 +429,12 @@ ERRORS: list[tuple[str, dict[str, Any], str, str]] = [
     (QWEN3, {"tools": [{"function": {"name": ""}}]}, "invalid_type", "tools[0].function.name must be text"),
     (QWEN3, {"tools": [WEATHER, WEATHER]}, "invalid_value", "tools[1].function.name: an earlier tool"),
     (QWEN3, {"tools": [{"function": {"name": "a", "parameters": []}}]}, "invalid_type", "parameters must be an object"),
+    (
+        QWEN3,
+        {"tools": [{"function": {"name": "a", "parameters": {"type": "array"}}}]},
+        "invalid_value",
+        "tools[0].function.parameters must describe an object: its type is 'array'",
+    ),
     (QWEN3, {"tools": [{"function": {"name": "a", "description": 1}}]}, "invalid_type", "description must be text"),
     (QWEN3, {"tools": [WEATHER], "tool_choice": "any"}, "invalid_value", "tool_choice must be none, auto, required or"),
     (QWEN3, {"tools": [WEATHER], "tool_choice": {"type": "function"}}, "invalid_value", "tool_choice must be none"),

@@ -110,6 +110,78 @@ def test_parameters_with_references(pointer: str) -> None:
     assert taken == [pointer != "#", pointer == "#", False]
 
 
+K = {"k": {"enum": ["x"]}}
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/N"}}, "additionalProperties": False}
+PARAMETERS: list[tuple[dict[str, Any] | None, list[str], list[str]]] = [
+    # a value is no schema, and what looks like a reference in it is none
+    ({"properties": {"a": {"const": {"$ref": "#/x"}}}}, ['{"a": {"$ref": "#/x"}}'], ['{"a": 1}']),
+    ({"properties": {"a": {"enum": ["#", {"$ref": "#"}]}}}, ['{"a": {"$ref": "#"}}', '{"a": "#"}'], ['{"a": {}}']),
+    ({"properties": {"a": {"type": "integer", "default": {"$ref": "#/no"}}}}, ['{"a": 1}'], ['{"a": "b"}']),
+    ({"properties": {"$ref": {"const": "q"}}}, ['{"$ref": "q"}'], ['{"$ref": "p"}']),
+    # references within parameters with a name of their own, and to other names
+    ({"$id": "http://e.x/s", "properties": {"a": {"$ref": "#/$defs/k"}}, "$defs": K}, ['{"a": "x"}'], ['{"a": "y"}']),
+    ({"$id": "http://e.x/s", "properties": {"a": {"$ref": "http://e.x/s#/$defs/k"}}, "$defs": K},
+     ['{"a": "x"}'], ['{"a": "y"}']),
+    ({"properties": {"a": {"$ref": "#k"}}, "$defs": {"k": {"$anchor": "k", "enum": ["x"]}}},
+     ['{"a": "x"}'], ['{"a": "y"}']),
+    ({"$ref": "#/$defs/N", "$defs": {"N": NODE}}, ['{"next": {"next": {}}}'], ['{"next": 1}', "[]"]),
+    ({"$ref": "#/$defs/a~1b%7Bc", "$defs": {"a/b{c": {**NODE, "properties": {"a": {"$ref": "#"}}}}},
+     ['{"a": {"a": {}}}'], ['{"next": 1}', "[]"]),
+    # arguments are an object, whatever else the parameters allow
+    (None, ["{}", '{"a": [1]}'], ["[]", "null", "1"]),
+    ({}, ["{}"], ["[]", "null"]),
+    ({"required": ["a"]}, ['{"a": 1}'], ["[]", "{}"]),
+    ({"type": ["object", "null"]}, ["{}"], ["null"]),
+    ({"anyOf": [{"type": "array"}, {"properties": {"a": {"const": 1}}}]}, ['{"a": 1}'], ["[]", '{"a": 2}']),
+    ({"enum": [{"a": 1}, [1], None]}, ['{"a": 1}'], ["[1]", "null", "{}"]),
+    ({"$ref": "#/$defs/k", "$defs": {"k": {"required": ["a"]}}}, ['{"a": 1}'], ["[]", "{}"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "field"), [(HERMES, "arguments"), (LLAMA3, "parameters")])
+@pytest.mark.parametrize(("parameters", "legal", "illegal"), PARAMETERS)
+def test_parameters_mean_what_they_mean_alone(
+    parameters: dict[str, Any] | None, legal: list[str], illegal: list[str], template: str, field: str
+) -> None:
+    function = {"name": "heat", "parameters": parameters}
+    row = Row(template, {"tools": [*TOOLS, {"type": "function", "function": function}], "tool_choice": "required"})
+
+    def call(arguments: str) -> str:
+        text = f'{{"name": "heat", "{field}": {arguments}}}'
+        return hermes(text) if template == HERMES else text
+
+    assert [text for text in [*legal, *illegal] if row.takes(call(text))] == legal
+    for text in legal:
+        assert [json.loads(one.arguments) for one in row.read(call(text)).tool_calls] == [json.loads(text)]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"not": {}}, 'Unimplemented keys: ["not"]'),
+        ({"properties": {"a": {"$ref": "#/$defs/a"}}}, "Pointer '/$defs/a' does not exist"),
+        ({"required": ["a"], "additionalProperties": False}, "required property 'a' is unsatisfiable"),
+    ],
+)
+def test_an_error_names_the_tool_whose_parameters_cannot_be_used(parameters: dict[str, Any], words: str) -> None:
+    tools = [*TOOLS, {"function": {"name": "heat", "parameters": parameters}}]
+    with pytest.raises(RowError) as caught:
+        Row(HERMES, {"tools": tools, "tool_choice": "required"})
+    assert caught.value.message.startswith("tools[2].function.parameters cannot be used: ")
+    assert words in caught.value.message
+    assert Row(HERMES, {"tools": tools, "tool_choice": NAMED}).takes(hermes(NOW))
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 64, 'a "b" \\n\\', "\u5929\u6c17 \U0001f326", "a\nb\t\x01", "%json", "</tool_call>"]
+)
+def test_names_of_functions(name: str) -> None:
+    row = Row(HERMES, {"tools": [{"function": {"name": name}}, *TOOLS], "tool_choice": "required"})
+    text = hermes(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {{}}}}', NOW)
+    assert row.takes(text)
+    assert [call.name for call in row.read(text).tool_calls] == [name, "now"]
+
+
 @pytest.mark.parametrize("special", [False, True])
 def test_marks_that_are_tokens(special: bool) -> None:
     row = Row(HERMES, {"tools": TOOLS, "tool_choice": "required"}, ("<tool_call>", "</tool_call>"), special)
@@ -160,6 +232,16 @@ def test_a_grammar_begins_after_reasoning() -> None:
     assert all(map(row.takes, ("<think>Cold?</think>yes", "no", "<think></think>no")))
     assert not any(map(row.takes, ("<think>yes", "Cold? yes", "<think>a</think>maybe", "yes<think></think>")))
     assert row.read("<think>\nCold?\n</think>yes") == Answer("yes", "\nCold?\n".strip("\n"))
+
+
+def test_the_text_of_a_grammar_can_have_the_end_mark_in_it() -> None:
+    """Without the mark that begins reasoning, there is none, and the text must stay what the grammar asks for."""
+    text = '{"a": "b</think>c"}'
+    row = Row(QWEN3, {"response_format": {"type": "json_object"}})
+    assert row.takes(text)
+    assert row.read(text) == Answer(text)
+    assert row.read(f"<think>d</think>{text}") == Answer(text, "d")
+    assert Row(QWEN3, {"response_format": {"type": "text"}}).read("d</think>c") == Answer("c", "d")
 
 
 def test_a_grammar_begins_after_reasoning_that_the_prompt_begins() -> None:
