@@ -17,15 +17,16 @@ from typing import Any, BinaryIO, cast
 
 from specbatch.errors import InputError, RowError
 
+READ_ERRORS = (OSError, EOFError, zlib.error)  # that gzip and Arrow raise for a damaged file
 _CHUNK = 1 << 20
 MAX_LINE_BYTES = 64 << 20  # of an input line; in a compressed file of a few MB one line can fill the memory
 
 
 def open_lines(path: Path) -> BinaryIO:
-    """Bytes of a .jsonl file, decompressed if its name ends in .gz or .zst."""
-    if path.suffix == ".gz":
+    """Bytes of a file, decompressed if its name ends in .gz or .zst."""
+    if path.suffix.lower() == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
-    if path.suffix == ".zst":
+    if path.suffix.lower() == ".zst":
         # pyarrow comes with `datasets`, so zstd needs no other dependency.
         import pyarrow as pa
 
@@ -33,11 +34,19 @@ def open_lines(path: Path) -> BinaryIO:
     return path.open("rb", buffering=_CHUNK)
 
 
-def numbered_lines(readline: Callable[[int], bytes], name: str) -> Iterator[tuple[int, bytes]]:
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row of an input that cannot be read: the error that becomes its result."""
+
+    type: str  # see `RowError`
+    message: str
+
+
+def numbered_lines(readline: Callable[[int], bytes], name: str) -> Iterator[tuple[int, bytes | BadRow]]:
     """(0-based line, bytes without the newline). Blank lines are skipped but counted; a leading BOM is dropped.
 
-    One line at a time is in memory. `readline` is that of a file; its argument is the maximum length. Raises InputError
-    if the file cannot be read to its end (bad compression, a line longer than MAX_LINE_BYTES).
+    One line at a time is in memory. A line longer than MAX_LINE_BYTES is a BadRow. `readline` is that of a file; its
+    argument is the maximum length. Raises InputError if the file cannot be read to its end (bad compression).
     """
     index = 0
     try:
@@ -46,14 +55,17 @@ def numbered_lines(readline: Callable[[int], bytes], name: str) -> Iterator[tupl
             if not line:
                 return
             if len(line) > MAX_LINE_BYTES:
-                raise InputError(f"line {index + 1} of {name} is longer than {MAX_LINE_BYTES >> 20} MiB")
+                while line and not line.endswith(b"\n"):
+                    line = readline(_CHUNK)
+                yield index, BadRow("invalid_json", f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+                continue
             if index == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             line = line.rstrip(b"\r\n")
             if not line.strip():
                 continue
             yield index, line
-    except (OSError, EOFError, zlib.error) as exc:  # gzip and Arrow raise these
+    except READ_ERRORS as exc:
         raise InputError(f"{name} cannot be read past line {index}: {exc}") from exc
 
 

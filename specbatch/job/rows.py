@@ -90,7 +90,7 @@ class RowParser:
         row = RowInfo(raw.index)
         try:
             is_line = isinstance(raw.data, bytes)
-            fields = decode_line(raw.data) if isinstance(raw.data, bytes) else raw.data
+            fields = raw.fields()
             if is_line and is_openai_line(fields):
                 return row, self._openai(fields, row)
             return row, self._native(fields, row, is_line)
