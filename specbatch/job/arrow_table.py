@@ -61,7 +61,7 @@ def rows_of_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[dict[str, Any
     for batch in batches:
         has_other_keys = any(_has_other_keys(kind) for kind in batch.schema.types)
         for start in range(0, batch.num_rows, _BATCH):
-            for row in _rows(batch.slice(start, _BATCH)):
+            for row in _rows(_with_long_times(batch.slice(start, _BATCH))):
                 if isinstance(row, BadRow):
                     yield row
                     continue
@@ -81,6 +81,14 @@ def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
         else:
             text = str(exc).strip(" '\"") or type(exc).__name__
             yield BadRow("invalid_value", f"the row has a value that cannot be read: {text.splitlines()[0]}")
+
+
+def _with_long_times(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Columns of times in nanoseconds become text: Python's times have microseconds."""
+    for i, field in enumerate(batch.schema):
+        if field.type == pa.time64("ns"):
+            batch = batch.set_column(i, field.name, batch.column(i).cast(pa.string()))
+    return batch
 
 
 def _has_other_keys(kind: pa.DataType) -> bool:

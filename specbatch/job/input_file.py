@@ -9,7 +9,7 @@ from typing import Any
 
 from specbatch.errors import InputError, SpecbatchError
 from specbatch.job.csv_file import csv_rows
-from specbatch.job.file_kind import HEAD, check_content, check_text, kind_words
+from specbatch.job.file_kind import HEAD, binary_kind, check_content, check_text
 from specbatch.job.files import WHOLE_HASH_BYTES
 from specbatch.job.json_file import has_lines, json_rows
 from specbatch.job.jsonl import READ_ERRORS, BadRow, numbered_lines, open_lines
@@ -48,7 +48,7 @@ def open_file(path: Path, name: str, num_lines: int | None) -> InputFile:
     with path.open("rb") as file:
         head = file.read(HEAD)
     if suffix is None:
-        kind = kind_words(head)
+        kind = binary_kind(head)
         raise InputError(
             f"the input {name} has no known format" + (f": it is {kind[0]}" if kind else ""),
             (f"{kind[1]}; " if kind and kind[1] else "")
@@ -63,7 +63,7 @@ def open_file(path: Path, name: str, num_lines: int | None) -> InputFile:
         return _open_table(path, name, text)
     if end:
         head = _uncompressed_head(path)
-    check_text(name, head, ".jsonl" if text in JSONL else text)
+    check_text(f"the content of {name}" if end else name, head, ".jsonl" if text in JSONL else text)
     if text in JSONL:
         return InputFile(lambda: _lines(path, name), num_lines if not end else None)
     if text == ".json":
@@ -89,7 +89,7 @@ def _open_json(path: Path, name: str, num_lines: int | None) -> InputFile:
     if are_lines:
         return InputFile(lambda: _lines(path, name), num_lines)
 
-    def values() -> Iterator[bytes]:
+    def values() -> Iterator[RowData]:
         with open_lines(path) as file:
             yield from json_rows(file, name)
 
@@ -113,7 +113,7 @@ def _numbered(name: str, rows: Callable[[], Iterator[RowData]]) -> Callable[[], 
     def numbered() -> Iterator[tuple[int, RowData]]:
         index = -1
         try:
-            for index, row in enumerate(rows()):  # noqa: UP028
+            for index, row in enumerate(rows()):
                 yield index, row
         except SpecbatchError:
             raise

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
+import decimal
 import gzip
 import io
 import itertools
@@ -9,6 +12,7 @@ import json
 import math
 import re
 import secrets
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -97,6 +101,17 @@ def decode_line(line: bytes) -> dict[str, Any]:
     return row
 
 
+def decode_value(text: str) -> Any:
+    """The JSON value that a text of a row is. Raises ValueError."""
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError as exc:
+        raise ValueError("it is nested too deeply") from exc
+    if _is_deeper(value, MAX_DEPTH // 2):
+        raise ValueError("it is nested too deeply")
+    return value
+
+
 def decode_object(text: str) -> dict[str, Any] | None:
     """The JSON object that a text of a row or of a model is; None if it is none."""
     found = begin_object(text, 0)
@@ -128,17 +143,42 @@ def json_type(value: Any) -> str:
 
 
 _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")  # in the repr of an image; it differs from process to process
+_MAX_DIGITS = 1000  # of a number that is written as one
+_MISSING = ("NaTType", "NAType")  # of pandas
+
+
+def json_form(value: Any) -> Any:
+    """A value that JSON lacks, as it is written: numbers and arrays of numpy as numbers and lists, a decimal without
+    decimals as an integer and any other as text, dates and times as text in ISO 8601. Raises TypeError for others."""
+    if isinstance(value, decimal.Decimal):
+        exponent = value.as_tuple().exponent
+        whole = isinstance(exponent, int) and exponent >= 0 and value.adjusted() < _MAX_DIGITS
+        return int(value) if whole else str(value) if value.is_finite() else None
+    if type(value).__name__ in _MISSING:
+        return None
+    if hasattr(value, "tolist"):
+        if getattr(value, "dtype", None) is not None and value.dtype.kind in "mM":
+            return value.astype(str).tolist() if value.ndim else None if value != value else str(value)
+        return value.tolist()
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta | uuid.UUID):
+        return str(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _foreign(value: Any) -> Any:
-    """Column types of data sets that JSON lacks: dates, decimals, bytes, images, numpy scalars."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
+    """As `json_form`, also of the other values that tables and data sets have: bytes, images. Bytes that are no text
+    become a data URL, so that no two of them are written alike."""
     if isinstance(value, bytes):
-        return value.decode("utf-8", "backslashreplace")
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    return _ADDRESS.sub("", str(value))
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return f"data:;base64,{base64.b64encode(value).decode()}"
+    try:
+        return json_form(value)
+    except TypeError:
+        return _ADDRESS.sub("", str(value))
 
 
 @dataclass(frozen=True, slots=True)
