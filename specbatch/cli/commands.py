@@ -92,7 +92,7 @@ def generate(
         str | None,
         typer.Argument(
             metavar="INPUT",
-            help="JSON lines (.gz, .zst), parquet, CSV, a URL (s3, gs, hf, https) of these, a data set of the Hugging "
+            help="JSON lines, JSON, CSV, TSV (also .gz, .zst), parquet, a URL (s3, gs, hf, https) of these, a data set of the Hugging "
             "Face hub, or - for standard input.",
         ),
     ] = None,

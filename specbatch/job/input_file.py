@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from specbatch.errors import InputError, SpecbatchError
 from specbatch.job.csv_file import csv_rows
 from specbatch.job.file_kind import HEAD, binary_kind, check_content, check_text
 from specbatch.job.files import WHOLE_HASH_BYTES
 from specbatch.job.json_file import has_lines, json_rows
-from specbatch.job.jsonl import READ_ERRORS, BadRow, numbered_lines, open_lines
+from specbatch.job.jsonl import READ_ERRORS, BadRow, decompressed, numbered_lines, open_lines
 
 RowData = bytes | dict[str, Any] | BadRow  # a JSON line, the columns of a table, or an error
 
 JSONL = (".jsonl", ".ndjson")
 _TEXTS = (*JSONL, ".csv", ".tsv", ".json")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _COMPRESSED = (".gz", ".zst")
 _TABLES = (".parquet", ".arrow")
 SUFFIXES = (*(text + end for text in _TEXTS for end in ("", *_COMPRESSED)), *_TABLES)
@@ -54,22 +56,43 @@ def open_file(path: Path, name: str, num_lines: int | None) -> InputFile:
             (f"{kind[1]}; " if kind and kind[1] else "")
             + f"known: {', '.join(SUFFIXES)}; `-` reads JSON lines from standard input",
         )
-    text, end = suffix, ""
-    if suffix not in _TABLES:
-        end = next((end for end in _COMPRESSED if suffix.endswith(end)), "")
-        text = suffix.removesuffix(end)
+    text, end = _parts(suffix)
     check_content(name, head, end or text)
     if text in _TABLES:
         return _open_table(path, name, text)
     if end:
         head = _uncompressed_head(path)
     check_text(f"the content of {name}" if end else name, head, ".jsonl" if text in JSONL else text)
-    if text in JSONL:
-        return InputFile(lambda: _lines(path, name), num_lines if not end else None)
-    if text == ".json":
-        return _open_json(path, name, num_lines if not end else None)
-    rows = _numbered(name, lambda: _csv(path, name, "\t" if text == ".tsv" else ","))
+    num_lines = num_lines if not end else None
+    opened = partial(open_lines, path)
+    if text in JSONL or (text == ".json" and _has_lines(opened, name)):
+        return InputFile(lambda: _lines(opened, name), num_lines)
+    rows = _numbered(name, lambda: _values(opened, name, text))
     return InputFile(rows, _count(path, rows))
+
+
+def rows_of_stream(opened: Callable[[], BinaryIO], name: str) -> Iterator[tuple[int, RowData]]:
+    """The rows of a text file of a store, whose name says its format. It is read as rows are needed, and not checked
+    before. `opened` opens it."""
+    text, end = _parts(suffix_of(name) or "")
+
+    def decompress() -> BinaryIO:
+        return decompressed(opened(), end)
+
+    if text in JSONL or (text == ".json" and _has_lines(decompress, name)):
+        return _lines(decompress, name)
+    return _numbered(name, lambda: _values(decompress, name, text))()
+
+
+def is_text(name: str) -> bool:
+    """Whether a name is that of a file whose rows are lines of text."""
+    return (suffix_of(name) or "").startswith(_TEXTS)
+
+
+def _parts(suffix: str) -> tuple[str, str]:
+    """(format, compression), such as (.jsonl, .gz)"""
+    end = next((end for end in _COMPRESSED if suffix.endswith(end)), "")
+    return suffix.removesuffix(end), end
 
 
 def _open_table(path: Path, name: str, suffix: str) -> InputFile:
@@ -80,31 +103,22 @@ def _open_table(path: Path, name: str, suffix: str) -> InputFile:
     return InputFile(_numbered(name, lambda: arrow_rows(path, name)), None)
 
 
-def _open_json(path: Path, name: str, num_lines: int | None) -> InputFile:
+def _has_lines(opened: Callable[[], BinaryIO], name: str) -> bool:
     try:
-        with open_lines(path) as file:
-            are_lines = has_lines(file)
+        with opened() as file:
+            return has_lines(file)
     except READ_ERRORS as exc:
         raise InputError(f"{name} cannot be read past row 0: {exc}") from exc
-    if are_lines:
-        return InputFile(lambda: _lines(path, name), num_lines)
-
-    def values() -> Iterator[RowData]:
-        with open_lines(path) as file:
-            yield from json_rows(file, name)
-
-    rows = _numbered(name, values)
-    return InputFile(rows, _count(path, rows))
 
 
-def _lines(path: Path, name: str) -> Iterator[tuple[int, RowData]]:
-    with open_lines(path) as file:
+def _lines(opened: Callable[[], BinaryIO], name: str) -> Iterator[tuple[int, RowData]]:
+    with opened() as file:
         yield from numbered_lines(file.readline, name)
 
 
-def _csv(path: Path, name: str, delimiter: str) -> Iterator[RowData]:
-    with open_lines(path) as file:
-        yield from csv_rows(file, name, delimiter)
+def _values(opened: Callable[[], BinaryIO], name: str, text: str) -> Iterator[RowData]:
+    with opened() as file:
+        yield from json_rows(file, name) if text == ".json" else csv_rows(file, name, DELIMITERS[text])
 
 
 def _numbered(name: str, rows: Callable[[], Iterator[RowData]]) -> Callable[[], Iterator[tuple[int, RowData]]]:

@@ -28,14 +28,29 @@ MAX_LINE_BYTES = 64 << 20  # of an input line; in a compressed file of a few MB 
 
 def open_lines(path: Path) -> BinaryIO:
     """Bytes of a file, decompressed if its name ends in .gz or .zst."""
-    if path.suffix.lower() == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    if path.suffix.lower() == ".zst":
+    return decompressed(path.open("rb", buffering=_CHUNK), path.name)
+
+
+def decompressed(file: BinaryIO, name: str) -> BinaryIO:
+    """`file` as its name says; closing it closes `file`."""
+    if name.lower().endswith(".gz"):
+        return cast(BinaryIO, _GzipFile(fileobj=file))
+    if name.lower().endswith(".zst"):
         # pyarrow comes with `datasets`, so zstd needs no other dependency.
         import pyarrow as pa
 
-        return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd"), _CHUNK))
-    return path.open("rb", buffering=_CHUNK)
+        return cast(BinaryIO, io.BufferedReader(pa.input_stream(file, compression="zstd"), _CHUNK))
+    return file
+
+
+class _GzipFile(gzip.GzipFile):
+    """A gzip file that closes the file that it reads."""
+
+    def close(self) -> None:
+        file = cast(BinaryIO | None, self.fileobj)
+        super().close()
+        if file is not None:
+            file.close()
 
 
 @dataclass(frozen=True, slots=True)

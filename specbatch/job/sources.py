@@ -1,7 +1,7 @@
 """Where rows come from: files, standard input, folders of tables, and data sets of the hub.
 
 Files are not read through `datasets`, which guesses types, and refuses a whole block for one malformed line. It only
-says which files of a folder belong to a split.
+says which files of a folder belong to a split, and reads other data sets.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from specbatch.config import DataSection
 from specbatch.errors import InputError, RowError
+from specbatch.job.data_set_files import files_of
 from specbatch.job.file_kind import check_text
 from specbatch.job.files import identify_input
 from specbatch.job.input_file import SUFFIXES, RowData, first_line, has_json_lines, open_file, suffix_of
@@ -229,32 +230,18 @@ def _dataset_source(ref: str, data: DataSection, local: bool) -> Source:
     }
     info = (builder.info.splits or {}).get(data.split)
     total = getattr(info, "num_examples", None) or None
-
-    if not local:  # a revision of the hub does not change
-        load = partial(builder.as_streaming_dataset, split=data.split)
-        return Source(ref, identity, True, total, None, lambda: _hub_rows(ref, load))
-    by_split = builder.config.data_files or {}
-    files = [Path(str(file)) for named in by_split.values() for file in named]
-    parts = [Path(str(file)) for file in by_split.get(data.split, ())]
-    if not parts or not all(suffix_of(part.name) for part in parts):  # such as images and their labels
-        load = partial(builder.as_streaming_dataset, split=data.split)
-        return Source(
-            ref, identity, True, total, None, lambda: _hub_rows(ref, load), _watch(files), partial(_again, ref, data)
-        )
-    touched = _watch(files)
-    opened = [open_file(part, str(part), None) for part in parts]
+    files = files_of(builder, data.split, local=local)
 
     def rows() -> Iterator[RawRow]:
-        for index, row in enumerate(itertools.chain.from_iterable(part.rows() for part in opened)):
-            yield RawRow(index, row[1])
+        if files is None:
+            return _table_rows(ref, partial(builder.as_streaming_dataset, split=data.split))
+        return itertools.starmap(RawRow, enumerate(files.rows()))
 
-    totals = [part.total for part in opened]
-    total = None if None in totals else sum(filter(None, totals))
-    return Source(ref, identity, True, total, None, rows, touched, partial(_again, ref, data))
-
-
-def _again(ref: str, data: DataSection) -> Source:
-    return _dataset_source(ref, data, local=True)
+    if not local:  # a revision of the hub does not change
+        return Source(ref, identity, True, total, None, rows)
+    touched = _watch([Path(str(file)) for named in (builder.config.data_files or {}).values() for file in named])
+    total = total if files is None else files.total
+    return Source(ref, identity, True, total, None, rows, touched, lambda: _dataset_source(ref, data, local))
 
 
 def _check_hub(ref: str) -> None:
@@ -275,11 +262,11 @@ def _check_hub(ref: str) -> None:
         ) from exc
 
 
-def _hub_rows(name: str, load: Callable[[], Any]) -> Iterator[RawRow]:
+def _table_rows(name: str, load: Callable[[], Any]) -> Iterator[RawRow]:
     index = -1
     try:
         for index, columns in enumerate(load()):
-            # A CSV field without content arrives as NaN.
+            # A value that is missing arrives as NaN in a column of numbers.
             yield RawRow(index, {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in columns.items()})
     except Exception as exc:  # readers raise many kinds; all mean that it cannot be read on
         raise InputError(f"{name} cannot be read past row {index + 1}: {first_line(exc)}") from exc
