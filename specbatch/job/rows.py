@@ -296,7 +296,11 @@ def with_checked_fields(source: Source, parser: RowParser) -> Source:
             break
     errors = [raw.data for raw in read if isinstance(raw.data, BadRow) and raw.data.type != "invalid_json"]
     if errors and len(errors) == len(read):
-        raise InputError(f"the first rows of {source.name} cannot be read: {errors[0].message}")
+        hint = "a field with the delimiter in it is written in quotes; a line has no delimiter at its end"
+        raise InputError(
+            f"the first rows of {source.name} cannot be read: {errors[0].message}",
+            hint if errors[0].type == "invalid_csv" else None,
+        )
     if needs and count:
         raise _missing_fields(source, needs, list(names), count)
     opened = iter([itertools.chain(read, rows)])
