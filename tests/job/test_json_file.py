@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.errors import InputError, RowError
 from specbatch.job import json_file, jsonl
+from specbatch.job.json_file import json_rows
 from specbatch.job.sources import Source, open_source
 from tests.job.test_generate import Run
 
@@ -110,11 +112,19 @@ def test_files_of_wrong_syntax_are_refused_at_once(tmp_path: Path, content: str,
         source(tmp_path, content)
 
 
-def test_a_row_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_at_the_end_of_a_part_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_file, "_CHUNK", 3)
+    assert list(json_rows(io.BytesIO(b"[12345, 6.75, 8]"), "x")) == [b"12345", b"6.75", b"8"]
+    assert list(json_rows(io.BytesIO(b"12345 678"), "x")) == [b"12345", b"678"]
+
+
+def test_a_row_that_would_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1 << 20)
     monkeypatch.setattr(json_file, "_CHUNK", 1 << 16)
+    file = io.BytesIO(b'[{"prompt": "a"}, {"prompt": "' + b"x" * (9 << 20))
     with pytest.raises(InputError, match="is not valid JSON in row 1"):
-        source(tmp_path, '[{"prompt": "a"}, {"prompt": "' + "x" * (5 << 20))
+        list(json_rows(file, "x"))
+    assert file.tell() < 3 << 20
 
 
 @pytest.mark.wide
