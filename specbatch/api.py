@@ -24,6 +24,7 @@ from specbatch.errors import ConfigError, InputError
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.failures import MaxFailed
 from specbatch.job.first_day import with_first_day
+from specbatch.job.memory_rows import raw_rows
 from specbatch.job.pool import WorkerPool
 from specbatch.job.remote import fetch
 from specbatch.job.result_files import result_rows
@@ -37,6 +38,8 @@ from specbatch.job.urls import url_of
 from specbatch.signals import INTERRUPTED
 from specbatch.startup import open_pool, prepare_libraries
 
+# The last one is a table of pandas, polars, Arrow or `datasets`, whose types are not known here.
+Rows = str | Mapping[str, Any] | Iterable[Mapping[str, Any] | str] | Any
 _MAX_HELD = 10_000  # results that wait for an earlier one; then no more rows are started
 
 
@@ -71,24 +74,23 @@ class LLM:
         self._pool: WorkerPool | None = pool  # None: closed
         self._running = False
 
-    def generate(self, rows: Iterable[Mapping[str, Any] | str], *, in_order: bool = True) -> Iterator[dict[str, Any]]:
+    def generate(self, rows: Rows, *, in_order: bool = True) -> Iterator[dict[str, Any]]:
         """Run rows and yield their results, the same dicts as the lines of a result file.
 
-        A row is a prompt, or a dict as in an input file; rows are read as they are needed. A row that cannot run has
+        A row is a prompt, or a dict as in an input file. `rows` is one row, an iterable of rows, or a table of pandas,
+        polars, Arrow or `datasets`. Rows are read as they are needed. A row that cannot run has
         an `error`, and does not disturb the others. `in_order`: in the order of the rows; else as they finish. One call
         can run at a time. What a call leaves unfinished is finished, and dropped, before the next one.
         """
         return _decoded(self.generate_lines(rows, in_order=in_order))
 
-    def generate_lines(
-        self, rows: Iterable[Mapping[str, Any] | str], *, in_order: bool = True
-    ) -> Generator[bytes, None, None]:
+    def generate_lines(self, rows: Rows, *, in_order: bool = True) -> Generator[bytes, None, None]:
         """As `generate`, but each result is the line of a result file, with its newline. That costs less, for programs
         that write results or send them on."""
         self._check_free()
-        return self._generate(iter(rows), in_order)
+        return self._generate(raw_rows(rows), in_order)
 
-    def _generate(self, rows: Iterator[Mapping[str, Any] | str], in_order: bool) -> Generator[bytes, None, None]:
+    def _generate(self, rows: Iterator[RawRow], in_order: bool) -> Generator[bytes, None, None]:
         self._check_free()  # another iterator may have begun since the call
         pool = self._opened()
         self._running = True
@@ -101,18 +103,18 @@ class LLM:
                 self._opened()
                 while not exhausted and pool.has_room and len(held) < _MAX_HELD:
                     try:
-                        given = next(rows)
+                        row = next(rows)
                     except StopIteration:
                         exhausted = True
                         break
-                    self._opened().submit(_raw_row(num_read, given))
+                    self._opened().submit(row)
                     num_read += 1
                 self._opened()  # what gives the rows can call close()
                 if exhausted and pool.is_idle:
                     return
                 # If the results of all later rows wait for a row that the pool keeps for the end, it has to run now.
                 done = pool.collect(last=exhausted or len(held) >= _MAX_HELD)
-                left_out = [failed_row(row, died(deaths), self._parser) for row, deaths in done.left_out]
+                left_out = [failed_row(lost, died(deaths), self._parser) for lost, deaths in done.left_out]
                 for finished in chain(done.rows, *(failed.rows for failed in left_out)):
                     if not in_order:
                         yield finished.line
@@ -252,15 +254,3 @@ def _decoded(lines: Generator[bytes, None, None]) -> Iterator[dict[str, Any]]:
     with closing(lines):
         for line in lines:
             yield json.loads(line)
-
-
-def _raw_row(index: int, row: Mapping[str, Any] | str) -> RawRow:
-    fields = {"prompt": row} if isinstance(row, str) else row
-    if not isinstance(fields, Mapping):
-        raise InputError(f"row {index} is of type {type(row).__name__}; a row is a prompt or a dict")
-    try:
-        return RawRow(index, json.dumps(dict(fields), allow_nan=False).encode())
-    except (TypeError, ValueError, RecursionError) as exc:
-        raise InputError(
-            f"row {index} is not JSON: {exc}", "JSON has dicts, lists, strings, finite numbers, True, False and None"
-        ) from exc

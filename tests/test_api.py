@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 import specbatch
@@ -167,11 +168,11 @@ def test_two_iterators_do_not_take_each_others_rows() -> None:
 def test_prompts_that_are_no_rows_are_refused() -> None:
     with LLM() as llm:
         with pytest.raises(InputError, match="row 1 is of type int"):
-            list(llm.generate(["x", 3]))  # type: ignore[list-item]
+            list(llm.generate(["x", 3]))
         assert len(list(llm.generate(["x"]))) == 1
 
 
-@pytest.mark.parametrize("value", [{1, 2}, b"bytes", float("nan")])
+@pytest.mark.parametrize("value", [{1, 2}, b"bytes", float("inf"), {("a", 1): 2}])
 def test_values_that_json_has_not_are_refused(value: object) -> None:
     with LLM() as llm, pytest.raises(InputError, match="row 1 is not JSON: "):
         list(llm.generate(["x", {"prompt": "y", "note": value}]))
@@ -312,3 +313,17 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert "\ncapital " in printed
     assert "\nanswers.jsonl 12 0\n" in printed
     assert re.search(r"^there is no option max_batch did you mean .*\?$", printed, re.MULTILINE)
+
+
+def test_one_text_is_one_row_and_a_table_its_rows() -> None:
+    frame = pandas.DataFrame({"prompt": ["p0", "p1"], "id": [5, 6], "temperature": [1.0, None]})
+    with LLM() as llm:
+        (alone,) = llm.generate("p0")
+        (as_dict,) = llm.generate({"prompt": "p0"})
+        assert alone == as_dict == next(iter(llm.generate(["p0"])))
+        assert [(r["id"], r["index"]) for r in llm.generate(frame)] == [(5, 0), (6, 1)]
+        assert list(llm.generate(frame)) == list(
+            llm.generate([{"prompt": "p0", "id": 5, "temperature": 1}, {"prompt": "p1", "id": 6}])
+        )
+        with pytest.raises(InputError, match="of type NoneType"):
+            llm.generate(None)

@@ -92,8 +92,8 @@ def generate(
         str | None,
         typer.Argument(
             metavar="INPUT",
-            help="JSON lines (.gz, .zst), parquet, CSV, a URL (s3, gs, hf, https) of these, a data set of the Hugging "
-            "Face hub, or - for standard input.",
+            help="JSON lines, JSON, CSV or TSV (also .gz, .zst), parquet, a URL (s3, gs, hf, https) of these, a data "
+            "set of the Hugging Face hub, or - for standard input.",
         ),
     ] = None,
     output: Annotated[

@@ -9,7 +9,6 @@ from typing import Any
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, InputError, RowError
 from specbatch.evals.schema import DataSource, Task
-from specbatch.job.jsonl import decode_line
 from specbatch.job.sources import open_source
 from specbatch.strict import nearest
 
@@ -48,7 +47,7 @@ def read_rows(source: DataSource, task: Task, limit: int | None) -> Rows:
         if limit is not None and len(rows) == limit:
             break
         try:
-            rows.append(decode_line(raw.data) if isinstance(raw.data, bytes) else dict(raw.data))
+            rows.append(dict(raw.fields()))
         except RowError as exc:
             raise InputError(f"{opened.name}, line {raw.index + 1}: {exc.message}") from exc
     if not rows:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import datetime
+import decimal
 import gzip
 import io
 import itertools
@@ -9,6 +12,7 @@ import json
 import math
 import re
 import secrets
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,27 +21,51 @@ from typing import Any, BinaryIO, cast
 
 from specbatch.errors import InputError, RowError
 
+READ_ERRORS = (OSError, EOFError, zlib.error)  # that gzip and Arrow raise for a damaged file
 _CHUNK = 1 << 20
 MAX_LINE_BYTES = 64 << 20  # of an input line; in a compressed file of a few MB one line can fill the memory
 
 
 def open_lines(path: Path) -> BinaryIO:
-    """Bytes of a .jsonl file, decompressed if its name ends in .gz or .zst."""
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    if path.suffix == ".zst":
+    """Bytes of a file, decompressed if its name ends in .gz or .zst."""
+    return decompressed(path.open("rb", buffering=_CHUNK), path.name)
+
+
+def decompressed(file: BinaryIO, name: str) -> BinaryIO:
+    """`file` as its name says; closing it closes `file`."""
+    if name.lower().endswith(".gz"):
+        return cast(BinaryIO, _GzipFile(fileobj=file))
+    if name.lower().endswith(".zst"):
         # pyarrow comes with `datasets`, so zstd needs no other dependency.
         import pyarrow as pa
 
-        return cast(BinaryIO, io.BufferedReader(pa.input_stream(str(path), compression="zstd"), _CHUNK))
-    return path.open("rb", buffering=_CHUNK)
+        return cast(BinaryIO, io.BufferedReader(pa.input_stream(file, compression="zstd"), _CHUNK))
+    return file
 
 
-def numbered_lines(readline: Callable[[int], bytes], name: str) -> Iterator[tuple[int, bytes]]:
+class _GzipFile(gzip.GzipFile):
+    """A gzip file that closes the file that it reads."""
+
+    def close(self) -> None:
+        file = cast(BinaryIO | None, self.fileobj)
+        super().close()
+        if file is not None:
+            file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row of an input that cannot be read: the error that becomes its result."""
+
+    type: str  # see `RowError`
+    message: str
+
+
+def numbered_lines(readline: Callable[[int], bytes], name: str) -> Iterator[tuple[int, bytes | BadRow]]:
     """(0-based line, bytes without the newline). Blank lines are skipped but counted; a leading BOM is dropped.
 
-    One line at a time is in memory. `readline` is that of a file; its argument is the maximum length. Raises InputError
-    if the file cannot be read to its end (bad compression, a line longer than MAX_LINE_BYTES).
+    One line at a time is in memory. A line longer than MAX_LINE_BYTES is a BadRow. `readline` is that of a file; its
+    argument is the maximum length. Raises InputError if the file cannot be read to its end (bad compression).
     """
     index = 0
     try:
@@ -46,14 +74,17 @@ def numbered_lines(readline: Callable[[int], bytes], name: str) -> Iterator[tupl
             if not line:
                 return
             if len(line) > MAX_LINE_BYTES:
-                raise InputError(f"line {index + 1} of {name} is longer than {MAX_LINE_BYTES >> 20} MiB")
+                while line and not line.endswith(b"\n"):
+                    line = readline(_CHUNK)
+                yield index, BadRow("invalid_json", f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
+                continue
             if index == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             line = line.rstrip(b"\r\n")
             if not line.strip():
                 continue
             yield index, line
-    except (OSError, EOFError, zlib.error) as exc:  # gzip and Arrow raise these
+    except READ_ERRORS as exc:
         raise InputError(f"{name} cannot be read past line {index}: {exc}") from exc
 
 
@@ -83,6 +114,17 @@ def decode_line(line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise RowError("invalid_json", f"the line must be a JSON object, not {json_type(row)}")
     return row
+
+
+def decode_value(text: str) -> Any:
+    """The JSON value that a text of a row is. Raises ValueError."""
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError as exc:
+        raise ValueError("it is nested too deeply") from exc
+    if _is_deeper(value, MAX_DEPTH // 2):
+        raise ValueError("it is nested too deeply")
+    return value
 
 
 def decode_object(text: str) -> dict[str, Any] | None:
@@ -116,17 +158,42 @@ def json_type(value: Any) -> str:
 
 
 _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")  # in the repr of an image; it differs from process to process
+_MAX_DIGITS = 1000  # of a number that is written as one
+_MISSING = ("NaTType", "NAType")  # of pandas
+
+
+def json_form(value: Any) -> Any:
+    """A value that JSON lacks, as it is written: numbers and arrays of numpy as numbers and lists, a decimal without
+    decimals as an integer and any other as text, dates and times as text in ISO 8601. Raises TypeError for others."""
+    if isinstance(value, decimal.Decimal):
+        exponent = value.as_tuple().exponent
+        whole = isinstance(exponent, int) and exponent >= 0 and value.adjusted() < _MAX_DIGITS
+        return int(value) if whole else str(value) if value.is_finite() else None
+    if type(value).__name__ in _MISSING:
+        return None
+    if hasattr(value, "tolist"):
+        if getattr(value, "dtype", None) is not None and value.dtype.kind in "mM":
+            return value.astype(str).tolist() if value.ndim else None if value != value else str(value)
+        return value.tolist()
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta | uuid.UUID):
+        return str(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _foreign(value: Any) -> Any:
-    """Column types of data sets that JSON lacks: dates, decimals, bytes, images, numpy scalars."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
+    """As `json_form`, also of the other values that tables and data sets have: bytes, images. Bytes that are no text
+    become a data URL, so that no two of them are written alike."""
     if isinstance(value, bytes):
-        return value.decode("utf-8", "backslashreplace")
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    return _ADDRESS.sub("", str(value))
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return f"data:;base64,{base64.b64encode(value).decode()}"
+    try:
+        return json_form(value)
+    except TypeError:
+        return _ADDRESS.sub("", str(value))
 
 
 @dataclass(frozen=True, slots=True)

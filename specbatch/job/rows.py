@@ -15,16 +15,20 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any, Literal
 
 from specbatch.config import DataSection, sampling_value
 from specbatch.errors import FieldError, InputError, RowError
+from specbatch.job.cells import TemplateCell, fields_of
 from specbatch.job.chat_fields import CHAT_FIELDS, NO_CHAT_FIELDS, ChatFields, read_chat_fields
 from specbatch.job.choices import FIELD as CHOICES
 from specbatch.job.choices import read_choices
-from specbatch.job.jsonl import decode_line, json_type
+from specbatch.job.csv_file import Cells
+from specbatch.job.jsonl import BadRow, json_type
 from specbatch.job.messages import check_messages
 from specbatch.job.openai_batch import KNOWN_BODY, is_openai_line, read_batch_line, sampling_fields
 from specbatch.job.parameters import PROMPTS, SAMPLING_NAMES, UNSUPPORTED, meant_by, refuse_unsupported, shown_name
@@ -90,7 +94,7 @@ class RowParser:
         row = RowInfo(raw.index)
         try:
             is_line = isinstance(raw.data, bytes)
-            fields = decode_line(raw.data) if isinstance(raw.data, bytes) else raw.data
+            fields = raw.fields()
             if is_line and is_openai_line(fields):
                 return row, self._openai(fields, row)
             return row, self._native(fields, row, is_line)
@@ -111,7 +115,10 @@ class RowParser:
         extra = {k: v for k, v in fields.items() if k not in used}
         row.metadata = _metadata(extra)
         row.id = _scalar_id(fields.get("id"))
-        if not is_line and self._template is None:
+        if isinstance(fields, Cells):
+            row.id = row.id or None
+            fields = self._of_cells(fields)
+        elif not is_line and self._template is None:
             fields = _as_line(fields)
         params = self._defaults if columns_are_data else override(self._defaults, fields)
         chat, choices = NO_CHAT_FIELDS, tuple[str, ...]()
@@ -123,6 +130,16 @@ class RowParser:
         if not columns_are_data:
             row.unread_fields = [name for name in extra if name != "metadata"]
         return Prompt(kind, content, params, own_seed, chat=chat, choices=choices)
+
+    def _of_cells(self, cells: Cells) -> dict[str, Any]:
+        if not self.makes_prompts:
+            return fields_of(cells)
+        if self._template is None:
+            return {name: cell or None for name, cell in cells.items()}
+        names = self._template.fields
+        if names and not any(cells.get(name) for name in names):
+            raise RowError("missing_prompt", f"the row has no content in {' and '.join(map(shown_name, names))}")
+        return {name: TemplateCell(cells[name]) for name in names if name in cells}
 
     def _prompt(self, fields: dict[str, Any]) -> tuple[PromptKind, Any]:
         if self._template is not None:
@@ -219,12 +236,20 @@ def _metadata(extra: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _as_line(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a table as the fields of a JSON line. A column of integers in which a value is missing has floats
-    in CSV files and in pandas. A struct has all fields of its column, with nulls where the row has none."""
+    """The columns of a table as the fields of a JSON line. In pandas, a column of integers in which a value is missing
+    has floats; data bases write integers as decimals. A struct has all fields of its column, with nulls where the row
+    has none."""
     return {
-        name: int(value) if isinstance(value, float) and value.is_integer() else _without_nulls(value)
+        name: _number(value) if isinstance(value, float | Decimal) else _without_nulls(value)
         for name, value in columns.items()
     }
+
+
+def _number(value: float | Decimal) -> int | float:
+    if not math.isfinite(value):
+        return float(value)
+    whole, parts = value.as_integer_ratio()
+    return whole if parts == 1 else float(value)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -249,7 +274,7 @@ def with_checked_fields(source: Source, parser: RowParser) -> Source:
     """`source`, after a check that its first rows have the fields that prompts are made of. The check ends at the first
     row that has all of them, and after one row of a table. A source that can be read only once loses no row.
 
-    Raises InputError if none of the first rows has a field that is needed.
+    Raises InputError if none of the first rows has a field that is needed, or if none of a table's can be read.
     """
     rows = source.rows()
     read: list[RawRow] = []
@@ -258,20 +283,24 @@ def with_checked_fields(source: Source, parser: RowParser) -> Source:
     count = 0
     for raw in itertools.islice(rows, _MAX_PREVIEW_ROWS):
         read.append(raw)
-        if isinstance(raw.data, dict):
-            fields = raw.data
-        else:
-            try:
-                fields = decode_line(raw.data)
-            except RowError:  # becomes this row's own error
-                continue
-            if is_openai_line(fields):  # its prompt is in its body
-                continue
+        try:
+            fields = raw.fields()
+        except RowError:  # becomes this row's own error
+            continue
+        if isinstance(raw.data, bytes) and is_openai_line(fields):  # its prompt is in its body
+            continue
         count += 1
         names.update(dict.fromkeys(fields))
         needs = {words: any_of for words, any_of in needs.items() if not fields.keys() & set(any_of)}
         if not needs or isinstance(raw.data, dict):
             break
+    errors = [raw.data for raw in read if isinstance(raw.data, BadRow) and raw.data.type != "invalid_json"]
+    if errors and len(errors) == len(read):
+        hint = "a field with the delimiter in it is written in quotes; a line has no delimiter at its end"
+        raise InputError(
+            f"the first rows of {source.name} cannot be read: {errors[0].message}",
+            hint if errors[0].type == "invalid_csv" else None,
+        )
     if needs and count:
         raise _missing_fields(source, needs, list(names), count)
     opened = iter([itertools.chain(read, rows)])

@@ -1,6 +1,7 @@
-"""Where rows come from: JSONL files (plain, gzip, zstd), standard input, tables, and data sets of the hub.
+"""Where rows come from: files, standard input, folders of tables, and data sets of the hub.
 
-JSONL is not read through `datasets`, which refuses a whole block for one malformed line.
+Files are not read through `datasets`, which guesses types, and refuses a whole block for one malformed line. It only
+says which files of a folder belong to a split, and reads other data sets.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import io
+import itertools
 import math
 import re
 import sys
@@ -18,23 +20,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.config import DataSection
-from specbatch.errors import InputError
+from specbatch.errors import InputError, RowError
+from specbatch.job.data_set_files import files_of
+from specbatch.job.file_kind import check_text
 from specbatch.job.files import identify_input
-from specbatch.job.jsonl import encode_line, numbered_lines, open_lines
+from specbatch.job.input_file import SUFFIXES, RowData, first_line, has_json_lines, open_file, suffix_of
+from specbatch.job.jsonl import BadRow, decode_line, encode_line, numbered_lines
 from specbatch.job.paths import check_input_name
 from specbatch.job.remote import RemoteFile, fetch
 from specbatch.job.urls import url_name, url_of
 
-_JSONL = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")
-# Suffix -> (builder of `datasets`, its options). An empty CSV field is a missing one; "NA" and "None" are text. Parquet
-# is read in batches of the first row group's size by default, which may be none.
-_TABLES: dict[str, tuple[str, dict[str, Any]]] = {
-    ".parquet": ("parquet", {"batch_size": 1024}),
-    ".csv": ("csv", {"keep_default_na": False, "na_values": [""]}),
-    ".tsv": ("csv", {"keep_default_na": False, "na_values": [""], "sep": "\t"}),
-    ".arrow": ("arrow", {}),
-    ".json": ("json", {}),
-}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _STDIN_HEAD = 1 << 16  # bytes of standard input that identify it
 
@@ -44,11 +39,21 @@ class RawRow:
     """One row before parsing."""
 
     index: int  # 0-based line of the input (for tables: row)
-    data: bytes | dict[str, Any]  # a JSON line, or the columns of a table
+    data: RowData
+
+    def fields(self) -> dict[str, Any]:
+        """The names of the row's fields and their values. Raises RowError."""
+        if isinstance(self.data, BadRow):
+            raise RowError(self.data.type, self.data.message)
+        return decode_line(self.data) if isinstance(self.data, bytes) else self.data
 
     def digest(self) -> int:
         """64 bits. An answer counts only while its input row has the same digest."""
-        data = self.data if isinstance(self.data, bytes) else encode_line(self.data)
+        data = self.data
+        if isinstance(data, BadRow):
+            data = {"type": data.type, "message": data.message}
+        if not isinstance(data, bytes):
+            data = encode_line(data)
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
     def __reduce__(self) -> tuple[type[RawRow], tuple[Any, ...]]:
@@ -97,15 +102,15 @@ def input_stem(ref: str) -> str:
     """The name that outputs derive from: data.jsonl.gz -> data, org/name -> name."""
     url = url_of(ref)
     name = Path(ref).name if url is None else url_name(url)
-    for suffix in sorted((*_JSONL, *_TABLES), key=len, reverse=True):
-        if name.lower().endswith(suffix) and len(name) > len(suffix):
-            return name[: -len(suffix)]
+    suffix = suffix_of(name)
+    if suffix is not None and len(name) > len(suffix):
+        return name[: -len(suffix)]
     return name or "data"
 
 
 def _refuse_folder_of_lines(folder: Path) -> None:
     """`datasets` would read all files as one table, and fail at the first row with other fields."""
-    lines = sorted(p.name for p in folder.iterdir() if p.name.lower().endswith(_JSONL))
+    lines = sorted(p.name for p in folder.iterdir() if has_json_lines(p.name))
     if lines:
         raise InputError(
             f"the input {folder} is a folder with JSON lines ({', '.join(lines[:3])}{', ...' * (len(lines) > 3)})",
@@ -125,6 +130,7 @@ def _stdin_source(given: BinaryIO | None) -> Source:
         raise InputError(
             f"standard input cannot be read: {reason}", "specbatch generate - -o results.jsonl < data.jsonl"
         ) from exc
+    check_text("standard input", head, ".jsonl")
     whole = len(head) < _STDIN_HEAD
 
     first = io.BytesIO(head)
@@ -169,30 +175,16 @@ def _remote_source(url: str) -> Source:
 def _file_source(path: Path, name: str = "") -> Source:
     """`name`: for messages, if it is not the path."""
     name = name or str(path)
-    suffix = path.suffix.lower()
     touched = _watch([path])
     identity, num_lines = identify_input(path)
+    opened = open_file(path, name, num_lines)
 
-    def lines() -> Iterator[RawRow]:
-        with open_lines(path) as file:
-            for index, line in numbered_lines(file.readline, name):
-                yield RawRow(index, line)
+    def rows() -> Iterator[RawRow]:
+        return itertools.starmap(RawRow, opened.rows())
 
-    def table() -> Iterator[RawRow]:
-        import datasets
-
-        builder, options = _TABLES[suffix]
-        load = partial(datasets.load_dataset, builder, data_files=str(path), split="train", streaming=True, **options)
-        return _table_rows(name, load)
-
-    if suffix not in _TABLES and not path.name.lower().endswith(_JSONL):
-        raise InputError(
-            f"the input {name} has no known format",
-            f"known: {', '.join(_JSONL + tuple(_TABLES))}; `-` reads JSON lines from standard input",
-        )
-    total = num_lines if suffix in (".jsonl", ".ndjson") else None
-    rows = table if suffix in _TABLES else lines
-    return Source(name, {"kind": "file", **identity}, True, total, path, rows, touched, lambda: _file_source(path))
+    return Source(
+        name, {"kind": "file", **identity}, True, opened.total, path, rows, touched, lambda: _file_source(path)
+    )
 
 
 def _watch(files: Sequence[Path]) -> Callable[[], bool]:
@@ -228,7 +220,7 @@ def _dataset_source(ref: str, data: DataSection, local: bool) -> Source:
         raise
     except Exception as exc:  # `datasets` raises many kinds; all mean that it cannot be loaded
         what = f"the folder {ref}" if local else f"{ref} is not a file here. The data set {ref} of the hub"
-        raise InputError(f"{what} cannot be loaded: {_first_line(exc)}", _near_hint(Path(ref))) from exc
+        raise InputError(f"{what} cannot be loaded: {first_line(exc)}", _near_hint(Path(ref))) from exc
     identity = {
         "kind": "data set",
         "name": ref,
@@ -238,14 +230,18 @@ def _dataset_source(ref: str, data: DataSection, local: bool) -> Source:
     }
     info = (builder.info.splits or {}).get(data.split)
     total = getattr(info, "num_examples", None) or None
+    files = files_of(builder, data.split, local=local)
 
     def rows() -> Iterator[RawRow]:
-        return _table_rows(ref, partial(builder.as_streaming_dataset, split=data.split))
+        if files is None:
+            return _table_rows(ref, partial(builder.as_streaming_dataset, split=data.split))
+        return itertools.starmap(RawRow, enumerate(files.rows()))
 
     if not local:  # a revision of the hub does not change
         return Source(ref, identity, True, total, None, rows)
-    files = [Path(str(file)) for named in (builder.config.data_files or {}).values() for file in named]
-    return Source(ref, identity, True, total, None, rows, _watch(files), lambda: _dataset_source(ref, data, local))
+    touched = _watch([Path(str(file)) for named in (builder.config.data_files or {}).values() for file in named])
+    total = total if files is None else files.total
+    return Source(ref, identity, True, total, None, rows, touched, lambda: _dataset_source(ref, data, local))
 
 
 def _check_hub(ref: str) -> None:
@@ -261,7 +257,7 @@ def _check_hub(ref: str) -> None:
         ) from exc
     except Exception as exc:  # network errors come in many kinds
         raise InputError(
-            f"{ref} is not a file here, and the hub cannot be asked for a data set of this name: {_first_line(exc)}",
+            f"{ref} is not a file here, and the hub cannot be asked for a data set of this name: {first_line(exc)}",
             "HF_HUB_OFFLINE=1 uses what an earlier run has downloaded",
         ) from exc
 
@@ -270,15 +266,15 @@ def _table_rows(name: str, load: Callable[[], Any]) -> Iterator[RawRow]:
     index = -1
     try:
         for index, columns in enumerate(load()):
-            # An empty CSV field arrives as NaN.
+            # A value that is missing arrives as NaN in a column of numbers.
             yield RawRow(index, {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in columns.items()})
     except Exception as exc:  # readers raise many kinds; all mean that it cannot be read on
-        raise InputError(f"{name} cannot be read past row {index + 1}: {_first_line(exc)}") from exc
+        raise InputError(f"{name} cannot be read past row {index + 1}: {first_line(exc)}") from exc
 
 
 def _looks_like_a_file(ref: str) -> bool:
     return (
-        ref.lower().endswith(_JSONL + tuple(_TABLES) + (".gz", ".zst", ".txt"))
+        ref.lower().endswith((*SUFFIXES, ".gz", ".zst", ".txt"))
         or not _HUB_NAME.fullmatch(ref)
         or ("/" in ref and Path(ref).parent.is_dir())
     )
@@ -290,9 +286,3 @@ def _near_hint(path: Path) -> str | None:
         return f"the folder {folder} does not exist"
     near = difflib.get_close_matches(path.name, (p.name for p in folder.iterdir() if p.is_file()), n=3)
     return f"did you mean {' or '.join(str(folder / n) for n in near)}?" if near else None
-
-
-def _first_line(exc: BaseException) -> str:
-    cause = exc.__cause__ if exc.__cause__ is not None and not str(exc).strip() else exc
-    text = str(cause).strip().splitlines()
-    return text[0] if text else type(cause).__name__

@@ -49,7 +49,7 @@ def _read(path: Path, indices: Collection[int]) -> dict[int, str]:
         for index, line in numbered_lines(file.readline, path.name):
             if index > last:
                 break
-            if index in indices:
+            if index in indices and isinstance(line, bytes):
                 try:
                     found[index] = _prompt(decode_line(line))
                 except RowError:

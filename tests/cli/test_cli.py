@@ -173,17 +173,34 @@ def test_parquet_with_a_template(tmp_path: Path, inline: Callable[..., Any]) -> 
     assert rows[0]["metadata"] == {"q": "a", "answer": 1}
 
 
-def test_a_damaged_table_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_read_end_the_command_at_once(tmp_path: Path, inline: Callable[..., Any]) -> None:
+    for name, content, words in (
+        ("a.csv", b'prompt,k\na,1\n"b,2\n', "a quote that opens in the row at line 3 is not closed"),
+        ("b.csv", b"prompt,k\na,1,x\nb,2,x\n", "line 2 has 3 fields, but the header has 2"),
+        ("c.jsonl", b"\x1f\x8b\x08\0", "is gzip, not JSON lines"),
+        ("d.json", b'[{"prompt": "a"},]', "is not valid JSON in row 1"),
+        ("e.parquet", b"PAR1", "is not parquet"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        done = inline("generate", name)
+        assert done.exit_code == 2
+        assert words in done.stderr.splitlines()[0]
+        assert len(done.stderr.splitlines()) <= 2
+        assert not (tmp_path / name).with_suffix(".results.jsonl.partial").exists()
+
+
+def test_a_damaged_data_set_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` logs what it raises, too. In a new process: its import decides what it logs."""
-    (tmp_path / "d.csv").write_text("prompt,k\na,1\n" + "b,2,3,4\n" * 3)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "train.xml").write_bytes(b"\xff\xfe<a>")  # a kind of file that only `datasets` reads
     monkeypatch.delenv("DATASETS_VERBOSITY", raising=False)  # which an earlier command of this process has set
-    command = [sys.executable, "-m", "tests.stub_engine", "generate", "d.csv"]
+    command = [sys.executable, "-m", "tests.stub_engine", "generate", "d"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(USE_TORCH="0"), text=True, capture_output=True, timeout=60
     )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) <= 2, done.stderr
-    assert "d.csv cannot be read past row 0: " in done.stderr.splitlines()[0]
+    assert "d cannot be read past row 0: " in done.stderr.splitlines()[0]
 
 
 def test_kill_9_at_random_moments_changes_no_byte(tmp_path: Path, inline: Callable[..., Any]) -> None:

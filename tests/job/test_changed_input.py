@@ -22,6 +22,7 @@ import zstandard
 from specbatch.config import DataSection
 from specbatch.errors import InputError
 from specbatch.job import jsonl
+from specbatch.job.jsonl import BadRow
 from specbatch.job.sources import open_source
 from specbatch.types import Completion
 from tests.job.test_generate import CONFIG, Run
@@ -223,16 +224,22 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "-"])
 def test_a_line_that_would_fill_the_memory(tmp_path: Path, name: str, limit: int) -> None:
-    bomb = b'{"prompt": "a"}\n{"prompt": "' + b"x" * limit + b'"}\n'
+    bomb = b'{"prompt": "a"}\n{"prompt": "' + b"x" * 3 * limit + b'"}\n{"prompt": "b"}\n'
     if name == "-":
         source = open_source(name, DataSection(), io.BytesIO(bomb))
     else:
         (tmp_path / name).write_bytes(bomb if name == "d.jsonl" else compressed(name, bomb))
         source = open_source(str(tmp_path / name), DataSection())
-    rows = source.rows()
-    assert next(rows).index == 0
-    with pytest.raises(InputError, match=r"line 2 of .* is longer than 2 MiB"):
-        next(rows)
+    found = [(row.index, row.data) for row in source.rows()]
+    too_long = BadRow("invalid_json", "the line is longer than 2 MiB")
+    assert found == [(0, b'{"prompt": "a"}'), (1, too_long), (2, b'{"prompt": "b"}')]
+
+
+def test_a_line_that_is_too_long_is_an_error_row(run: Run, limit: int) -> None:
+    run.write([{"prompt": "a"}, {"prompt": "x" * limit}, {"prompt": "b"}])
+    assert run() == 1
+    errors = [row.get("error", {}).get("message") for row in run.results()]
+    assert errors == [None, "the line is longer than 2 MiB", None]
 
 
 def test_a_long_line_is_no_bomb(tmp_path: Path, limit: int) -> None:
@@ -248,6 +255,6 @@ def test_a_bomb_of_3_gb_costs_little_memory(tmp_path: Path) -> None:
         for _ in range(3000):
             file.write(bytes(1 << 20))
     before = psutil.Process().memory_info().rss
-    with pytest.raises(InputError, match=r"line 2 of .* is longer than 64 MiB"):
-        list(open_source(str(tmp_path / "d.jsonl.gz"), DataSection()).rows())
+    rows = list(open_source(str(tmp_path / "d.jsonl.gz"), DataSection()).rows())
+    assert rows[1].data == BadRow("invalid_json", "the line is longer than 64 MiB")
     assert psutil.Process().memory_info().rss - before < 200 << 20
