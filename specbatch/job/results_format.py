@@ -117,7 +117,7 @@ def result_line(
         counts["certificate"] = certificate(margin)
     scores: dict[str, Any] = {} if choice_scores is None else {"choice_scores": choice_scores}
     if prompt_logprobs is not None:
-        scores["prompt_logprobs"] = logprob_json.native(prompt_logprobs, after_null=from_first)
+        scores["prompt_logprobs"] = logprob_json.prompt(prompt_logprobs, from_first=from_first)
     if row.api is not None:
         return _openai_line(row, usage, {**counts, **scores}, choices, logprob_json, model)
     first = choices[0]

@@ -101,7 +101,7 @@ class RowRunner:
         assert batch is not None, "resolve() decides it"
         self.engine = engine
         self._texts = texts
-        self._logprob_json = LogprobJson(texts.token_text)
+        self._logprob_json = LogprobJson(texts.pieces)
         self._config = config
         self._batch = batch
         self._max_started = batch + max(_MIN_WAITING, int(_WAITING_BATCHES * batch))

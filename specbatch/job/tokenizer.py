@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.job.rows import Prompt
 from specbatch.job.stops import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
+from specbatch.job.token_pieces import TokenPieces
 from specbatch.matcher import GrammarMatcher
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck, check_unicode
 
@@ -186,6 +188,11 @@ class TextProcessor:
             text = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
             self._token_texts[token_id] = text  # bounded by the vocabulary
         return text
+
+    @cached_property
+    def pieces(self) -> TokenPieces:
+        """The bytes that each token adds to the text of `decode`."""
+        return TokenPieces.of(self._tokenizer, self.decode, self.token_text, self._marks)
 
     def bad_words(self, params: SamplingParams, limits: EngineLimits) -> tuple[tuple[int, ...], ...]:
         """`params.bad_words` as token ids, without and with a space before them. Raises RowError for these and for all
