@@ -19,6 +19,7 @@ from specbatch.grammar.tool_calls import calls_of
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.job.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, ends_in_reasoning
 from specbatch.job.chat_template import ChatTemplate
+from specbatch.job.choices import FIELD as SCORE_CHOICES
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.job.rows import Prompt
 from specbatch.job.stops import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
@@ -211,19 +212,32 @@ class TextProcessor:
             raise RowError(exc.type, exc.message) from exc
         return tuple(words)
 
-    def choice_tokens(self, prompt: Prompt, limits: EngineLimits) -> list[ChoiceTokens]:
-        """`prompt` with each of its choices. Raises RowError."""
-        for choice in prompt.choices:
-            _check_text(choice, limits)
+    def choice_tokens(self, prompt: Prompt, limits: EngineLimits) -> list[ChoiceTokens | RowError]:
+        """`prompt` with each of its choices, or why that one cannot be scored. Raises RowError if none can."""
+        errors: dict[int, RowError] = {}
+        for i, choice in enumerate(prompt.choices):
+            try:
+                _check_text(choice, limits)
+                if not choice:  # white space at the end of the prompt would be scored as this choice
+                    raise RowError("invalid_value", "the text is empty")
+            except RowError as exc:
+                errors[i] = RowError(exc.type, f"{SCORE_CHOICES}[{i}]: {exc.message}")
+        numbers = [i for i in range(len(prompt.choices)) if i not in errors]
+        choices = [prompt.choices[i] for i in numbers]
         if prompt.kind == "token_ids":
-            found = tokens_of_ids(prompt.content, prompt.choices, lambda texts: self._tokenize(texts, False))
+            tokens = tokens_of_ids(prompt.content, choices, lambda texts: self._tokenize(texts, False))
         else:
             text, add_special_tokens = self._text(prompt)
-            found = tokens_of_text(text, prompt.choices, lambda texts: self._tokenize(texts, add_special_tokens))
-        for one in found:
+            tokens = tokens_of_text(text, choices, lambda texts: self._tokenize(texts, add_special_tokens))
+        found = dict(zip(numbers, tokens, strict=True))
+        for i, one in found.items():
             if isinstance(error := _within(limits, prompt, one.token_ids), RowError):
-                raise error
-        return found
+                errors[i] = RowError(error.type, f"{SCORE_CHOICES}[{i}]: {error.message}")
+            elif not one.is_scored:
+                errors[i] = RowError("invalid_value", f"{SCORE_CHOICES}[{i}] adds no token to the prompt")
+        if len(errors) == len(prompt.choices):
+            raise errors[0]
+        return [errors.get(i) or found[i] for i in range(len(prompt.choices))]
 
     def stop_check(self, params: SamplingParams) -> StopCheck | None:
         if not params.stop:
