@@ -93,8 +93,10 @@ def test_offsets_of_random_tokens(kind: str, data: st.DataObject) -> None:
     offsets = completion["text_offset"]
     assert offsets == sorted(offsets)
     for i, offset in enumerate(offsets):
-        # What comes before is text already, but for a character that is not complete yet.
-        assert text[:offset].rstrip("\ufffd") == texts.decode(ids[:i]).rstrip("\ufffd")[:offset]
+        # What comes before is text already, but for a character that is not complete yet. Byte fallback can decide
+        # later that earlier bytes are no text.
+        if kind != "sentencepiece" or "\ufffd" not in text:
+            assert text[:offset].rstrip("\ufffd") == texts.decode(ids[:i]).rstrip("\ufffd")[:offset]
         rest = [entry for entry in chat[i:] if entry["bytes"]]
         assert offset < len(text) or not rest
     if kind == "byte-level":
