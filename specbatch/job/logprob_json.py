@@ -80,11 +80,15 @@ class LogprobJson:
             "top_logprobs",
         )
 
-    def prompt(self, logprobs: TokenLogprobs, *, from_first: bool) -> Encoded:
+    def prompt(self, logprobs: TokenLogprobs, *, from_first: bool, first_text: int | None = None) -> Encoded:
         """A list of objects. The prompt has the text of its special tokens, too. `from_first`: these are of all tokens
-        but the first, for which the list has null."""
-        null = "null" if not logprobs.token_ids else "null, "
-        return Encoded(f"[{null if from_first else ''}{self._prompt.objects(logprobs, logprobs.token_ids)}]")
+        but the first, for which the list has null. `first_text`: the index of the token that begins the prompt's text,
+        if that is one of these."""
+        keys = list(logprobs.token_ids)
+        if first_text is not None:
+            keys[first_text] = ~keys[first_text]
+        null = "null" if not keys else "null, "
+        return Encoded(f"[{null if from_first else ''}{self._prompt.objects(logprobs, keys)}]")
 
     def native(self, logprobs: TokenLogprobs) -> Encoded:
         """A list of objects."""

@@ -114,13 +114,14 @@ def result_line(
     margin: Margin = NO_MARGIN,
     prompt_logprobs: TokenLogprobs | None = None,
     from_first: bool = True,
+    first_text: int | None = None,
     choice_scores: Sequence[dict[str, Any]] | None = None,
     error: RowError | None = None,
 ) -> dict[str, Any]:
     """The result line of a row that ran on `model`. `simulated`: speculation.simulate_acceptance is set. `margin`: the
     row's certificate, if it is wanted. `from_first`: `prompt_logprobs` are of the whole prompt, whose first token has
-    none. `error`: why a part of the row failed; then the whole row counts as failed, and has what finished. Values of
-    log-probabilities are `Encoded`: the line is for `encode_line`."""
+    none. `first_text`: see `LogprobJson.prompt`. `error`: why a part of the row failed; then the whole row counts as
+    failed, and has what finished. Values of log-probabilities are `Encoded`: the line is for `encode_line`."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sum(len(c.token_ids) for c in choices)}
     total = SpeculationCounts()
     for choice in choices:
@@ -130,7 +131,7 @@ def result_line(
         counts["certificate"] = certificate(margin)
     scores: dict[str, Any] = {} if choice_scores is None else {"choice_scores": choice_scores}
     if prompt_logprobs is not None:
-        scores["prompt_logprobs"] = logprob_json.prompt(prompt_logprobs, from_first=from_first)
+        scores["prompt_logprobs"] = logprob_json.prompt(prompt_logprobs, from_first=from_first, first_text=first_text)
     if row.api is not None:
         return _openai_line(row, usage, {**counts, **scores}, choices, logprob_json, model, error)
     first = choices[0] if error is None else failed_choice(error)

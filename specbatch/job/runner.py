@@ -91,6 +91,7 @@ class _RowInFlight:
     prompt: Prompt
     prompt_tokens: int
     reader: AnswerReader
+    first_text: int | None = None  # of its `prompt_logprobs`, see `LogprobJson.prompt`
     results: list[Completion | RowError | None] = field(default_factory=list)  # None: it runs
 
 
@@ -161,7 +162,8 @@ class RowRunner:
             self._fail(row, digest, prompt)
             return
         params = prompt.params
-        in_flight = _RowInFlight(digest, row, prompt, len(token_ids), prepared.reader, [None] * prompt.num_requests)
+        in_flight = _RowInFlight(digest, row, prompt, len(token_ids), prepared.reader, self._first_text(prepared))
+        in_flight.results = [None] * prompt.num_requests
         for number, choice in enumerate(prepared.choices):
             if isinstance(choice, RowError):
                 in_flight.results[number] = choice
@@ -178,6 +180,14 @@ class RowRunner:
             request_id, check_stop = self._add_request(in_flight, sample), self._texts.stop_check(params)
             grammar = self._texts.matcher(prompt, prepared.reader.thinking) or (None, None)
             self.engine.submit(Request(request_id, token_ids, params, rng, check_stop, prepared.bad_words, *grammar))
+
+    def _first_text(self, prepared: PreparedRow) -> int | None:
+        assert isinstance(prepared.prompt, Prompt)
+        params = prepared.prompt.params
+        if params.prompt_logprobs is None or (first := self._texts.pieces.first_of(prepared.token_ids)) is None:
+            return None
+        begin = max(1, params.prompt_logprobs_start)
+        return first - begin if first >= begin else None
 
     def _add_request(self, in_flight: _RowInFlight, number: int) -> int:
         """The id of a row's next request."""
@@ -287,6 +297,7 @@ class RowRunner:
             margin=margin if self._config.output.certificate else NO_MARGIN,
             prompt_logprobs=None if isinstance(first, RowError) else first.prompt_logprobs,
             from_first=params.prompt_logprobs_start == 0,
+            first_text=in_flight.first_text,
             error=_bounded(errors[0]) if errors else None,
         )
         self._add(row, in_flight.digest, line, margin)

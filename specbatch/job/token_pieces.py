@@ -98,11 +98,13 @@ class TokenPieces(dict[int, TokenPiece]):
         if not marks.keys().isdisjoint(token_ids):
             begins += [i + 1 for i, token in enumerate(token_ids) if token in marks]
         for begin in begins:
-            # Decoders do not get tokens that add nothing.
-            first = next((i for i in range(begin, len(keys)) if self[keys[i]].data), None)
-            if first is not None:
+            if (first := self.first_of(keys, begin)) is not None:
                 keys[first] = ~keys[first]
         return keys
+
+    def first_of(self, token_ids: Sequence[int], begin: int = 0) -> int | None:
+        """The index of the first token, from `begin` on, that adds something: decoders do not get the others."""
+        return next((i for i in range(begin, len(token_ids)) if self[token_ids[i]].data), None)
 
     def offsets(self, keys: Sequence[int]) -> list[int]:
         """Of each token the index of the character of the text in which it begins."""

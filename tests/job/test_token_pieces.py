@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from specbatch import LLM
 from specbatch.config import DataSection
 from specbatch.job.jsonl import encode_line
 from specbatch.job.logprob_json import LogprobJson
@@ -18,6 +20,7 @@ from specbatch.job.tokenizer import TextProcessor
 from specbatch.logprobs import TokenLogprob, TokenLogprobs
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from tests.job.small_tokenizers import SPECIAL, tokenizer_of
+from tests.tiny_checkpoint import write_checkpoint
 
 KINDS = ["byte-level", "sentencepiece", "metaspace", "wordpiece"]
 RAW = DataSection(prompts_as_chat=False)
@@ -186,3 +189,22 @@ def test_a_prompt_has_its_special_tokens() -> None:
     prompt, answer = json.loads(encode_line({"": [to.prompt(scores, from_first=True), to.native(scores)]}))[""]
     assert prompt == [None, {"token": SPECIAL, "token_id": end, "logprob": -1.0, "top": []}]
     assert answer == [{"token": SPECIAL, "bytes": [], "token_id": end, "logprob": -1.0, "top": []}]
+
+
+def test_rows_of_a_model_with_sentencepiece_tokens(tmp_path: Path) -> None:
+    """The text of a prompt begins after its special tokens, wherever its log-probabilities begin."""
+    tokenizer = tokenizer_of("sentencepiece")
+    write_checkpoint(tmp_path, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(tmp_path)
+    a, ab, end = token_ids(tokenizer, "▁a", "▁ab", SPECIAL)
+    row = {"prompt_logprobs": 0, "logprobs": 0, "max_tokens": 8, "ignore_eos": True, "temperature": 1.0}
+    prompts = [[end, a, ab, a], [a, ab, a], [end, a, ab, a], [end, end, a], [end]]
+    rows = [{**row, "prompt_token_ids": ids, "prompt_logprobs_start": 2 * (i == 2)} for i, ids in enumerate(prompts)]
+    with LLM(str(tmp_path), method="none", kv_cache_tokens=256, max_batch_size=4) as llm:
+        found = list(llm.generate(rows))
+    assert [[entry and entry["token"] for entry in line["prompt_logprobs"]] for line in found] == [
+        *([None, "a", " ab", " a"], [None, " ab", " a"], [" ab", " a"], [None, SPECIAL, "a"], [None])
+    ]
+    for line in found:
+        text = b"".join(map(bytes_of, line["logprobs"])).decode("utf-8", "replace")
+        assert "\ufffd" in line["text"] or text == line["text"]
