@@ -216,12 +216,13 @@ class TextProcessor:
         """`prompt` with each of its choices, or why that one cannot be scored. Raises RowError if none can."""
         errors: dict[int, RowError] = {}
         for i, choice in enumerate(prompt.choices):
+            what = f"{SCORE_CHOICES}[{i}]"
             try:
-                _check_text(choice, limits)
+                _check_text(choice, limits, what)
                 if not choice:  # white space at the end of the prompt would be scored as this choice
-                    raise RowError("invalid_value", "the text is empty")
+                    raise RowError("invalid_value", f"{what} must be a text that is not empty")
             except RowError as exc:
-                errors[i] = RowError(exc.type, f"{SCORE_CHOICES}[{i}]: {exc.message}")
+                errors[i] = exc
         numbers = [i for i in range(len(prompt.choices)) if i not in errors]
         choices = [prompt.choices[i] for i in numbers]
         if prompt.kind == "token_ids":
@@ -291,12 +292,12 @@ class TextProcessor:
         return ids
 
 
-def _check_text(text: str, limits: EngineLimits) -> None:
+def _check_text(text: str, limits: EngineLimits, what: str = "the prompt") -> None:
     max_chars = max(_MAX_CHARS_PER_TOKEN * limits.max_prompt_tokens, _MAX_CHARS)
     if len(text) > max_chars:
-        raise RowError("prompt_too_long", f"the prompt has {len(text):,} characters, more than {max_chars:,}")
+        raise RowError("prompt_too_long", f"{what} has {len(text):,} characters, more than {max_chars:,}")
     try:
-        check_unicode("the prompt", text)
+        check_unicode(what, text)
     except FieldError as exc:
         raise RowError(exc.type, exc.message) from exc
 

@@ -16,7 +16,7 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"score_choices": "a"}, "invalid_type", "score_choices must be a list of texts, not text"),
     ({"score_choices": []}, "invalid_value", "score_choices must have 1 to 1024 texts, not 0"),
     ({"score_choices": ["a", 5]}, "invalid_type", "score_choices[1] must be a text, not a number"),
-    ({"score_choices": [""]}, "invalid_value", "score_choices[0]: the text is empty"),
+    ({"score_choices": [""]}, "invalid_value", "score_choices[0] must be a text that is not empty"),
     ({"score_choices": ["a"], "n": 2}, "invalid_value",
      "n, logprobs and prompt_logprobs have no effect on a row with score_choices"),
     ({"score_choices": ["x" * 3000]}, "prompt_too_long",
