@@ -30,6 +30,7 @@ from specbatch.job.chat_output import Answer
 from specbatch.job.logprob_json import LogprobJson
 from specbatch.job.results_format import RowInfo, choice_of, result_line
 from specbatch.job.runner import Finished
+from specbatch.job.token_pieces import TokenPieces
 from specbatch.types import Completion, EngineLimits, FinishReason, Request, RngKey, SamplingParams
 
 KINDS = {"none": None, "0": 0, "1": 1, "5": 5, "20": 20}
@@ -44,7 +45,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["none", "0", "1", "5"])
     args = parser.parse_args()
-    logprob_json = LogprobJson(lambda token: f" w{token}")
+    logprob_json = LogprobJson(
+        TokenPieces(lambda ids: "".join(f" w{token}" for token in ids), lambda token: f" w{token}")
+    )
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in args.kinds}
     sums: dict[str, str] = {}
     gc.collect()
@@ -97,6 +100,10 @@ def read(sequences: list[Sequence], reports: list[Report], path: int) -> list[tu
             seq.rounds_in_flight += 1
         ended += read_report(report, report.rows.wait(), frozenset((0,)), stats)
     return ended
+
+
+def word(token: int) -> str:
+    return f" w{token}"
 
 
 def written(ended: list[tuple[Sequence, FinishReason]], logprob_json: LogprobJson) -> bytes:

@@ -47,8 +47,9 @@ class ChoiceScore(TypedDict):
     """How likely the model finds one of the row's `score_choices`."""
 
     text: str
-    logprob: float
+    logprob: float | None  # None: it failed
     num_tokens: int
+    error: NotRequired[Failure]
 
 
 class NativeLine(TypedDict):

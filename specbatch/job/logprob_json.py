@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.job.jsonl import Encoded
+from specbatch.job.token_pieces import TokenPiece, TokenPieces
 from specbatch.logprobs import TokenLogprobs
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; the value
 
 
 class _Parts(dict[int, str]):
-    """By token id, each made at its first use; bounded by the vocabulary."""
+    """By key of `TokenPieces`, each made at its first use; bounded by the vocabulary."""
 
     def __init__(self, make: Callable[[int], str]) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class _Format:
         self._end = None if end is None else _Parts(end)
         self._last = f', "{top_name}": []}}'
 
-    def objects(self, logprobs: TokenLogprobs) -> str:
-        """One for each token, joined as in a list."""
-        ids, k, values = logprobs.token_ids, logprobs.num_top, logprobs.values
-        top_ids = _columns(logprobs.top_ids.ravel().tolist(), k)
+    def objects(self, logprobs: TokenLogprobs, ids: list[int]) -> str:
+        """One for each token, joined as in a list. `ids`: the tokens, or the keys of their pieces in a text."""
+        k, values = logprobs.num_top, logprobs.values
+        top_ids = _top_columns(logprobs, ids)
         # Of greedy text the likeliest tokens are those that were chosen. Bits are compared, for zeros can differ by
         # their sign.
         is_greedy = k > 0 and top_ids[0] == ids and values[:, 0].tobytes() == values[:, 1].tobytes()
@@ -67,44 +67,94 @@ class _Format:
 
 
 class LogprobJson:
-    """`token_text`: the text of one token, special tokens included."""
+    """Writes the log-probabilities of tokens that `pieces` has the text of."""
 
-    def __init__(self, token_text: Callable[[int], str]) -> None:
-        self._texts = texts = _Parts(lambda token: json.dumps(token_text(token), ensure_ascii=False))
-        self._token_text = token_text
-        self._native = _Format(
-            lambda token: f'{{"token": {texts[token]}, "token_id": {token}, "logprob": ', None, "top"
-        )
+    def __init__(self, pieces: TokenPieces) -> None:
+        self._pieces = pieces
+        self._texts = _Parts(lambda key: json.dumps(_completion_name(pieces[key]), ensure_ascii=False))
+        self._native = _Format(lambda key: _native_begin(pieces[key], key), None, "top")
+        self._prompt = _Format(lambda key: _native_begin(_as_it_is(pieces[key]), key), None, "top")
         self._chat = _Format(
-            lambda token: f'{{"token": {texts[token]}, "logprob": ',
-            lambda token: f', "bytes": {list(token_text(token).encode("utf-8"))}',
+            lambda key: f'{{"token": {_quoted(pieces[key].name)}, "logprob": ',
+            lambda key: f', "bytes": {list(pieces[key].data)}',
             "top_logprobs",
         )
 
-    def native(self, logprobs: TokenLogprobs, *, after_null: bool = False) -> Encoded:
-        """A list of objects. `after_null`: these are of all tokens but the first, for which the list has null."""
-        null = "null" if not logprobs.token_ids else "null, "
-        return Encoded(f"[{null if after_null else ''}{self._native.objects(logprobs)}]")
+    def prompt(self, logprobs: TokenLogprobs, *, from_first: bool, first_text: int | None = None) -> Encoded:
+        """A list of objects. The prompt has the text of its special tokens, too. `from_first`: these are of all tokens
+        but the first, for which the list has null. `first_text`: the index of the token that begins the prompt's text,
+        if that is one of these."""
+        keys = list(logprobs.token_ids)
+        if first_text is not None:
+            keys[first_text] = ~keys[first_text]
+        null = "null" if not keys else "null, "
+        return Encoded(f"[{null if from_first else ''}{self._prompt.objects(logprobs, keys)}]")
+
+    def native(self, logprobs: TokenLogprobs) -> Encoded:
+        """A list of objects."""
+        return Encoded(f"[{self._native.objects(logprobs, self._pieces.keys_of(logprobs.token_ids))}]")
 
     def chat(self, logprobs: TokenLogprobs) -> Encoded:
-        return Encoded(f'{{"content": [{self._chat.objects(logprobs)}], "refusal": null}}')
+        objects = self._chat.objects(logprobs, self._pieces.keys_of(logprobs.token_ids))
+        return Encoded(f'{{"content": [{objects}], "refusal": null}}')
 
     def completion(self, logprobs: TokenLogprobs) -> Encoded:
-        texts, ids, k = self._texts, logprobs.token_ids, logprobs.num_top
+        texts, keys, k = self._texts, self._pieces.keys_of(logprobs.token_ids), logprobs.num_top
         own, *others = _columns(_numbers(logprobs.values), 1 + k)
         columns = [
-            [(texts[t], number) for t, number in zip(top_ids, numbers, strict=True)]
-            for top_ids, numbers in zip(_columns(logprobs.top_ids.ravel().tolist(), k), others, strict=True)
+            list(zip(top_keys, texts.of(top_keys), numbers, strict=True))
+            for top_keys, numbers in zip(_top_columns(logprobs, keys), others, strict=True)
         ]
-        # Tokens with the same text are one key: the first one's place, the last one's value.
-        tops = [_object(dict(pairs)) for pairs in zip(*columns, strict=True)] if columns else ["{}"] * len(ids)
-        starts = accumulate((len(self._token_text(t)) for t in ids[:-1]), initial=0)
+        tops = list(map(_top_object, zip(*columns, strict=True))) if columns else ["{}"] * len(keys)
         return Encoded(
-            f'{{"tokens": {_list(texts.of(ids))}, '
+            f'{{"tokens": {_list(texts.of(keys))}, '
             f'"token_logprobs": {_list(own)}, '
             f'"top_logprobs": {_list(tops)}, '
-            f'"text_offset": {list(starts)[: len(ids)]}}}'
+            f'"text_offset": {self._pieces.offsets(keys)}}}'
         )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _as_it_is(piece: TokenPiece) -> TokenPiece:
+    """A piece of a text that special tokens are not left out of."""
+    return piece if piece.data else piece._replace(data=piece.name.encode())
+
+
+def _native_begin(piece: TokenPiece, key: int) -> str:
+    """An object up to its number. It has the bytes if these are not those of the name."""
+    data = "" if piece.is_text else f', "bytes": {list(piece.data)}'
+    return f'{{"token": {_quoted(piece.name)}{data}, "token_id": {_token_of(key)}, "logprob": '
+
+
+def _completion_name(piece: TokenPiece) -> str:
+    """The name that OpenAI's completions give: they have no field for bytes."""
+    return f"bytes:{piece.name}" if piece.data and not piece.is_text else piece.name
+
+
+def _token_of(key: int) -> int:
+    return ~key if key < 0 else key
+
+
+def _top_columns(logprobs: TokenLogprobs, ids: list[int]) -> list[list[int]]:
+    """The likely tokens, most likely first: as keys where `ids` has a key."""
+    k = logprobs.num_top
+    columns = _columns(logprobs.top_ids.ravel().tolist(), k)
+    for i in [i for i, key in enumerate(ids) if key < 0]:
+        for column in columns:
+            column[i] = ~column[i]
+    return columns
+
+
+def _top_object(tops: Sequence[tuple[int, str, str]]) -> str:
+    """The likely tokens of one position. Of tokens with the same text the likeliest has it as its key, and others have
+    their id, so that none is lost."""
+    parts: dict[str, str] = {}
+    for key, text, number in tops:
+        parts[f'"token_id:{_token_of(key)}"' if text in parts else text] = number
+    return f"{{{', '.join([f'{name}: {value}' for name, value in parts.items()])}}}"
 
 
 def _columns(values: list[T], number: int) -> list[list[T]]:
@@ -143,7 +193,3 @@ def _number(value: float) -> str:
 
 def _list(parts: Sequence[str]) -> str:
     return f"[{', '.join(parts)}]"
-
-
-def _object(parts: dict[str, str]) -> str:
-    return f"{{{', '.join([f'{name}: {value}' for name, value in parts.items()])}}}"

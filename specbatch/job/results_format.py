@@ -10,8 +10,11 @@ Native:
 
 With n > 1, usage and speculation are sums, and what is not in `choices` is that of choice 0. Only greedy rows have a
 certificate; their choices are equal. A failed row has text null, finish_reason "error" and `error: {type, message}`.
+If only some of its completions or score_choices failed, it has those that finished, too: in `choices` or
+`choice_scores`, where each failed one has its `error`.
 
 OpenAI Batch (platform.openai.com/docs/guides/batch): a failed line has `response: null` and `error: {code, message}`.
+If some completions finished, it has a response with these.
 OpenAI makes ids at random and `created` from the clock. Here ids are made from the row's index and `created` is 0, so
 that a resumed job writes the same bytes. `body.speculation` and `body.prompt_logprobs` are additions.
 """
@@ -57,6 +60,11 @@ class Choice:
     speculation: SpeculationCounts
     reasoning: str | None = None
     tool_calls: Sequence[ToolCall] = ()
+    error: RowError | None = None  # why it failed; then it has no text
+
+
+def failed_choice(error: RowError) -> Choice:
+    return Choice("", [], FinishReason.ERROR, None, SpeculationCounts(), error=error)
 
 
 def choice_of(completion: Completion, answer: Answer) -> Choice:
@@ -78,18 +86,21 @@ def choice_of(completion: Completion, answer: Answer) -> Choice:
 def error_line(row: RowInfo, error: RowError) -> dict[str, Any]:
     """The result line of a row that failed."""
     if row.api is not None:
-        message = {"code": error.type, "message": error.message}
-        return {"id": _batch_id(row), "custom_id": row.id, "response": None, "error": message}
+        return {"id": _batch_id(row), "custom_id": row.id, "response": None, "error": _failure(error, "code")}
     line: dict[str, Any] = {
         "id": row.id,
         "index": row.index,
         "text": None,
         "finish_reason": "error",
-        "error": {"type": error.type, "message": error.message},
+        "error": _failure(error, "type"),
     }
     if row.metadata is not None:
         line["metadata"] = row.metadata
     return line
+
+
+def _failure(error: RowError, kind: Literal["type", "code"]) -> dict[str, str]:
+    return {kind: error.type, "message": error.message}
 
 
 def result_line(
@@ -103,11 +114,14 @@ def result_line(
     margin: Margin = NO_MARGIN,
     prompt_logprobs: TokenLogprobs | None = None,
     from_first: bool = True,
+    first_text: int | None = None,
     choice_scores: Sequence[dict[str, Any]] | None = None,
+    error: RowError | None = None,
 ) -> dict[str, Any]:
     """The result line of a row that ran on `model`. `simulated`: speculation.simulate_acceptance is set. `margin`: the
     row's certificate, if it is wanted. `from_first`: `prompt_logprobs` are of the whole prompt, whose first token has
-    none. Values of log-probabilities are `Encoded`: the line is for `encode_line`."""
+    none. `first_text`: see `LogprobJson.prompt`. `error`: why a part of the row failed; then the whole row counts as
+    failed, and has what finished. Values of log-probabilities are `Encoded`: the line is for `encode_line`."""
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sum(len(c.token_ids) for c in choices)}
     total = SpeculationCounts()
     for choice in choices:
@@ -117,16 +131,14 @@ def result_line(
         counts["certificate"] = certificate(margin)
     scores: dict[str, Any] = {} if choice_scores is None else {"choice_scores": choice_scores}
     if prompt_logprobs is not None:
-        scores["prompt_logprobs"] = logprob_json.native(prompt_logprobs, after_null=from_first)
+        scores["prompt_logprobs"] = logprob_json.prompt(prompt_logprobs, from_first=from_first, first_text=first_text)
     if row.api is not None:
-        return _openai_line(row, usage, {**counts, **scores}, choices, logprob_json, model)
-    first = choices[0]
+        return _openai_line(row, usage, {**counts, **scores}, choices, logprob_json, model, error)
+    first = choices[0] if error is None else failed_choice(error)
     line: dict[str, Any] = {
         "id": row.id,
         "index": row.index,
-        "text": first.text,
-        **_chat_parts(row, 0, first),
-        "finish_reason": str(first.finish_reason),
+        **_native_parts(row, 0, first),
         "usage": usage,
         **counts,
     }
@@ -189,15 +201,20 @@ def _speculation(counts: SpeculationCounts, simulated: bool) -> dict[str, Any]:
 def _choice(row: RowInfo, i: int, choice: Choice, logprob_json: LogprobJson, simulated: bool) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "index": i,
-        "text": choice.text,
-        **_chat_parts(row, i, choice),
-        "finish_reason": str(choice.finish_reason),
+        **_native_parts(row, i, choice),
         "usage": {"completion_tokens": len(choice.token_ids)},
         "speculation": _speculation(choice.speculation, simulated),
     }
     if choice.logprobs is not None:
         entry["logprobs"] = logprob_json.native(choice.logprobs)
     return entry
+
+
+def _native_parts(row: RowInfo, i: int, choice: Choice) -> dict[str, Any]:
+    """The text and the end of completion `i`."""
+    if choice.error is not None:
+        return {"text": None, "finish_reason": "error", "error": _failure(choice.error, "type")}
+    return {"text": choice.text, **_chat_parts(row, i, choice), "finish_reason": str(choice.finish_reason)}
 
 
 def _chat_parts(row: RowInfo, i: int, choice: Choice) -> dict[str, Any]:
@@ -225,6 +242,7 @@ def _openai_line(
     choices: Sequence[Choice],
     logprob_json: LogprobJson,
     model: str,
+    error: RowError | None,
 ) -> dict[str, Any]:
     chat = row.api == "chat"
     body = {
@@ -240,7 +258,7 @@ def _openai_line(
         "id": _batch_id(row),
         "custom_id": row.id,
         "response": {"status_code": 200, "request_id": f"req_{row.index:012d}", "body": body},
-        "error": None,
+        "error": None if error is None else _failure(error, "code"),
     }
 
 
@@ -250,12 +268,14 @@ def _batch_id(row: RowInfo) -> str:
 
 def _openai_choice(row: RowInfo, i: int, choice: Choice, logprob_json: LogprobJson) -> dict[str, Any]:
     chat = row.api == "chat"
-    text: dict[str, Any] = {"text": choice.text}
+    failed = choice.error is not None
+    text: dict[str, Any] = {"text": None if failed else choice.text}
     if chat:
-        content = choice.text if choice.text or not choice.tool_calls else None
+        content = choice.text if choice.text or not (choice.tool_calls or failed) else None
         message = {"role": "assistant", "content": content, "refusal": None, **_chat_parts(row, i, choice)}
         text = {"message": message}
     logprobs = None
     if choice.logprobs is not None:
         logprobs = (logprob_json.chat if chat else logprob_json.completion)(choice.logprobs)
-    return {"index": i, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+    error = {} if choice.error is None else {"error": _failure(choice.error, "code")}
+    return {"index": i, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason, **error}

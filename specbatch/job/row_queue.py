@@ -31,7 +31,7 @@ class PreparedRow:
     prompt: Prompt | RowError  # what it asks for, or why it cannot run
     token_ids: Sequence[int] = ()  # of the prompt
     bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
-    choices: Sequence[ChoiceTokens] = ()  # of a row that scores them
+    choices: Sequence[ChoiceTokens | RowError] = ()  # of a row that scores them
     reader: AnswerReader = field(default_factory=AnswerReader)  # of its answers
 
 

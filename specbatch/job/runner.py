@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ from specbatch.job.jsonl import encode_line
 from specbatch.job.logprob_json import LogprobJson
 from specbatch.job.partial import RowDeaths
 from specbatch.job.remarks import Remark, remark_on
-from specbatch.job.results_format import Choice, RowInfo, choice_of, error_line, result_line
+from specbatch.job.results_format import Choice, RowInfo, choice_of, error_line, failed_choice, result_line
 from specbatch.job.row_queue import PreparedRow, RowPreparer, RowQueue
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
@@ -90,7 +91,8 @@ class _RowInFlight:
     prompt: Prompt
     prompt_tokens: int
     reader: AnswerReader
-    completions: list[Completion | None] = field(default_factory=list)
+    first_text: int | None = None  # of its `prompt_logprobs`, see `LogprobJson.prompt`
+    results: list[Completion | RowError | None] = field(default_factory=list)  # None: it runs
 
 
 class RowRunner:
@@ -101,7 +103,7 @@ class RowRunner:
         assert batch is not None, "resolve() decides it"
         self.engine = engine
         self._texts = texts
-        self._logprob_json = LogprobJson(texts.token_text)
+        self._logprob_json = LogprobJson(texts.pieces)
         self._config = config
         self._batch = batch
         self._max_started = batch + max(_MIN_WAITING, int(_WAITING_BATCHES * batch))
@@ -160,8 +162,12 @@ class RowRunner:
             self._fail(row, digest, prompt)
             return
         params = prompt.params
-        in_flight = _RowInFlight(digest, row, prompt, len(token_ids), prepared.reader, [None] * prompt.num_requests)
+        in_flight = _RowInFlight(digest, row, prompt, len(token_ids), prepared.reader, self._first_text(prepared))
+        in_flight.results = [None] * prompt.num_requests
         for number, choice in enumerate(prepared.choices):
+            if isinstance(choice, RowError):
+                in_flight.results[number] = choice
+                continue
             request_id = self._add_request(in_flight, number)
             self.engine.submit(Request(request_id, choice.token_ids, choice.params, RngKey(0, row.index, 0)))
         for sample in range(0 if prepared.choices else prompt.num_requests):
@@ -174,6 +180,14 @@ class RowRunner:
             request_id, check_stop = self._add_request(in_flight, sample), self._texts.stop_check(params)
             grammar = self._texts.matcher(prompt, prepared.reader.thinking) or (None, None)
             self.engine.submit(Request(request_id, token_ids, params, rng, check_stop, prepared.bad_words, *grammar))
+
+    def _first_text(self, prepared: PreparedRow) -> int | None:
+        assert isinstance(prepared.prompt, Prompt)
+        params = prepared.prompt.params
+        if params.prompt_logprobs is None or (first := self._texts.pieces.first_of(prepared.token_ids)) is None:
+            return None
+        begin = max(1, params.prompt_logprobs_start)
+        return first - begin if first >= begin else None
 
     def _add_request(self, in_flight: _RowInFlight, number: int) -> int:
         """The id of a row's next request."""
@@ -242,22 +256,37 @@ class RowRunner:
 
     def _complete(self, completion: Completion) -> None:
         in_flight, sample = self._in_flight.pop(completion.request_id)
-        in_flight.completions[sample] = completion
-        done = [c for c in in_flight.completions if c is not None]
-        if len(done) < len(in_flight.completions):
+        results, params = in_flight.results, in_flight.prompt.params
+        failed = completion.finish_reason is FinishReason.ERROR
+        results[sample] = _failure(completion, sample, len(results), params) if failed else completion
+        done = [result for result in results if result is not None]
+        if len(done) < len(results):
             return
+        errors = [result for result in done if isinstance(result, RowError)]
+        if len(errors) == len(done):
+            self._fail(in_flight.row, in_flight.digest, errors[0])
+        elif in_flight.prompt.choices:
+            self._add_scores(in_flight, done, errors)
+        else:
+            self._add_completions(in_flight, done, errors)
+
+    def _add_completions(
+        self, in_flight: _RowInFlight, done: Sequence[Completion | RowError], errors: Sequence[RowError]
+    ) -> None:
+        """The line of a row of which at least one completion finished."""
         row, params = in_flight.row, in_flight.prompt.params
-        if any(c.finish_reason is FinishReason.ERROR for c in done):
-            self._fail(row, in_flight.digest, _failure(done, params))
-            return
-        if in_flight.prompt.choices:
-            self._add_scores(in_flight, done)
-            return
-        choices = [choice_of(c, in_flight.reader.read(self._texts.final_text(c, params))) for c in done]
+        choices = [
+            failed_choice(_bounded(c))
+            if isinstance(c, RowError)
+            else choice_of(c, in_flight.reader.read(self._texts.final_text(c, params)))
+            for c in done
+        ]
         # The others are copies. They took no rounds, so that sums over choices are what was computed.
         copy = replace(choices[0], speculation=SpeculationCounts())
         choices += [copy] * (params.n - len(choices))
-        margin = done[0].margin  # only greedy completions have one, and of these one is computed
+        first = done[0]
+        # Only greedy completions have a margin, and of these one is computed.
+        margin = NO_MARGIN if isinstance(first, RowError) else first.margin
         line = result_line(
             row,
             in_flight.prompt_tokens,
@@ -266,19 +295,24 @@ class RowRunner:
             model=self._config.model.target,
             simulated=self._config.speculation.simulate_acceptance is not None,
             margin=margin if self._config.output.certificate else NO_MARGIN,
-            prompt_logprobs=done[0].prompt_logprobs,
+            prompt_logprobs=None if isinstance(first, RowError) else first.prompt_logprobs,
             from_first=params.prompt_logprobs_start == 0,
+            first_text=in_flight.first_text,
+            error=_bounded(errors[0]) if errors else None,
         )
         self._add(row, in_flight.digest, line, margin)
 
-    def _add_scores(self, in_flight: _RowInFlight, done: Sequence[Completion]) -> None:
-        """The line of a row that scores choices: its text is the likeliest one."""
-        scores = choice_scores(in_flight.prompt.choices, done)
-        best = max(scores, key=lambda score: score["logprob"])
+    def _add_scores(
+        self, in_flight: _RowInFlight, done: Sequence[Completion | RowError], errors: Sequence[RowError]
+    ) -> None:
+        """The line of a row that scores choices: its text is the likeliest one, if all of them have a score."""
+        scores = choice_scores(in_flight.prompt.choices, [_bounded(c) if isinstance(c, RowError) else c for c in done])
+        best = max(scores, key=lambda score: -math.inf if score["logprob"] is None else score["logprob"])
         choice = Choice(best["text"], [], FinishReason.STOP, None, SpeculationCounts())
         row, model = in_flight.row, self._config.model.target
+        error = _bounded(errors[0]) if errors else None
         line = result_line(
-            row, in_flight.prompt_tokens, [choice], self._logprob_json, model=model, choice_scores=scores
+            row, in_flight.prompt_tokens, [choice], self._logprob_json, model=model, choice_scores=scores, error=error
         )
         self._add(row, in_flight.digest, line)
 
@@ -305,17 +339,20 @@ def failed_row(raw: RawRow, error: RowError, parser: RowParser) -> Finished:
 
 def failed_line(row: RowInfo, error: RowError) -> dict[str, Any]:
     """The result line of a row that failed, with a message of bounded length."""
-    if len(error.message) > _MAX_MESSAGE_CHARS:
-        error = RowError(error.type, error.message[: _MAX_MESSAGE_CHARS - 3] + "...")
-    return error_line(row, error)
+    return error_line(row, _bounded(error))
 
 
-def _failure(completions: Sequence[Completion], params: SamplingParams) -> RowError:
-    """One completion without an end makes the row an error: the other completions are not returned."""
-    number, first = next((i, c) for i, c in enumerate(completions, 1) if c.finish_reason is FinishReason.ERROR)
-    of = f" of completion {number} of {len(completions)}" if len(completions) > 1 else ""
-    at = f"at token {len(first.token_ids) + 1}{of}"
-    if first.no_token_left:
+def _bounded(error: RowError) -> RowError:
+    if len(error.message) <= _MAX_MESSAGE_CHARS:
+        return error
+    return RowError(error.type, error.message[: _MAX_MESSAGE_CHARS - 3] + "...")
+
+
+def _failure(completion: Completion, sample: int, num_completions: int, params: SamplingParams) -> RowError:
+    """Why a completion has no end."""
+    of = f" of completion {sample + 1} of {num_completions}" if num_completions > 1 else ""
+    at = f"at token {len(completion.token_ids) + 1}{of}"
+    if completion.no_token_left:
         from specbatch.engine.rules import NO_TOKEN_LEFT, forbidden_by  # here, because it imports torch
 
         return RowError("no_token_left", f"{NO_TOKEN_LEFT} {at}: {forbidden_by(params, params.bad_words)}")

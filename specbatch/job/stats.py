@@ -81,11 +81,10 @@ class RowTotals:
         """Count one result line, native or OpenAI; `times=-1` takes one back. Raises KeyError or TypeError for
         other lines."""
         # All fields are read before anything is counted: of a damaged line nothing may be counted.
-        if line.get("error"):
-            error = line["error"]
-            kind = str(error["type"] if "type" in error else error["code"])
-            self.failed += times
-            _count(self.errors, kind, times)
+        error, response = line.get("error"), line.get("response")
+        kind = str(error["type"] if "type" in error else error["code"]) if error else ""
+        if error and "usage" not in line and response is None:
+            self._count_failed(kind, times)
             return
         body = line if "usage" in line else line["response"]["body"]
         reason = line["finish_reason"] if body is line else body["choices"][0]["finish_reason"]
@@ -97,12 +96,19 @@ class RowTotals:
         rounds = SpeculationCounts(
             counts["rounds"], counts["drafted"], counts["accepted"], committed, counts["accept_histogram"]
         )
-        self.ok += times
-        _count(self.finish_reasons, str(reason), times)
-        _count(self.lengths, (completion // completions, reason != "length"), times)
+        if error:  # a part of the row finished
+            self._count_failed(kind, times)
+        else:
+            self.ok += times
+            _count(self.finish_reasons, str(reason), times)
+            _count(self.lengths, (completion // completions, reason != "length"), times)
         self.prompt_tokens += times * prompt
         self.completion_tokens += times * completion
         self.speculation.add(rounds, times)
+
+    def _count_failed(self, kind: str, times: int) -> None:
+        self.failed += times
+        _count(self.errors, kind, times)
 
     def merge(self, other: RowTotals) -> None:
         """Add the sums over other rows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from specbatch.grammar.tool_calls import arguments_schema, calls_of
 from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.job.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, thinking_after
 from specbatch.job.chat_template import ChatTemplate
+from specbatch.job.choices import FIELD as SCORE_CHOICES
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.job.rows import Prompt
 from specbatch.job.stops import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
+from specbatch.job.token_pieces import TokenPieces
 from specbatch.matcher import GrammarMatcher
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck, check_unicode
 
@@ -201,6 +204,11 @@ class TextProcessor:
             self._token_texts[token_id] = text  # bounded by the vocabulary
         return text
 
+    @cached_property
+    def pieces(self) -> TokenPieces:
+        """The bytes that each token adds to the text of `decode`."""
+        return TokenPieces.of(self._tokenizer, self.decode, self.token_text, self._marks)
+
     def bad_words(self, params: SamplingParams, limits: EngineLimits) -> tuple[tuple[int, ...], ...]:
         """`params.bad_words` as token ids, without and with a space before them. Raises RowError for these and for all
         other rules that the engine cannot follow."""
@@ -218,19 +226,33 @@ class TextProcessor:
             raise RowError(exc.type, exc.message) from exc
         return tuple(words)
 
-    def choice_tokens(self, prompt: Prompt, limits: EngineLimits) -> list[ChoiceTokens]:
-        """`prompt` with each of its choices. Raises RowError."""
-        for choice in prompt.choices:
-            _check_text(choice, limits)
+    def choice_tokens(self, prompt: Prompt, limits: EngineLimits) -> list[ChoiceTokens | RowError]:
+        """`prompt` with each of its choices, or why that one cannot be scored. Raises RowError if none can."""
+        errors: dict[int, RowError] = {}
+        for i, choice in enumerate(prompt.choices):
+            what = f"{SCORE_CHOICES}[{i}]"
+            try:
+                _check_text(choice, limits, what)
+                if not choice:  # white space at the end of the prompt would be scored as this choice
+                    raise RowError("invalid_value", f"{what} must be a text that is not empty")
+            except RowError as exc:
+                errors[i] = exc
+        numbers = [i for i in range(len(prompt.choices)) if i not in errors]
+        choices = [prompt.choices[i] for i in numbers]
         if prompt.kind == "token_ids":
-            found = tokens_of_ids(prompt.content, prompt.choices, lambda texts: self._tokenize(texts, False))
+            tokens = tokens_of_ids(prompt.content, choices, lambda texts: self._tokenize(texts, False))
         else:
             text, add_special_tokens = self._text(prompt)
-            found = tokens_of_text(text, prompt.choices, lambda texts: self._tokenize(texts, add_special_tokens))
-        for one in found:
+            tokens = tokens_of_text(text, choices, lambda texts: self._tokenize(texts, add_special_tokens))
+        found = dict(zip(numbers, tokens, strict=True))
+        for i, one in found.items():
             if isinstance(error := _within(limits, prompt, one.token_ids), RowError):
-                raise error
-        return found
+                errors[i] = RowError(error.type, f"{SCORE_CHOICES}[{i}]: {error.message}")
+            elif not one.is_scored:
+                errors[i] = RowError("invalid_value", f"{SCORE_CHOICES}[{i}] adds no token to the prompt")
+        if len(errors) == len(prompt.choices):
+            raise errors[0]
+        return [errors.get(i) or found[i] for i in range(len(prompt.choices))]
 
     def stop_check(self, params: SamplingParams) -> StopCheck | None:
         if not params.stop:
@@ -284,12 +306,12 @@ class TextProcessor:
         return ids
 
 
-def _check_text(text: str, limits: EngineLimits) -> None:
+def _check_text(text: str, limits: EngineLimits, what: str = "the prompt") -> None:
     max_chars = max(_MAX_CHARS_PER_TOKEN * limits.max_prompt_tokens, _MAX_CHARS)
     if len(text) > max_chars:
-        raise RowError("prompt_too_long", f"the prompt has {len(text):,} characters, more than {max_chars:,}")
+        raise RowError("prompt_too_long", f"{what} has {len(text):,} characters, more than {max_chars:,}")
     try:
-        check_unicode("the prompt", text)
+        check_unicode(what, text)
     except FieldError as exc:
         raise RowError(exc.type, exc.message) from exc
 

@@ -87,7 +87,7 @@ class Chat:
         done = Completion(0, tokens, reason, None, SpeculationCounts())
         answer = self._texts.answer_reader(prompt, ids).read(self._texts.final_text(done, prompt.params))
         choices = [choice_of(done, answer)] * prompt.params.n
-        return result_line(info, len(ids), choices, LogprobJson(self._texts.token_text), model="m")
+        return result_line(info, len(ids), choices, LogprobJson(self._texts.pieces), model="m")
 
 
 def test_thinking_on_and_off() -> None:

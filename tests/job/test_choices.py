@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from specbatch import LLM
-from specbatch.errors import RowError
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
 
 CHOICES = [" yes", " no", "!"]
 ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"score_choices": "a"}, "invalid_type", "score_choices must be a list of texts, not text"),
     ({"score_choices": []}, "invalid_value", "score_choices must have 1 to 1024 texts, not 0"),
-    ({"score_choices": ["a", ""]}, "invalid_type", "score_choices[1] must be a text that is not empty"),
+    ({"score_choices": ["a", 5]}, "invalid_type", "score_choices[1] must be a text, not a number"),
+    ({"score_choices": [""]}, "invalid_value", "score_choices[0] must be a text that is not empty"),
     ({"score_choices": ["a"], "n": 2}, "invalid_value",
      "n, logprobs and prompt_logprobs have no effect on a row with score_choices"),
-    ({"score_choices": ["x" * 3000]}, "prompt_too_long", "the prompt has 3020 tokens, more than the 1017 that fit"),
+    ({"score_choices": ["x" * 3000]}, "prompt_too_long",
+     "score_choices[0]: the prompt has 3020 tokens, more than the 1017 that fit"),
 ]  # fmt: skip
 
 
@@ -74,5 +75,19 @@ def test_white_space_at_the_end_of_a_prompt_belongs_to_the_choice() -> None:
         ChoiceTokens([1, 3, 2, 2], 2),
     ]
     assert tokens_of_ids([9, 9], [" ccc"], words) == [ChoiceTokens([9, 9, 4], 2)]
-    with pytest.raises(RowError, match=r"score_choices\[0\] adds no token"):
-        tokens_of_text("a", ["b"], words)
+    assert [one.is_scored for one in tokens_of_text("a", [" b", "b"], words)] == [True, False]
+
+
+def test_a_choice_without_a_score_leaves_the_others_theirs(llm: LLM) -> None:
+    """The row counts as failed, and has no likeliest choice."""
+    bad = {"": "invalid_value", "x" * 3000: "prompt_too_long", "\ud800": "invalid_text"}
+    mixed: dict[str, Any] = {"prompt": "is it?", "score_choices": [" yes", *bad, " no"], "note": 1}
+    found, expected = llm.generate([mixed, {"prompt": "is it?", "score_choices": [" yes", " no"]}])
+    first, *failed, last = found["choice_scores"]
+    assert [first, last] == expected["choice_scores"]
+    assert [(one["logprob"], one["num_tokens"], one["error"]["type"]) for one in failed] == [
+        (None, 0, type) for type in bad.values()
+    ]
+    assert [one["error"]["message"][:16] for one in failed] == [f"score_choices[{i}]" for i in (1, 2, 3)]
+    assert (found["text"], found["finish_reason"], found["error"]) == (None, "error", failed[0]["error"])
+    assert found["metadata"] == {"note": 1}

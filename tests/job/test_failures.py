@@ -62,6 +62,43 @@ def test_only_failed_rows_run_again(run: Run, suffix: str) -> None:
     assert "finished already" in run.log
 
 
+class SecondBroken(StubEngine):
+    """The logits of the second completion of each row are not finite."""
+
+    def _complete(self, request: Request) -> Completion:
+        done = super()._complete(request)
+        if request.rng.sample == 1:
+            done.finish_reason = FinishReason.ERROR
+        return done
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_of_which_a_part_failed_run_again(run: Run, suffix: str) -> None:
+    """They count as failed, and have what finished. A resume counts the same."""
+    given = [{"prompt": f"p{i}", "temperature": 1.0, "n": 1 + 2 * (i % 2)} for i in range(30)]
+    run.write(given)
+    output = run.folder / f"d.results{suffix}"
+    assert run(output=output) == 0
+    healthy, tokens = output.read_bytes(), run.stats()["tokens"]
+    whole = list(result_rows(output))
+    with pytest.raises(RuntimeError):
+        run(output=output, overwrite=True, engine=SecondBroken(fail_at=10))
+    assert run(output=output, engine=SecondBroken()) == 1
+    assert run.stats()["rows"]["errors"] == {"non_finite": 15}
+    for line, expected in zip(result_rows(output), whole, strict=True):
+        if "choices" not in expected:
+            assert line == expected
+            continue
+        kept = [choice for choice in line["choices"] if "error" not in choice]
+        assert kept == [expected["choices"][0], expected["choices"][2]]
+        assert "of completion 2 of 3" in line["error"]["message"]
+    assert 0 < run.stats()["tokens"]["completion"] < tokens["completion"]
+    assert run.stats()["tokens"]["prompt"] == tokens["prompt"]
+    assert run(output=output, retry_errors=True) == 0
+    assert run.stats()["session"]["rows"] == 15
+    assert output.read_bytes() == healthy
+
+
 def test_a_killed_retry_resumes(run: Run) -> None:
     run.write(rows(60, 2))
     run(engine=Broken())

@@ -12,9 +12,11 @@ import pytest
 
 from specbatch.job.jsonl import Encoded, encode_line
 from specbatch.job.logprob_json import LOWEST_LOGPROB, LogprobJson
+from specbatch.job.token_pieces import TokenPieces
 from specbatch.logprobs import TokenLogprob, TokenLogprobs
 
 TEXTS = {1: " a", 2: '\n"\\\x7f', 3: "é😀", 4: " a", 5: "<|end|>"}
+PIECES = TokenPieces(lambda ids: "".join(map(TEXTS.__getitem__, ids)), TEXTS.__getitem__)
 SMALL = -1.1920928244535389e-07
 ALONE = [TokenLogprob(1, -0.25), TokenLogprob(5, SMALL)]
 GREEDY = [TokenLogprob(2, -0.1, ((2, -0.1),)), TokenLogprob(3, SMALL, ((3, SMALL),))]
@@ -47,12 +49,20 @@ def chat(scores: list[TokenLogprob]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
+def by_text(tops: tuple[tuple[int, float], ...]) -> dict[str, float]:
+    """Of tokens with the same text the first one has it as its key."""
+    found: dict[str, float] = {}
+    for token, value in tops:
+        found[f"token_id:{token}" if TEXTS[token] in found else TEXTS[token]] = at_least(value)
+    return found
+
+
 def completion(scores: list[TokenLogprob]) -> dict[str, Any]:
     tokens = [TEXTS[lp.token_id] for lp in scores]
     return {
         "tokens": tokens,
         "token_logprobs": [at_least(lp.logprob) for lp in scores],
-        "top_logprobs": [{TEXTS[t]: at_least(v) for t, v in lp.top} for lp in scores],
+        "top_logprobs": [by_text(lp.top) for lp in scores],
         "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)],
     }
 
@@ -61,11 +71,12 @@ def completion(scores: list[TokenLogprob]) -> dict[str, Any]:
 @pytest.mark.parametrize("scores", [ALONE, GREEDY, ZEROS, SAMPLED, SEVERAL, SEVERAL[:1], []])
 def test_bytes_are_those_of_objects(scores: list[TokenLogprob], id: Any) -> None:
     """Also in lines that are ASCII, or have a number that JSON lacks."""
-    written, columns = LogprobJson(TEXTS.__getitem__), TokenLogprobs.of(scores)
+    written, columns = LogprobJson(PIECES), TokenLogprobs.of(scores)
     assert repr(list(columns)) == repr(scores)  # of NaN, too
     assert repr(columns[-2:]) == repr(scores[-2:])
     for encoded, plain in [
-        (written.native(columns, after_null=True), [None, *map(native, scores)]),
+        (written.prompt(columns, from_first=True), [None, *map(native, scores)]),
+        (written.native(columns), [*map(native, scores)]),
         (written.chat(columns), chat(scores)),
         (written.completion(columns), completion(scores)),
     ]:

@@ -108,7 +108,7 @@ def result(url: str, logprobs: TokenLogprobs | None) -> dict[str, Any]:
     counts = SpeculationCounts()
     counts.record(drafted=3, depth=3, accepted=1, committed=2)
     choice = Choice("hé", list("hé".encode()), FinishReason.STOP, logprobs, counts)
-    out = result_line(info, 5, [choice, choice], LogprobJson(TEXTS.token_text), model="target")
+    out = result_line(info, 5, [choice, choice], LogprobJson(TEXTS.pieces), model="target")
     return json.loads(encode_line(out))  # type: ignore[no-any-return]
 
 

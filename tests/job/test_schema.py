@@ -21,6 +21,7 @@ from specbatch.job.result_files import result_rows, write_lines
 from specbatch.job.results_format import Choice, RowInfo, result_line
 from specbatch.job.schema import schemas
 from specbatch.job.stats_types import SCHEMA_VERSION
+from specbatch.job.token_pieces import TokenPieces
 from specbatch.logprobs import TokenLogprob, TokenLogprobs
 from specbatch.types import FinishReason, Margin
 from tests.job.shards import Shards, native, openai
@@ -66,7 +67,8 @@ def test_every_field_of_a_line_is_declared_in_its_order(tmp_path: Path, api: Any
     }
     if api is None:
         given["choice_scores"] = [{"text": "a", "logprob": -0.5, "num_tokens": 1}]
-    line = json.loads(encode_line(result_line(row, 2, [choice, choice], LogprobJson(chr), **given)))
+    pieces = TokenPieces(lambda ids: "".join(map(chr, ids)), chr)
+    line = json.loads(encode_line(result_line(row, 2, [choice, choice], LogprobJson(pieces), **given)))
     assert not errors("result", line)
     write_lines(tmp_path / "a.parquet", [encode_line(line)], ".parquet")
     (back,) = result_rows(tmp_path / "a.parquet")

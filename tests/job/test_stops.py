@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from specbatch.config import DataSection
 from specbatch.job.stops import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop, find_stop
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import SamplingParams
+from tests.job.small_tokenizers import SPECIAL, TEXT, tokenizer_of
 from tests.stub_engine import EOS, StubTokenizer
 
 ALPHABET = "ab né😀"
-TEXT = "User: a né\n\nnb 😀😀 don't a. b?\n€uro ab  ab\n# né" * 3
-SPECIAL = "<end>"
 PROMPT = [0, 1]  # is no part of the text
 
 
@@ -106,54 +102,6 @@ def test_stop_after_bytes_that_are_no_character(pieces: list[bytes]) -> None:
     ids = list(range(len(pieces)))
     assert expected_stop(decode_pieces, ids, ["ba b"]) == len(pieces)
     assert found_stop(checker_of(decode_pieces, ["ba b"]), ids, []) == len(pieces)
-
-
-@functools.cache
-def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
-    """Small tokenizers of the kinds that models have: pieces of characters, spaces at the front, bytes as tokens."""
-    special = [AddedToken(SPECIAL, special=True)]
-    if kind == "byte-level":
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        backend.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        backend.train_from_iterator(
-            [TEXT], trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
-        )
-    elif kind == "wordpiece":
-        words = ["a", "b", "n", "##a", "##b", "n't", "not", "do", ".", "?", "'", "don", "#", "[UNK]"]
-        backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-        backend.decoder = decoders.WordPiece(cleanup=True)
-    else:
-        pieces = [
-            "<unk>",
-            "▁",
-            "▁a",
-            "▁ab",
-            "a",
-            "b",
-            "n",
-            "\n",
-            "\n\n",
-            "é",
-            "▁né",
-            ":",
-            "▁User",
-            "User:",
-            "don",
-            "'",
-            "t",
-        ]
-        pieces += [f"<0x{byte:02X}>" for byte in range(256)]
-        backend = Tokenizer(models.Unigram([(piece, -float(i)) for i, piece in enumerate(pieces)], 0, True))
-        if kind == "sentencepiece":
-            replace = decoders.Replace("▁", " ")
-            parts = [replace, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1, right=0)]
-            backend.decoder = decoders.Sequence(parts)
-        else:
-            backend.decoder = decoders.Metaspace()
-    backend.add_special_tokens(special)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
 
 
 STOPS = [

@@ -69,7 +69,7 @@ def byte_tokenizer(vocab_size: int, eos_token_ids: Sequence[int] = ()) -> PreTra
     special = {i: f"<|end-{i}|>" for i in eos_token_ids}
     if vocab_size < 256 + len(special):
         raise ModelError(f"a vocabulary of {vocab_size} tokens has no room for the 256 bytes")
-    letters = iter(_byte_letters())
+    letters = iter(byte_letters())
     vocab = {special.get(i) or next(letters, f"<{i}>"): i for i in range(vocab_size)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -89,7 +89,7 @@ _ROLE_LINES = (
 )
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """The visible letter that byte-level tokenizers write for each byte (GPT-2): itself where it is visible."""
     visible = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
