@@ -56,11 +56,11 @@ class TextProcessor:
     def __init__(self, tokenizer: Any, data: DataSection) -> None:
         self._tokenizer = tokenizer
         self._chat = ChatTemplate(tokenizer, data)
-        self._system = data.system_prompt
         self._separate_reasoning = data.separate_reasoning
         self._as_chat = runs_prompts_as_chat(data, tokenizer)
         self._chat.examine()
-        if self._as_chat or data.chat_template is not None:
+        is_asked_for = data.chat_template is not None or (data.system_prompt is not None and self._chat.exists)
+        if self._as_chat or is_asked_for:
             self._chat.check()
         self._token_texts: dict[int, str] = {}
         self._own_texts = TokenTexts(self.decode, self.token_text)
@@ -243,8 +243,6 @@ class TextProcessor:
 
     def chat_text(self, messages: list[dict[str, Any]], chat: ChatFields = NO_CHAT_FIELDS) -> str:
         """The messages as the chat template writes them, with the beginning of the answer. Raises RowError."""
-        if self._system is not None and not any(m["role"] in ("system", "developer") for m in messages):
-            messages = [{"role": "system", "content": self._system}, *messages]
         return self._chat.write(messages, chat.kwargs, chat.tools)
 
     def _is_chat(self, prompt: Prompt) -> bool:
