@@ -136,15 +136,17 @@ def found_in(prompt: str, messages: Messages, form: Form) -> Found:
 
 def _forms(messages: Messages) -> Iterator[Form]:
     """The forms in which these messages differ, the usual one first."""
-    contents: list[Any] = ["text"]
+    contents: list[Literal["text", "parts", "part"]] = ["text"]
     if any(_texts(message) for message in messages):
         contents.append("parts")
     if any(len(_parts(message)) > 1 for message in messages):
         contents.append("part")
     has_content = [False, True] if not all(_parts(message) for message in messages) else [False]
-    arguments = ["object", "text"] if any("tool_calls" in message for message in messages) else ["object"]
-    for chosen in itertools.product(contents, has_content, arguments):
-        yield Form(*chosen)
+    arguments: list[Literal["object", "text"]] = ["object"]
+    if any("tool_calls" in message for message in messages):
+        arguments.append("text")
+    for content, with_content, argument in itertools.product(contents, has_content, arguments):
+        yield Form(content, with_content, argument)
 
 
 def _probe(messages: Messages) -> Messages:

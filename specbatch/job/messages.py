@@ -7,6 +7,8 @@ from typing import Any
 from specbatch.errors import RowError
 from specbatch.job.jsonl import decode_object, json_type
 
+_MEDIA = ("audio", "audios", "image", "images", "video", "videos")  # next to the content, as in Ollama
+
 
 def check_messages(value: Any) -> list[dict[str, Any]]:
     """The messages without fields that are null. A content is text or a list of parts with a text, and arguments of
@@ -26,7 +28,7 @@ def _message(path: str, message: Any) -> dict[str, Any]:
         raise RowError("invalid_type", f"{path}.role must be text")
     # Templates write a null as `None`; a field that is missing as nothing.
     given = {name: item for name, item in message.items() if item is not None}
-    for name in ("function_call", "audio"):
+    for name in ("function_call", *_MEDIA):
         if given.get(name):
             raise RowError("unsupported_parameter", f"{path}.{name} is not supported")
     for name in ("tool_call_id", "name", "reasoning_content"):

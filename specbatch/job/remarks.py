@@ -16,7 +16,7 @@ import numpy as np
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import NOT_FINITE_HINT
 from specbatch.job.jsonl import encode_line
-from specbatch.job.parameters import KNOWN_NAMES, MAX_NAME_CHARS, SAMPLING_NAMES, meant_by, shown_name
+from specbatch.job.parameters import KNOWN_NAMES, MAX_NAME_CHARS, SAMPLING_NAMES, bare_name, meant_by, shown_name
 from specbatch.job.results_format import RowInfo
 
 _MAX_NAMES = 200  # that are counted one by one; each is compared with every known name at the end
@@ -58,7 +58,7 @@ class Remarks:
         """Count the row of this index, whether it ran or not."""
         for name in remark.unread_fields:
             self._fields.add(name)
-        if remark.model is not None and _bare(remark.model) != _bare(self._model):
+        if remark.model is not None and bare_name(remark.model) != bare_name(self._model):
             self._models.add(remark.model)
         if remark.id_hash and index < _MAX_IDS:
             self._ids.frombytes(bytes(8 * max(0, index + 1 - len(self._ids))))
@@ -158,8 +158,3 @@ class _Tally:
         if len(order) > _MAX_SHOWN or self._others:
             shown.append("and others")
         return ", ".join(shown)
-
-
-def _bare(model: str) -> str:
-    """A model's name without its origin: org/Name, ./Name.gguf and builtin:name are equal."""
-    return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1].lower().removesuffix(".gguf")

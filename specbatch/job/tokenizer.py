@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from specbatch.config import Config, DataSection
+from specbatch.config import DataSection
 from specbatch.engine.resolve_data import runs_prompts_as_chat
 from specbatch.errors import ConfigError, FieldError, RowError
 from specbatch.grammar.compiler import GrammarCompiler
@@ -23,22 +21,6 @@ from specbatch.job.rows import Prompt
 from specbatch.job.stops import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
 from specbatch.matcher import GrammarMatcher
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck, check_unicode
-
-
-def with_chat_template_text(config: Config) -> Config:
-    """`config` with the text of data.chat_template, if that names a file. Raises ConfigError."""
-    template = config.data.chat_template
-    if template is None or "{" in template or "\n" in template:
-        return config
-    try:
-        text = Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(
-            f"data.chat_template: cannot read {template}: {exc}",
-            "give a Jinja template, or the path of a file with one",
-        ) from exc
-    return replace(config, data=replace(config.data, chat_template=text))
-
 
 # A prompt with more characters than both of these is too long without being tokenized: that could take minutes and
 # gigabytes.

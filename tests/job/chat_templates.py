@@ -131,7 +131,9 @@ EFFORT = (
 LLAMA_GUARD = """\
 {{- '<BEGIN CONVERSATION>' }}
 {%- for message in messages %}
-{%- if message.role == 'user' %}{{- '\\n\\nUser:' }}{%- elif message.role == 'assistant' %}{{- '\\n\\nAgent:' }}{%- endif %}
+{%- if message.role == 'user' %}{{- '\\n\\nUser:' }}
+{%- elif message.role == 'assistant' %}{{- '\\n\\nAgent:' }}
+{%- endif %}
 {%- if message.role in ['user', 'assistant'] %}
 {%- for part in message.content | selectattr('type', 'equalto', 'text') %}{{- ' ' + part.text | trim }}{%- endfor %}
 {%- endif %}

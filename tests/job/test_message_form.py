@@ -158,10 +158,10 @@ def test_a_system_prompt_that_the_template_does_not_write() -> None:
         tokenizer.chat_template = template
         tokenizer.bos_token = "<s>"
         TextProcessor(tokenizer, DataSection())
-        with pytest.raises(ConfigError, match="data.system_prompt: the chat template ") as caught:
+        with pytest.raises(ConfigError, match=r"data.system_prompt: the chat template ") as caught:
             TextProcessor(tokenizer, DataSection(system_prompt="Be brief."))
         assert words.removeprefix("the chat template ") in caught.value.message
-        with pytest.raises(ConfigError, match="data.system_prompt"):
+        with pytest.raises(ConfigError, match=r"data.system_prompt"):
             TextProcessor(tokenizer, DataSection(system_prompt="Be brief.", prompts_as_chat=False))
     # Indices are those of the row.
     with pytest.raises(RowError, match=r"messages\[2\] \(role 'tool'\)"):
@@ -171,7 +171,7 @@ def test_a_system_prompt_that_the_template_does_not_write() -> None:
 
 def test_a_template_that_writes_no_message_is_found_at_the_start() -> None:
     for template in ("{{ prompt }}", "Hello", "{% for m in messages %}{{ m.text }}{% endfor %}"):
-        with pytest.raises(ConfigError, match="data.chat_template does not write the text of a user's message"):
+        with pytest.raises(ConfigError, match=r"data.chat_template does not write the text of a user's message"):
             chat_template(template).check()
 
 
