@@ -140,20 +140,17 @@ def test_media_next_to_a_message(name: str) -> None:
     _, error = parse({"messages": [{**message, name: ["aGk="]}]})
     assert isinstance(error, RowError)
     assert error.message == f"messages[0].{name} is not supported"
-    for empty in (None, []):
-        assert isinstance(parse({"messages": [{**message, name: empty}]})[1], Prompt)
+    assert isinstance(parse({"messages": [{**message, name: None}]})[1], Prompt)
+    assert isinstance(parse({"messages": [{**message, name: []}]})[1], Prompt)
 
 
 @pytest.mark.parametrize("name", ["prediction", "moderation", "extra_body", "made_up", "lora", "temprature"])
 def test_an_unknown_parameter_of_a_body_that_is_null_is_absent(name: str) -> None:
-    for url, prompt in (
-        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
-        ("completions", {"prompt": "x"}),
-    ):
-        line = {"custom_id": "c", "method": "POST", "url": f"/v1/{url}", "body": {"model": "m", **prompt, name: None}}
-        assert isinstance(parse(line)[1], Prompt)
-        line["body"][name] = "a"
-        assert isinstance(parse(line)[1], RowError)
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for url, prompt in (("chat/completions", chat), ("completions", {"prompt": "x"})):
+        line = {"custom_id": "c", "method": "POST", "url": f"/v1/{url}"}
+        assert isinstance(parse({**line, "body": {**prompt, name: None}})[1], Prompt)
+        assert isinstance(parse({**line, "body": {**prompt, name: "a"}})[1], RowError)
 
 
 @pytest.mark.parametrize("off", [0, -1])
