@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -30,6 +31,7 @@ _DATE_STRING, _DEFAULT_DAY = "26 Jul 2024", "2024-07-26"
 _ROLES = ("system", "user", "assistant", "tool")  # that most templates write
 _GREETING = [{"role": "user", "content": "Hello"}]
 _MAX_GREETING = 1 << 20  # characters
+_A_MARK = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class ChatTemplate:
     def examine(self) -> None:
         """Find out what is asked of the template's text, in the main thread, where each step is bounded. Then `write`
         can be called in another thread."""
-        _ = self._problem, self.facts, self.tool_facts, self.printed_day
+        _ = self._problem, self.facts, self.tool_facts, self.printed_day, self.marks
 
     def stop_late(self) -> None:
         """See `Stoppable.stop_late`: of a `write` in another thread."""
@@ -80,6 +82,15 @@ class ChatTemplate:
         """The day that it prints as the current one; None: it prints none, or takes one as a variable."""
         texts = (self._variant("default"), self._variant("tool_use"))
         return self._day if any(reads_clock(text) and "date_string" not in text for text in texts) else None
+
+    @functools.cached_property
+    def marks(self) -> tuple[str, ...]:
+        """What it writes before a message of the user, such as [INST] and <|user|>."""
+        try:
+            before, _, _ = self.write(_GREETING).partition(_GREETING[0]["content"])
+        except RowError:
+            return ()
+        return tuple(_A_MARK.findall(before))
 
     def write(
         self,

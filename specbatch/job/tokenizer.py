@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.job.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, ends_in_reasoning
 from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
+from specbatch.job.results_format import Doubt
 from specbatch.job.rows import Prompt
 from specbatch.job.stops import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
 from specbatch.matcher import GrammarMatcher
@@ -53,6 +55,8 @@ class TextProcessor:
         known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
         self._mark_ids = {mark: known[mark] for mark in MARKS if mark in known}
         self._grammars = GrammarCompiler(tokenizer)
+        self._bos = getattr(tokenizer, "bos_token_id", None)
+        self._template_marks = (*(mark for mark in special if mark), *self._chat.marks)
 
     @property
     def printed_day(self) -> str | None:
@@ -91,6 +95,23 @@ class TextProcessor:
             ids if isinstance(ids, RowError) else _within(limits, prompt, ids)
             for prompt, ids in zip(prompts, found, strict=True)
         ]
+
+    def doubts(self, prompt: Prompt, token_ids: Sequence[int]) -> list[Doubt]:
+        """How a prompt, which `encode` has made `token_ids` of, can be other than it was meant."""
+        if prompt.kind == "messages":
+            chat = prompt.chat
+            left_out = self._chat.leaves_out_text(prompt.content, chat.kwargs, bool(chat.tools))
+            return ["text_left_out"] if left_out else []
+        if prompt.kind != "prompt":
+            return []
+        if self._is_chat(prompt):
+            return ["two_templates"] if prompt.content.lstrip().startswith(self._template_marks) else []
+        has_two = self._adds_bos and list(token_ids[:2]) == [self._bos, self._bos]
+        return ["two_bos"] if has_two else []
+
+    @functools.cached_property
+    def _adds_bos(self) -> bool:
+        return self._bos is not None and self._tokenize(["a"], True)[0][:1] == [self._bos]
 
     def stop_late(self) -> None:
         """To be called by a thread that waits for one in `encode_batch`: ends a chat template that does not end."""
