@@ -91,7 +91,8 @@ class SamplingParams:
     )
     min_p: float = option(
         0.0,
-        "Sample from tokens with at least this share of the highest probability. 0 = off.",
+        "Sample from tokens with at least this share of the highest probability. 0 = off. It comes after top_k and "
+        "top_p, as in transformers; in vLLM it comes before them.",
         Range(">= 0 and <= 1 (0 = off)", lambda v: 0 <= v <= 1),
     )
     seed: int | None = option(
