@@ -33,7 +33,7 @@ from specbatch.job.runner import failed_row
 from specbatch.job.shard import Shard
 from specbatch.job.sources import RawRow
 from specbatch.job.suspects import died
-from specbatch.job.tokenizer import with_chat_template_text
+from specbatch.job.template_files import with_template_texts
 from specbatch.job.urls import url_of
 from specbatch.signals import INTERRUPTED
 from specbatch.startup import open_pool, prepare_libraries
@@ -64,8 +64,8 @@ class LLM:
         prepare_libraries()
         pool = open_pool(self._config, Console(quiet=True))
         try:
-            what = pool.describe(with_first_day(with_chat_template_text(self._config), date.today()))
-            self._parser = RowParser(what.config.sampling, what.config.data)
+            what = pool.describe(with_first_day(with_template_texts(self._config), date.today()))
+            self._parser = RowParser(what.config.sampling, what.config.data, what.config.model.target)
             self.notes = list(what.notes)
             self.notes += pool.load(lambda tokens: tokens, lambda step: None)
         except BaseException:

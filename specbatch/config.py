@@ -252,13 +252,14 @@ class DataSection:
 
     prompt_template: str | None = option(
         None,
-        'Makes the prompt from the row\'s fields: "Q: {question}\\nA:". {turns[0]} is an item of a list or object.',
+        'Makes the prompt from the row\'s fields: "Q: {question}\\nA:". {turns[0]} is an item of a list or object. '
+        "`@PATH`, and a name that ends with `.txt`, `.jinja` or `.j2`, is read from that file.",
     )
     prompt_column: str | None = option(None, "The field that holds the prompt, if it is not `prompt`.")
     split: str = option("train", "The split of a hub data set.")
     subset: str | None = option(None, "The subset of a hub data set.")
     chat_template: str | None = option(
-        None, "A Jinja chat template, or the path of one. It replaces the model's own template."
+        None, "A Jinja chat template, or the path of one (also `@PATH`). It replaces the model's own template."
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
@@ -278,7 +279,9 @@ class DataSection:
         "in `text`. null: true if the chat template has `</think>`.",
     )
     system_prompt: str | None = option(
-        None, "A system message for rows that have none: `messages` without one, and prompts that run as chat."
+        None,
+        "A system message for rows that have none: `messages` without one, and prompts that run as chat. The chat "
+        "template must write it.",
     )
     prompts_as_chat: bool | None = option(
         None,

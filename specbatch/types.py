@@ -86,12 +86,13 @@ class SamplingParams:
     )
     top_k: int = option(
         0,
-        "Sample from this number of most probable tokens. 0 = off.",
-        Range(">= 0 and < 2^31 (0 = off)", lambda v: 0 <= v < 2**31),
+        "Sample from this number of most probable tokens. 0 = off, and so is -1, as in vLLM.",
+        Range(">= -1 and < 2^31 (0 and -1 = off)", lambda v: -1 <= v < 2**31),
     )
     min_p: float = option(
         0.0,
-        "Sample from tokens with at least this share of the highest probability. 0 = off.",
+        "Sample from tokens with at least this share of the highest probability. 0 = off. It comes after top_k and "
+        "top_p, as in transformers; in vLLM it comes before them.",
         Range(">= 0 and <= 1 (0 = off)", lambda v: 0 <= v <= 1),
     )
     seed: int | None = option(
@@ -166,6 +167,8 @@ class SamplingParams:
     grammar: str | None = option(None, "The text is a sentence of this grammar, in Lark or GBNF.", check_unicode)
 
     def __post_init__(self) -> None:
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)  # one value says it, in fingerprints and in kernels
         if self.min_tokens > self.max_tokens:
             raise FieldError(
                 "invalid_value", f"min_tokens must be <= max_tokens, which is {self.max_tokens}, not {self.min_tokens}"

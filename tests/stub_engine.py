@@ -64,7 +64,7 @@ class StubTokenizer:
         if any(m["role"] == "refused" for m in messages):
             raise ValueError("no such role")
         if chat_template == "date":
-            return date_string
+            return "".join([date_string, *(m["content"] for m in messages)])
         if strftime_texts:
             return f"{strftime_texts['%d %b %Y']}: {messages[-1]['content']}"
         return "".join(f"<{m['role']}>{m.get('content', '')}" for m in messages) + "<assistant>"

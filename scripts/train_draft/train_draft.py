@@ -42,7 +42,8 @@ from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.engine.resolve_data import has_chat_template
 from specbatch.errors import ConfigError, InputError, SpecbatchError
 from specbatch.job.files import disk_errors
-from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.job.template_files import with_template_texts
+from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.eagle_config import eagle_config, expected_eagle_tensors
 
 SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
@@ -247,7 +248,7 @@ def _examples(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> list
 
 
 def _resolve(args: argparse.Namespace, sets: list[str]) -> ResolvedRun:
-    return resolve(with_chat_template_text(load_config(args.config, sets)))
+    return resolve(with_template_texts(load_config(args.config, sets)))
 
 
 def _check(args: argparse.Namespace, plan: ResolvedRun, as_text: bool) -> None:

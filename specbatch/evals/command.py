@@ -37,8 +37,8 @@ from specbatch.job.jsonl import encode_line
 from specbatch.job.output import OK, SOME_FAILED
 from specbatch.job.paths import files_read
 from specbatch.job.stats import write_report
+from specbatch.job.template_files import with_template_texts
 from specbatch.job.terminal import print_notes, print_table
-from specbatch.job.tokenizer import with_chat_template_text
 from specbatch.job.worker import Runtime
 from specbatch.signals import INTERRUPTED
 from specbatch.types import SamplingParams
@@ -67,7 +67,7 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
 
     Raises SpecbatchError for every mistake that is not a row's.
     """
-    named, config = config, with_chat_template_text(config)
+    named, config = config, with_template_texts(config)
     tasks = find_tasks(options.tasks, options.task_files)
     _check(options, tasks, config)
     folder = options.output if options.output is not None else Path("eval-" + "-".join(task.name for task in tasks))

@@ -13,6 +13,7 @@ from specbatch.errors import ConfigError
 from specbatch.evals.filters import Filter
 from specbatch.evals.metrics import metric_name
 from specbatch.evals.schema import DataSource, Task
+from specbatch.job.template_variables import variables_of
 from specbatch.strict import Reader, read_mapping, read_text
 
 
@@ -79,6 +80,10 @@ def _check_relations(task: Task) -> None:
             raise ConfigError(f"filters: two are named {name}")
     if task.metric.needs_answer and not task.prompt.answer:
         raise ConfigError(f"prompt.answer is missing: metric {metric_name(task.metric)} compares with it")
+    if not variables_of(task.prompt.question):
+        raise ConfigError(
+            "prompt.question names no field, so all rows would have the same prompt", "a field is written {{ name }}"
+        )
 
 
 def _check_source(source: DataSource, path: str) -> None:

@@ -130,7 +130,7 @@ def with_shared_tokens_of(config: Config, plans: Sequence[Plan]) -> Config:
     for plan in plans:
         own = plan_config(config, plan, ())
         source = source_of_lines(plan.task.name, plan.lines())
-        found = with_shared_tokens(config, source, RowParser(own.sampling, own.data))
+        found = with_shared_tokens(config, source, RowParser(own.sampling, own.data, own.model.target))
         counted.append(found)
     return max(counted, key=lambda one: -1 if one.engine.shared_tokens is None else one.engine.shared_tokens)
 

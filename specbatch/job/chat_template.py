@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -17,17 +18,20 @@ import jinja2
 
 from specbatch.config import DataSection
 from specbatch.engine.resolve_data import has_chat_template
-from specbatch.errors import ConfigError, ModelError, RowError, SpecbatchError
+from specbatch.errors import ConfigError, ModelError, RowError, SpecbatchError, shown
 from specbatch.job.bounds import Bounded, OutOfBounds, Stoppable
 from specbatch.job.chat_output import CallFormat, call_format, thinks
+from specbatch.job.message_form import FormFinder, Loss, found_in
 from specbatch.job.template_day import on_day, reads_clock
 from specbatch.job.template_variables import variables_of
 from specbatch.strict import nearest
 
 # Some templates take the date that they print as a variable. A row must not depend on the day: Llama 3.2's default.
 _DATE_STRING, _DEFAULT_DAY = "26 Jul 2024", "2024-07-26"
+_ROLES = ("system", "user", "assistant", "tool")  # that most templates write
 _GREETING = [{"role": "user", "content": "Hello"}]
 _MAX_GREETING = 1 << 20  # characters
+_A_MARK = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]")
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,17 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._given = data.chat_template  # None: the tokenizer's own
         self._kwargs = data.chat_template_kwargs or {}
+        self._system = data.system_prompt
         self._day = data.chat_template_date or date.today().isoformat()
         self._on_day = functools.cache(on_day)
         self._bounded = bounded or Bounded()
         self._stoppable = Stoppable(self._bounded.seconds)
+        self._forms = FormFinder(self._render)
 
     def examine(self) -> None:
         """Find out what is asked of the template's text, in the main thread, where each step is bounded. Then `write`
         can be called in another thread."""
-        _ = self._problem, self.facts, self.tool_facts, self.printed_day
+        _ = self._problem, self.facts, self.tool_facts, self.printed_day, self.marks
 
     def stop_late(self) -> None:
         """See `Stoppable.stop_late`: of a `write` in another thread."""
@@ -77,14 +83,24 @@ class ChatTemplate:
         texts = (self._variant("default"), self._variant("tool_use"))
         return self._day if any(reads_clock(text) and "date_string" not in text for text in texts) else None
 
+    @functools.cached_property
+    def marks(self) -> tuple[str, ...]:
+        """What it writes before a message of the user, such as [INST] and <|user|>."""
+        try:
+            before, _, _ = self.write(_GREETING).partition(_GREETING[0]["content"])
+        except RowError:
+            return ()
+        return tuple(_A_MARK.findall(before))
+
     def write(
         self,
         messages: list[dict[str, Any]],
         kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[dict[str, Any]] = (),
     ) -> str:
-        """The text, with the beginning of the answer. `kwargs`: variables of the template; None: the configuration's.
-        Raises RowError."""
+        """The text, with the beginning of the answer, after data.system_prompt if there is no system message. `kwargs`:
+        variables of the template; None: the configuration's. Raises RowError, also for a message whose text the
+        template leaves out."""
         if not self.exists:
             raise RowError("no_chat_template", "the model has no chat template; set data.chat_template")
         if self._problem is not None:
@@ -95,20 +111,51 @@ class ChatTemplate:
             raise RowError("unsupported_parameter", "the chat template does not read tools, so it cannot show them")
         if unread := self._unread(kwargs, facts):
             raise RowError("unsupported_parameter", unread)
+        given = self._with_system(messages)
         try:
-            return self._render(messages, kwargs, tools)
+            found = self._forms.find(given, kwargs, bool(tools))
+            text = self._render(found.form.of(given), kwargs, tools) if not found.losses else ""
         except OutOfBounds as exc:
             raise RowError("chat_template_error", f"the chat template does not end: {exc}") from exc
         except Exception as exc:  # templates raise many kinds: unknown roles, a wrong order of roles
             raise RowError("chat_template_error", f"the chat template refuses these messages: {exc}") from exc
+        if found.is_refused:  # it writes these texts, and not those of the probe
+            found = found_in(text, given, found.form)
+        if found.losses:
+            raise RowError("chat_template_error", _sentence(found.losses[0], messages, len(given) - len(messages)))
+        return text
+
+    def leaves_out_text(
+        self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any] | None = None, has_tools: bool = False
+    ) -> bool:
+        """Whether `write` leaves out the text of a message with tool calls, of which it writes the calls."""
+        if not any("tool_calls" in message and message.get("content") for message in messages):
+            return False
+        kwargs = self._kwargs if kwargs is None else kwargs
+        return self._forms.find(self._with_system(messages), kwargs, has_tools).left_out
 
     def check(self) -> None:
-        """Raises ConfigError (ModelError for the model's own template) if it is not valid or does not end, or if it
-        does not read a variable of the configuration."""
+        """Raises ConfigError (ModelError for the model's own template) if it is not valid or does not end, if it does
+        not write a message, or if it does not read a variable or the system prompt of the configuration."""
         if self._problem is not None:
             raise self._problem
         if unread := self._unread(self._kwargs, self.facts):
             raise ConfigError(f"data.{unread.removeprefix('data.')}")
+        try:
+            if self._forms.find(_GREETING, self._kwargs, False).losses:
+                raise self._unusable("does not write the text of a user's message")
+            if self._system is not None:
+                self.write(_GREETING)
+        except OutOfBounds as exc:
+            raise self._unusable(f"does not end: {exc} for a message of one word") from exc
+        except RowError as exc:
+            hint = "give the text in the rows' messages of the user, or give another data.chat_template"
+            raise ConfigError(f"data.system_prompt: {exc.message.removeprefix('data.system_prompt: ')}", hint) from exc
+
+    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if self._system is None or any(message["role"] in ("system", "developer") for message in messages):
+            return messages
+        return [{"role": "system", "content": self._system}, *messages]
 
     @functools.cached_property
     def _problem(self) -> SpecbatchError | None:
@@ -193,6 +240,25 @@ class ChatTemplate:
             f"the model's chat template {why}",
             "data.chat_template gives another; data.prompts_as_chat: false runs prompts as text to continue",
         )
+
+
+def _sentence(loss: Loss, messages: Sequence[Mapping[str, Any]], num_before: int) -> str:
+    """Says what is lost. `messages`: of the row. `num_before`: messages that the template was given before these."""
+    index = loss.index - num_before
+    if index < 0:
+        return "data.system_prompt: the chat template leaves out its text: it does not write the role 'system' here"
+    role = messages[index]["role"]
+    lost = "its text" if loss.what == "text" else "its tool calls"
+    known = role.strip().lower()
+    if known != role and known in _ROLES:
+        hint = f"; did you mean {known!r}?"
+    elif role == "developer":
+        hint = "; most templates write the role 'system' instead"
+    elif role == "system" and index > 0:
+        hint = "; most templates write a system message only at the beginning"
+    else:
+        hint = ""
+    return f"messages[{index}] (role {shown(role)}): the chat template leaves out {lost}{hint}"
 
 
 def _refuse_powers(template: str) -> None:

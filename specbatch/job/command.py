@@ -36,8 +36,8 @@ from specbatch.job.shard import Shard, part_of
 from specbatch.job.sources import RawRow, input_stem, open_source
 from specbatch.job.stats import build_report, write_report
 from specbatch.job.suspects import count_crash
+from specbatch.job.template_files import with_template_texts
 from specbatch.job.terminal import closing_table, print_notes, print_table
-from specbatch.job.tokenizer import with_chat_template_text
 from specbatch.job.urls import url_of
 from specbatch.job.worker import Description
 from specbatch.signals import INTERRUPTED
@@ -110,9 +110,9 @@ def _run(
             f"{shown} does not exist, so it has no rows that failed",
             "-o names the output of the job; without --retry-errors, all rows run",
         )
-    config = with_chat_template_text(config)
+    config = with_template_texts(config)
     config = with_first_day(config, options.today(), None if options.overwrite else output)
-    parser = RowParser(config.sampling, config.data)
+    parser = RowParser(config.sampling, config.data, config.model.target)
     source = with_checked_fields(open_source(options.input, config.data), parser)
     source = part_of(source, options.limit, options.shard)
     what = pool.describe(with_shared_tokens(config, source, parser))

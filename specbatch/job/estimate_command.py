@@ -24,8 +24,8 @@ from specbatch.job.runner import RowRunner
 from specbatch.job.shard import part_of
 from specbatch.job.sources import RawRow, open_source
 from specbatch.job.stats_types import SCHEMA_VERSION
+from specbatch.job.template_files import with_template_texts
 from specbatch.job.terminal import print_notes
-from specbatch.job.tokenizer import with_chat_template_text
 from specbatch.job.worker import Runtime, Worker
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
@@ -50,8 +50,8 @@ def estimate_file(
 ) -> dict[str, Any]:
     """The figures, JSON-ready. `began`: when the command did (time.perf_counter). Only a temporary file is
     written. Raises SpecbatchError."""
-    config = with_chat_template_text(config)
-    parser = RowParser(config.sampling, config.data)
+    config = with_template_texts(config)
+    parser = RowParser(config.sampling, config.data, config.model.target)
     source = with_checked_fields(open_source(options.input, config.data), parser)
     source = part_of(source, options.limit, None)
     worker = Worker(runtime, lambda line: print_notes([line], console))

@@ -1,4 +1,4 @@
-"""Chat messages of a row, checked, and in the form that chat templates read."""
+"""Chat messages of a row, checked."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 from specbatch.errors import RowError
 from specbatch.job.jsonl import decode_object, json_type
 
+_MEDIA = ("audio", "audios", "image", "images", "video", "videos")  # next to the content, as in Ollama
+
 
 def check_messages(value: Any) -> list[dict[str, Any]]:
-    """The messages without fields that are null. Text parts are joined with newlines, and arguments of tool calls are
-    objects, as transformers' chat templates expect them. Raises RowError."""
+    """The messages without fields that are null. A content is text or a list of parts with a text, and arguments of
+    tool calls are objects. `message_form` gives them to a template in the form that it reads. Raises RowError."""
     if not isinstance(value, list):
         raise RowError("invalid_type", f"messages must be a list, not {json_type(value)}")
     if not value:
@@ -26,7 +28,7 @@ def _message(path: str, message: Any) -> dict[str, Any]:
         raise RowError("invalid_type", f"{path}.role must be text")
     # Templates write a null as `None`; a field that is missing as nothing.
     given = {name: item for name, item in message.items() if item is not None}
-    for name in ("function_call", "audio"):
+    for name in ("function_call", *_MEDIA):
         if given.get(name):
             raise RowError("unsupported_parameter", f"{path}.{name} is not supported")
     for name in ("tool_call_id", "name", "reasoning_content"):
@@ -38,7 +40,7 @@ def _message(path: str, message: Any) -> dict[str, Any]:
         given["tool_calls"] = _tool_calls(f"{path}.tool_calls", calls)
     content = given.get("content")
     if isinstance(content, list):
-        given["content"] = "\n".join(_part(path, part) for part in content)
+        given["content"] = [{"type": "text", "text": _part(path, part)} for part in content]
     elif content is None and role == "assistant" and ("content" in message or calls):
         pass
     elif not isinstance(content, str):

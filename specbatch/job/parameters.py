@@ -39,7 +39,7 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
         guided_decoding guided_json guided_regex guided_choice guided_grammar
         web_search_options enable_thinking thinking_budget max_thinking_tokens verbosity
         system chat_template input_ids input_embeds prompt_embeds image_data video_data audio_data multi_modal_data
-        lora_path lora_id lora_name lora_request adapter_id
+        mm_processor_kwargs lora_path lora_id lora_name lora_request adapter_id adapter_path
         prompt_logprob_token_ids logprob_token_ids
         """,
     ),
@@ -94,7 +94,11 @@ _BY_NEUTRAL_VALUES: tuple[tuple[tuple[Any, ...], str], ...] = (
     (([], ""), "stop_regex"),
     (("",), "suffix"),
     ((str, bool), "truncate"),
-    ((str,), "reasoning audio"),
+    ((str,), "reasoning"),
+    (
+        ([], {}, "", False),
+        "lora loras adapter adapters image images image_url image_urls video videos video_url audio audios audio_url",
+    ),
     (([], str), "documents"),
     ((["text"],), "modalities"),
     (("none", "auto"), "function_call"),
@@ -160,6 +164,11 @@ def meant_by(name: str, known: Iterable[str] = KNOWN_NAMES) -> str | None:
     plain = name[:MAX_NAME_CHARS].lower().replace("-", "_")
     near = difflib.get_close_matches(plain, known, n=1, cutoff=_MIN_SIMILARITY)
     return near[0] if near else None
+
+
+def bare_name(model: str) -> str:
+    """A model's name without its origin: org/Name, ./Name.gguf and builtin:name are equal."""
+    return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1].lower().removesuffix(".gguf")
 
 
 def shown_name(name: str) -> str:

@@ -21,6 +21,7 @@ from specbatch.config import Config
 from specbatch.config_load import LOCAL_NAME
 from specbatch.errors import InputError
 from specbatch.job.result_files import RESULT_SUFFIXES, first_line, result_suffix
+from specbatch.job.template_files import chat_template_file, prompt_template_file
 from specbatch.job.urls import STORES, scheme_of, url_of
 
 ELSEWHERE = "-o PATH writes elsewhere"
@@ -92,13 +93,16 @@ def files_read(config: Config, config_file: Path | None, **others: Path | None) 
     found = {f"the {name.replace('_', ' ')}": path for name, path in others.items() if path is not None}
     if os.path.isfile(used := config_file or local):
         found["the configuration"] = used
+    templates = chat_template_file(config.data.chat_template), prompt_template_file(config.data.prompt_template)
+    chat_template, prompt_template = (None if path is None else str(path) for path in templates)
     refs = {
-        "the chat template (data.chat_template)": config.data.chat_template,
+        "the chat template (data.chat_template)": chat_template,
+        "the prompt template (data.prompt_template)": prompt_template,
         "the model (model.target)": config.model.target,
         "the draft model (speculation.draft)": config.speculation.draft,
     }
     for name, ref in refs.items():
-        if ref is None or len(ref) > 4096 or "\0" in ref:  # a template can be the text itself
+        if ref is None or len(ref) > 4096 or "\0" in ref:
             continue
         try:
             path = Path(ref).expanduser()

@@ -1,4 +1,5 @@
-"""Remarks on rows and drafts: fields that nothing read, repeated ids, other models' names, drafts that do not help.
+"""Remarks on rows and drafts: fields that nothing read, repeated ids, other models' names, prompts that can be other
+than they were meant, drafts that do not help.
 
 Only rows of this session are counted. Memory is bounded: 200 distinct names, and 8 bytes a row for ids.
 """
@@ -16,14 +17,21 @@ import numpy as np
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import NOT_FINITE_HINT
 from specbatch.job.jsonl import encode_line
-from specbatch.job.parameters import KNOWN_NAMES, MAX_NAME_CHARS, SAMPLING_NAMES, meant_by, shown_name
-from specbatch.job.results_format import RowInfo
+from specbatch.job.parameters import KNOWN_NAMES, MAX_NAME_CHARS, SAMPLING_NAMES, bare_name, meant_by, shown_name
+from specbatch.job.results_format import Doubt, RowInfo
 
 _MAX_NAMES = 200  # that are counted one by one; each is compared with every known name at the end
 _MAX_SHOWN = 12
 _MAX_IDS = 1 << 24  # rows whose ids are compared: 128 MiB
 _MIN_ROUNDS = 200  # with drafts, before the acceptance length is judged
 _MIN_LENGTH = 1.2  # an acceptance length below this costs more than it saves
+_DOUBTS: Mapping[Doubt, str] = {
+    "two_bos": "the tokenizer adds a first token (BOS) to prompts, and these have it twice, because their text begins "
+    "with it",
+    "two_templates": "prompts that begin with a mark of a chat template were written as a message of the user "
+    "(data.prompts_as_chat: false runs them as they are)",
+    "text_left_out": "the chat template writes the tool calls of a message without the text next to them",
+}
 
 
 class Remark(NamedTuple):
@@ -32,6 +40,7 @@ class Remark(NamedTuple):
     unread_fields: tuple[str, ...] = ()
     model: str | None = None  # that the row names
     id_hash: int = 0  # the same in every process; 0: the row has no id
+    doubts: tuple[Doubt, ...] = ()
 
 
 def remark_on(row: RowInfo) -> Remark:
@@ -40,7 +49,7 @@ def remark_on(row: RowInfo) -> Remark:
     if row.id is not None:
         digest = hashlib.blake2b(encode_line({"id": row.id}), digest_size=8).digest()
         id_hash = int.from_bytes(digest, "big", signed=True) or 1
-    return Remark(names, None if row.model is None else str(row.model), id_hash)
+    return Remark(names, None if row.model is None else str(row.model), id_hash, tuple(row.doubts))
 
 
 class Remarks:
@@ -52,14 +61,16 @@ class Remarks:
         self._columns = columns
         self._fields = _Tally()
         self._models = _Tally()
+        self._doubts: Counter[Doubt] = Counter()
         self._ids = array("q")  # [row index] = hash of its id; 0: none
 
     def add(self, index: int, remark: Remark) -> None:
         """Count the row of this index, whether it ran or not."""
         for name in remark.unread_fields:
             self._fields.add(name)
-        if remark.model is not None and _bare(remark.model) != _bare(self._model):
+        if remark.model is not None and bare_name(remark.model) != bare_name(self._model):
             self._models.add(remark.model)
+        self._doubts.update(remark.doubts)
         if remark.id_hash and index < _MAX_IDS:
             self._ids.frombytes(bytes(8 * max(0, index + 1 - len(self._ids))))
             self._ids[index] = remark.id_hash
@@ -75,6 +86,7 @@ class Remarks:
             self._fields.keep(meant)
         if self._fields.rows:
             lines.append(f"fields that are not used, and come back as metadata: {self._fields.shown(meant)}")
+        lines += [f"{words}: {_rows(self._doubts[doubt])}" for doubt, words in _DOUBTS.items() if self._doubts[doubt]]
         if repeated := self._repeated():
             count, one, other = repeated
             ids = "1 id is" if count == 1 else f"{count:,} ids are"
@@ -152,14 +164,12 @@ class _Tally:
         order = sorted(self._counts.items(), key=lambda item: (item[0] not in meant, -item[1]))
         shown = []
         for name, count in order[:_MAX_SHOWN]:
-            rows = "1 row" if count == 1 else f"{count:,} rows"
             question = f"; did you mean {meant[name]}?" if name in meant else ""
-            shown.append(f"{shown_name(name)} ({rows}{question})")
+            shown.append(f"{shown_name(name)} ({_rows(count)}{question})")
         if len(order) > _MAX_SHOWN or self._others:
             shown.append("and others")
         return ", ".join(shown)
 
 
-def _bare(model: str) -> str:
-    """A model's name without its origin: org/Name, ./Name.gguf and builtin:name are equal."""
-    return model.rstrip("/").rsplit("/", 1)[-1].rsplit(":", 1)[-1].lower().removesuffix(".gguf")
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"

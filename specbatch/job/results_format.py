@@ -34,6 +34,9 @@ from specbatch.job.logprob_json import LogprobJson
 from specbatch.logprobs import TokenLogprobs
 from specbatch.types import NO_MARGIN, Completion, FinishReason, Margin
 
+# The text begins with the token that the tokenizer adds. A chat template has written the prompt already. The chat
+# template leaves out the text next to a tool call.
+Doubt = Literal["two_bos", "two_templates", "text_left_out"]
 _BATCH_ID = "batch_req_"
 
 
@@ -47,6 +50,7 @@ class RowInfo:
     unread_fields: Sequence[str] = ()  # of a row that can run: became metadata; some may be misspelled parameters
     api: Literal["chat", "completions"] | None = None  # of an OpenAI Batch line
     model: Any = None  # that an OpenAI Batch line names; the target of the config answers in any case
+    doubts: Sequence[Doubt] = ()  # of a row that can run: its prompt can be other than it was meant
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class RowPreparer:
                 message = f"{fields}: not supported with {self._no_grammars}"
                 raise RowError("unsupported_parameter", message)
             choices = self._texts.choice_tokens(prompt, self._limits) if prompt.choices else ()
+            row.doubts = self._texts.doubts(prompt, ids)
             return PreparedRow(digest, row, prompt, ids, bad_words, choices, reader)
         except RowError as exc:
             return PreparedRow(digest, row, exc)

@@ -5,7 +5,8 @@ chats (see `chat_fields`); `score_choices` (see `choices`). All other fields are
 input `metadata` object is merged into that. If its keys collide with fields of the row, or if it is not an object, it
 stays nested under its own name, so that nothing is lost. A field that is null counts as absent.
 
-A parameter of another engine that would change the output is an error (see `parameters`). With data.prompt_template or
+A parameter of another engine that would change the output is an error (see `parameters`), and so is a `model` that is
+not the one that answers. With data.prompt_template or
 data.prompt_column, all columns of tables and data sets are data: a column `temperature` is no sampling option then.
 JSON lines keep their sampling fields in every case; fields of chats (`tools`), `score_choices` and other engines'
 parameters (`suffix`) are data there.
@@ -22,7 +23,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from specbatch.config import DataSection, sampling_value
-from specbatch.errors import FieldError, InputError, RowError
+from specbatch.errors import FieldError, InputError, RowError, shown
 from specbatch.job.cells import TemplateCell, fields_of
 from specbatch.job.chat_fields import CHAT_FIELDS, NO_CHAT_FIELDS, ChatFields, read_chat_fields
 from specbatch.job.choices import FIELD as CHOICES
@@ -31,7 +32,15 @@ from specbatch.job.csv_file import Cells
 from specbatch.job.jsonl import BadRow, json_type
 from specbatch.job.messages import check_messages
 from specbatch.job.openai_batch import KNOWN_BODY, is_openai_line, read_batch_line, sampling_fields
-from specbatch.job.parameters import PROMPTS, SAMPLING_NAMES, UNSUPPORTED, meant_by, refuse_unsupported, shown_name
+from specbatch.job.parameters import (
+    PROMPTS,
+    SAMPLING_NAMES,
+    UNSUPPORTED,
+    bare_name,
+    meant_by,
+    refuse_unsupported,
+    shown_name,
+)
 from specbatch.job.results_format import RowInfo
 from specbatch.job.sources import RawRow, Source
 from specbatch.job.templates import PromptTemplate
@@ -40,6 +49,7 @@ from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 PromptKind = Literal["prompt", "messages", "token_ids"]
 _MAX_PREVIEW_ROWS = 100  # that are read before the model is loaded, if the first one lacks a field
 _MAX_SHOWN = 12  # field names in a message
+_AS_DATA = "put it under `metadata`, or set data.prompt_column"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +81,12 @@ def has_grammar(params: SamplingParams) -> bool:
 
 
 class RowParser:
-    """Parses rows under the defaults of a config. Raises ConfigError for a prompt template that cannot work."""
+    """Parses rows under the defaults of a config. Raises ConfigError for a prompt template that cannot work. `model`:
+    the one that answers; None: rows can name any."""
 
-    def __init__(self, defaults: SamplingParams, data: DataSection) -> None:
+    def __init__(self, defaults: SamplingParams, data: DataSection, model: str | None = None) -> None:
         self._defaults = defaults
+        self._model = model
         self.makes_prompts = data.prompt_template is not None or data.prompt_column is not None  # of columns
         self._template = PromptTemplate(data.prompt_template) if data.prompt_template is not None else None
         self._column = data.prompt_column
@@ -123,12 +135,14 @@ class RowParser:
         params = self._defaults if columns_are_data else override(self._defaults, fields)
         chat, choices = NO_CHAT_FIELDS, tuple[str, ...]()
         if not self.makes_prompts:
-            refuse_unsupported(fields, params, "put it under `metadata`, or set data.prompt_column")
+            refuse_unsupported(fields, params, _AS_DATA)
+            self._check_model(fields.get("model"))
             chat, choices = read_chat_fields(fields, self._kwargs), read_choices(fields, params)
         own_seed = not columns_are_data and fields.get("seed") is not None
         kind, content = self._prompt(fields)
         if not columns_are_data:
-            row.unread_fields = [name for name in extra if name != "metadata"]
+            read = ("metadata",) if self.makes_prompts else ("metadata", "model")
+            row.unread_fields = [name for name in extra if name not in read]
         return Prompt(kind, content, params, own_seed, chat=chat, choices=choices)
 
     def _of_cells(self, cells: Cells) -> dict[str, Any]:
@@ -140,6 +154,13 @@ class RowParser:
         if names and not any(cells.get(name) for name in names):
             raise RowError("missing_prompt", f"the row has no content in {' and '.join(map(shown_name, names))}")
         return {name: TemplateCell(cells[name]) for name in names if name in cells}
+
+    def _check_model(self, named: Any) -> None:
+        if named is None or self._model is None:
+            return
+        if not isinstance(named, str) or bare_name(named) != bare_name(self._model):
+            message = f"model is {shown(named)}, but {self._model} answers; leave it out"
+            raise RowError("unsupported_parameter", f"{message}; if it is only data, {_AS_DATA}")
 
     def _prompt(self, fields: dict[str, Any]) -> tuple[PromptKind, Any]:
         if self._template is not None:
@@ -171,7 +192,7 @@ class RowParser:
         chat = row.api == "chat"
         sampling = sampling_fields(body, chat)
         params = override(self._defaults, sampling)
-        others = {name: value for name, value in body.items() if name not in KNOWN_BODY}
+        others = {name: value for name, value in body.items() if name not in KNOWN_BODY and value is not None}
         refuse_unsupported(others, params, "put it under `metadata`")
         for name in others:
             if name not in UNSUPPORTED and name != "do_sample":

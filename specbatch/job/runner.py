@@ -141,7 +141,7 @@ class RowRunner:
 
     def preparer(self) -> RowPreparer:
         """What decides which rows can run."""
-        parser = RowParser(self._config.sampling, self._config.data)
+        parser = RowParser(self._config.sampling, self._config.data, self._config.model.target)
         return RowPreparer(parser, self._texts, self.engine.limits, _without_grammars(self._config))
 
     def drop(self, indices: Collection[int]) -> None:

@@ -17,7 +17,7 @@ from specbatch.strict import Option, options_of
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _SCALARS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-_BOUND = re.compile(r"(>=|<=|>|<) (2\^)?([0-9.]+)")
+_BOUND = re.compile(r"(>=|<=|>|<) (2\^)?(-?[0-9.]+)")
 _KEYWORDS = {">=": "minimum", "<=": "maximum", ">": "exclusiveMinimum", "<": "exclusiveMaximum"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import string
 from collections.abc import Mapping
@@ -19,13 +20,18 @@ _MAX_WIDTH = 10_000  # characters that a format can ask for
 class PromptTemplate:
     """data.prompt_template: a prompt made of a row's fields, in the syntax of str.format.
 
-    Raises ConfigError for what no row can fill: wrong syntax, fields without a name, unknown conversions and formats.
+    Raises ConfigError for what no row can fill: wrong syntax, fields without a name, unknown conversions and formats;
+    and for a template without fields.
     """
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._has_nested = False
         self.fields = tuple(dict.fromkeys(self._checked(text)))  # of the row, by name
+        if not self.fields:
+            raise ConfigError(
+                "data.prompt_template names no field, so all rows would have the same prompt", _hint(text)
+            )
 
     def fill(self, row: Mapping[str, Any]) -> str:
         """The prompt of a row. Raises RowError."""
@@ -61,6 +67,14 @@ class PromptTemplate:
             elif spec:
                 _check_spec(field, spec, text_only=conversion is not None)
         return names
+
+
+def _hint(text: str) -> str:
+    if "{{" in text:
+        return f"it is not a Jinja template: {_HINT}"
+    if len(text) < 256 and os.path.exists(text):
+        return f"@{text} reads the file"
+    return f"{_HINT}; @PATH reads a file"
 
 
 def _check_spec(field: str, spec: str, *, text_only: bool) -> None:

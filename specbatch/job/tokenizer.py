@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from specbatch.config import Config, DataSection
+from specbatch.config import DataSection
 from specbatch.engine.resolve_data import runs_prompts_as_chat
 from specbatch.errors import ConfigError, FieldError, RowError
 from specbatch.grammar.compiler import GrammarCompiler
@@ -21,27 +19,12 @@ from specbatch.job.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thin
 from specbatch.job.chat_template import ChatTemplate
 from specbatch.job.choices import FIELD as SCORE_CHOICES
 from specbatch.job.choices import ChoiceTokens, tokens_of_ids, tokens_of_text
+from specbatch.job.results_format import Doubt
 from specbatch.job.rows import Prompt
 from specbatch.job.stops import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
 from specbatch.job.token_pieces import TokenPieces
 from specbatch.matcher import GrammarMatcher
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck, check_unicode
-
-
-def with_chat_template_text(config: Config) -> Config:
-    """`config` with the text of data.chat_template, if that names a file. Raises ConfigError."""
-    template = config.data.chat_template
-    if template is None or "{" in template or "\n" in template:
-        return config
-    try:
-        text = Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(
-            f"data.chat_template: cannot read {template}: {exc}",
-            "give a Jinja template, or the path of a file with one",
-        ) from exc
-    return replace(config, data=replace(config.data, chat_template=text))
-
 
 # A prompt with more characters than both of these is too long without being tokenized: that could take minutes and
 # gigabytes.
@@ -59,11 +42,11 @@ class TextProcessor:
     def __init__(self, tokenizer: Any, data: DataSection) -> None:
         self._tokenizer = tokenizer
         self._chat = ChatTemplate(tokenizer, data)
-        self._system = data.system_prompt
         self._separate_reasoning = data.separate_reasoning
         self._as_chat = runs_prompts_as_chat(data, tokenizer)
         self._chat.examine()
-        if self._as_chat or data.chat_template is not None:
+        is_asked_for = data.chat_template is not None or (data.system_prompt is not None and self._chat.exists)
+        if self._as_chat or is_asked_for:
             self._chat.check()
         self._token_texts: dict[int, str] = {}
         self._own_texts = TokenTexts(self.decode, self.token_text)
@@ -74,6 +57,8 @@ class TextProcessor:
         known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
         self._mark_ids = {mark: known[mark] for mark in MARKS if mark in known}
         self._grammars = GrammarCompiler(tokenizer)
+        self._bos = getattr(tokenizer, "bos_token_id", None)
+        self._template_marks = (*(mark for mark in special if mark), *self._chat.marks)
 
     @property
     def printed_day(self) -> str | None:
@@ -112,6 +97,23 @@ class TextProcessor:
             ids if isinstance(ids, RowError) else _within(limits, prompt, ids)
             for prompt, ids in zip(prompts, found, strict=True)
         ]
+
+    def doubts(self, prompt: Prompt, token_ids: Sequence[int]) -> list[Doubt]:
+        """How a prompt, which `encode` has made `token_ids` of, can be other than it was meant."""
+        if prompt.kind == "messages":
+            chat = prompt.chat
+            left_out = self._chat.leaves_out_text(prompt.content, chat.kwargs, bool(chat.tools))
+            return ["text_left_out"] if left_out else []
+        if prompt.kind != "prompt":
+            return []
+        if self._is_chat(prompt):
+            return ["two_templates"] if prompt.content.lstrip().startswith(self._template_marks) else []
+        has_two = self._adds_bos and list(token_ids[:2]) == [self._bos, self._bos]
+        return ["two_bos"] if has_two else []
+
+    @functools.cached_property
+    def _adds_bos(self) -> bool:
+        return self._bos is not None and self._tokenize(["a"], True)[0][:1] == [self._bos]
 
     def stop_late(self) -> None:
         """To be called by a thread that waits for one in `encode_batch`: ends a chat template that does not end."""
@@ -204,7 +206,7 @@ class TextProcessor:
             self._token_texts[token_id] = text  # bounded by the vocabulary
         return text
 
-    @cached_property
+    @functools.cached_property
     def pieces(self) -> TokenPieces:
         """The bytes that each token adds to the text of `decode`."""
         return TokenPieces.of(self._tokenizer, self.decode, self.token_text, self._marks)
@@ -279,8 +281,6 @@ class TextProcessor:
 
     def chat_text(self, messages: list[dict[str, Any]], chat: ChatFields = NO_CHAT_FIELDS) -> str:
         """The messages as the chat template writes them, with the beginning of the answer. Raises RowError."""
-        if self._system is not None and not any(m["role"] in ("system", "developer") for m in messages):
-            messages = [{"role": "system", "content": self._system}, *messages]
         return self._chat.write(messages, chat.kwargs, chat.tools)
 
     def _is_chat(self, prompt: Prompt) -> bool:

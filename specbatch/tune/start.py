@@ -25,7 +25,7 @@ from specbatch.job.paths import (
 )
 from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.sources import Source, open_source
-from specbatch.job.tokenizer import with_chat_template_text
+from specbatch.job.template_files import with_template_texts
 from specbatch.tune.sample import check_enough
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -91,8 +91,11 @@ def open_input(options: TuneOptions, config: Config) -> TuneInput:
         raise ConfigError(
             "speculation.simulate_acceptance accepts drafts at random: there is nothing to tune", hint="set it to null"
         )
-    config = with_chat_template_text(config)
-    parser, source = RowParser(config.sampling, config.data), open_source(options.data, config.data)
+    config = with_template_texts(config)
+    parser, source = (
+        RowParser(config.sampling, config.data, config.model.target),
+        open_source(options.data, config.data),
+    )
     check_enough(source)
     return TuneInput(output, config, parser, with_checked_fields(source, parser))
 

@@ -139,6 +139,7 @@ def test_chat_may_have_a_system_message(tmp_path: Path) -> None:
         ({"prompt": {"question": "{{x", "answer": "y"}}, ["prompt.question is not a valid template"]),
         ({"prompt": {"question": "{{q | uper}}", "answer": "y"}}, ["prompt.question is not a valid template", "uper"]),
         ({"prompt": {"question": "x"}}, ["prompt.answer is missing"]),
+        ({"prompt": {"question": "question.jinja", "answer": "y"}}, ["prompt.question names no field"]),
         (
             {"metric": {"name": "none"}, "prompt": {"question": "x"}, "few_shot": {"count": 1, "examples": [{}]}},
             ["prompt.answer is missing: few_shot"],

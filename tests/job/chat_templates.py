@@ -126,3 +126,87 @@ EFFORT = (
     "{%- for message in messages %}{{- message.role + ': ' + message.content + '\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- 'assistant: ' }}{%- endif %}"
 )
+
+# Reads a content as a list of parts. System messages and tools have no branch.
+LLAMA_GUARD = """\
+{{- '<BEGIN CONVERSATION>' }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{- '\\n\\nUser:' }}
+{%- elif message.role == 'assistant' %}{{- '\\n\\nAgent:' }}
+{%- endif %}
+{%- if message.role in ['user', 'assistant'] %}
+{%- for part in message.content | selectattr('type', 'equalto', 'text') %}{{- ' ' + part.text | trim }}{%- endfor %}
+{%- endif %}
+{%- endfor %}
+{{- '\\n\\n<END CONVERSATION>' }}"""
+# Llama Guard 4 and others read the first part.
+FIRST_PART = "{%- for message in messages %}{{- message.role + ': ' + message.content[0].text + '\\n' }}{%- endfor %}"
+
+# Roles without a branch are left out, and so is a system message that is not the first message.
+PHI3 = """\
+{%- for message in messages %}
+{%- if message.role == 'system' and loop.first %}{{- '<|system|>\\n' + message.content + '<|end|>\\n' }}
+{%- elif message.role == 'user' %}{{- '<|user|>\\n' + message.content + '<|end|>\\n' }}
+{%- elif message.role == 'assistant' %}{{- '<|assistant|>\\n' + message.content + '<|end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"""
+
+# The last system message is written, once.
+BAICHUAN = (
+    "{%- set ns = namespace(system='') %}"
+    "{%- for message in messages %}{%- if message.role == 'system' %}{%- set ns.system = message.content %}{%- endif %}"
+    "{%- endfor %}{{- ns.system }}"
+    "{%- for message in messages %}{%- if message.role != 'system' %}{{- '|' + message.content }}{%- endif %}"
+    "{%- endfor %}"
+)
+
+GEMMA2 = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
+{%- for message in messages %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+{%- endif %}
+{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+{{- message.content | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
+
+# Puts the system message before the last message of the user. Calls are written without the text next to them.
+MISTRAL = """\
+{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}{%- set messages = messages[1:] %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if loop.last and system is defined %}{{- '[INST] ' + system + '\\n\\n' + message.content + '[/INST]' }}
+{%- else %}{{- '[INST] ' + message.content + '[/INST]' }}{%- endif %}
+{%- elif message.tool_calls is defined %}
+{{- '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{- raise_exception('Tool call IDs should have a length of 9!') }}{%- endif %}
+{{- call.function | tojson }}
+{%- endfor %}{{- ']' }}
+{%- elif message.role == 'assistant' %}{{- ' ' + message.content | trim + eos_token }}
+{%- elif message.role == 'tool' %}{{- '[TOOL_RESULTS] {"content": ' + message.content | tojson + '}' }}
+{%- else %}{{- raise_exception('Only user, assistant and tool roles are supported') }}
+{%- endif %}
+{%- endfor %}"""
+
+# A content and the arguments of a call are joined to other texts: both must be text.
+DEEPSEEK_CALLS = """\
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|Assistant|>' + message.content.split('</think>')[-1] }}
+{%- for call in message.tool_calls or [] %}{{- '<call>' + call.function.name + '\\n' + call.function.arguments }}
+{%- endfor %}
+{%- elif message.role == 'tool' %}{{- '<output>' + message.content }}
+{%- else %}{{- '<|User|>' + message.content }}
+{%- endif %}
+{%- endfor %}"""
+CHATML = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)

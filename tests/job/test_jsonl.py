@@ -195,9 +195,7 @@ def test_kinds_of_prompt() -> None:
     assert prompt_of({"prompt": "x"}).content == "x"
     assert prompt_of({"prompt_token_ids": [1, 2]}).kind == "token_ids"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert prompt_of({"messages": [{"role": "user", "content": parts}]}).content == [
-        {"role": "user", "content": "a\nb"}
-    ]
+    assert prompt_of({"messages": [{"role": "user", "content": parts}]}).content == [{"role": "user", "content": parts}]
 
 
 @pytest.mark.parametrize(

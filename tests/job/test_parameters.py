@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from specbatch.config import DataSection
+from specbatch.config_load import load_config
 from specbatch.errors import RowError
 from specbatch.job.parameters import KNOWN_NAMES, SAMPLING_NAMES, UNSUPPORTED, meant_by
 from specbatch.job.remarks import Remarks, remark_on
@@ -50,6 +51,12 @@ CHANGING: list[dict[str, Any]] = [
     {"temperature": 1, "do_sample": False},
     {"bad_words_ids": [[1]]},
     {"lora_path": "a"},
+    {"lora": [{"id": 0, "scale": 1.0}]},
+    {"adapter": "org/adapter"},
+    {"image": "cat.png"},
+    {"images": ["aGk="]},
+    {"audio": {"data": "aGk="}},
+    {"video_url": "https://a/b.mp4"},
     {"system": "Be brief."},
     {"skip_special_tokens": False},
     {"eos_token_id": 2},
@@ -74,6 +81,9 @@ NEUTRAL: list[dict[str, Any]] = [
     {"tool_choice": "auto"},
     {"modalities": ["text"]},
     {"lora_path": None},
+    {"images": []},
+    {"image": ""},
+    {"adapter": None},
     {"reasoning": "because"},  # no engine takes text there: it is data
 ]
 
@@ -102,6 +112,62 @@ def test_the_way_out_is_named() -> None:
 
 def test_no_supported_field_is_refused() -> None:
     assert not UNSUPPORTED.keys() & {*SAMPLING_NAMES, "prompt", "messages", "prompt_token_ids", "id", "metadata"}
+
+
+def test_a_row_names_the_model_that_answers_or_none() -> None:
+    parser = RowParser(SamplingParams(), DataSection(), "org/Model-1B")
+    for name in ("org/Model-1B", "model-1b", "./Model-1B.gguf", None):
+        info, prompt = parse({"prompt": "x", "model": name}, parser=parser)
+        assert isinstance(prompt, Prompt), prompt
+        assert not info.unread_fields
+    for other in ("gpt-4", "", 3):
+        _, error = parse({"prompt": "x", "model": other}, parser=parser)
+        assert isinstance(error, RowError)
+        assert error.type == "unsupported_parameter"
+        assert "org/Model-1B answers; leave it out; if it is only data, put it under `metadata`" in error.message
+    _, prompt = parse({"prompt": "x", "metadata": {"model": "gpt-4"}}, parser=parser)
+    assert isinstance(prompt, Prompt)
+    # With data.prompt_column it is data.
+    parser = RowParser(SamplingParams(), DataSection(prompt_column="q"), "org/Model-1B")
+    info, prompt = parse({"q": "x", "model": "gpt-4"}, parser=parser)
+    assert isinstance(prompt, Prompt)
+    assert info.metadata == {"model": "gpt-4"}
+
+
+@pytest.mark.parametrize("name", ["audio", "image", "images", "videos"])
+def test_media_next_to_a_message(name: str) -> None:
+    message = {"role": "user", "content": "What is this?"}
+    _, error = parse({"messages": [{**message, name: ["aGk="]}]})
+    assert isinstance(error, RowError)
+    assert error.message == f"messages[0].{name} is not supported"
+    assert isinstance(parse({"messages": [{**message, name: None}]})[1], Prompt)
+    assert isinstance(parse({"messages": [{**message, name: []}]})[1], Prompt)
+
+
+def test_an_unknown_parameter_of_a_body_that_is_null_is_absent() -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    for url, prompt in (("chat/completions", chat), ("completions", {"prompt": "x"})):
+        line = {"custom_id": "c", "method": "POST", "url": f"/v1/{url}"}
+        for name in ("prediction", "moderation", "extra_body", "made_up", "lora", "temprature"):
+            assert isinstance(parse({**line, "body": {**prompt, name: None}})[1], Prompt)
+            assert isinstance(parse({**line, "body": {**prompt, name: "a"}})[1], RowError)
+
+
+@pytest.mark.parametrize("off", [0, -1])
+def test_top_k_is_off(off: int) -> None:
+    """0 in transformers, and -1 in vLLM: the job is the same."""
+    for given in (SamplingParams(top_k=off), load_config(None, [f"sampling.top_k={off}"]).sampling):
+        assert given == SamplingParams()
+    for row in (
+        {"prompt": "x", "top_k": off},
+        {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "top_k": off}},
+    ):
+        _, prompt = parse(row, parser=RowParser(SamplingParams(top_k=5), DataSection()))
+        assert isinstance(prompt, Prompt)
+        assert prompt.params.top_k == 0
+    _, error = parse({"prompt": "x", "top_k": -2})
+    assert isinstance(error, RowError)
+    assert "top_k must be >= -1" in error.message
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_completion_tokens"])

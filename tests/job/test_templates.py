@@ -41,6 +41,7 @@ def chat_template(template: str, own: bool = False, seconds: float = 0.5) -> Cha
     return ChatTemplate(tokenizer, DataSection(chat_template=None if own else template), Bounded(seconds, 1 << 28))
 
 
+TEXTS = "{{ messages|map(attribute='content')|join }}"  # a template must write each message
 DAY = "{{ strftime_now('%d %b %Y %H:%M') }}"
 
 
@@ -48,7 +49,7 @@ DAY = "{{ strftime_now('%d %b %Y %H:%M') }}"
     ("template", "tools", "day", "text"),
     [
         (DAY, [], "2001-02-03", "03 Feb 2001 00:00"),
-        ({"default": "hi", "tool_use": DAY + "{{ tools and '' }}"}, [{}], "2001-02-03", "03 Feb 2001 00:00"),
+        ({"default": "", "tool_use": DAY + "{{ tools and '' }}"}, [{}], "2001-02-03", "03 Feb 2001 00:00"),
         ("{{ date_string }}" + DAY, [], None, "26 Jul 2024" + "26 Jul 2024 00:00"),
         ("\n  {% if 1 %}\n  " + DAY + "{% endif %}", [], "2001-02-03", "\n  03 Feb 2001 00:00"),
         (
@@ -61,9 +62,13 @@ DAY = "{{ strftime_now('%d %b %Y %H:%M') }}"
 )
 def test_the_current_day_is_that_of_the_job(template: Any, tools: list[Any], day: str | None, text: str) -> None:
     tokenizer = byte_tokenizer(300)
+    if isinstance(template, dict):
+        template = {name: one + TEXTS for name, one in template.items()}
+    else:
+        template += TEXTS
     tokenizer.chat_template = template
     written = ChatTemplate(tokenizer, DataSection(chat_template_date="2001-02-03"))
-    assert (written.printed_day, written.write(MESSAGES, tools=tools)) == (day, text)
+    assert (written.printed_day, written.write(MESSAGES, tools=tools)) == (day, text + "hiho")
 
 
 INVALID = [
@@ -98,7 +103,7 @@ def test_templates_that_write_megabytes() -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{% macro f() %}{{ kwargs }}{% endmacro %}{{ f(**{'a': 1}) }}{{ f( **{'a': 1}) }}",
+        "{% macro f() %}{{ kwargs }}{% endmacro %}{{ f(**{'a': 1}) }}{{ f( **{'a': 1}) }}" + TEXTS,
         "{{ raise_exception('no') }}",  # these may take what the rows hold
         "{{ messages[1]['content'] }}",
         "{% generation %}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}{{ strftime_now('%Y') }}",
@@ -135,8 +140,7 @@ def test_a_broken_template_that_nothing_uses_is_no_hindrance() -> None:
     assert texts.encode(Prompt("prompt", "a", SamplingParams(), False), limits)
     with pytest.raises(RowError, match="is not valid"):
         texts.encode(Prompt("messages", MESSAGES, SamplingParams(), False), limits)
-    template = "{{ messages[0]['content'] }}"
-    assert TextProcessor(tokenizer, DataSection(chat_template=template)).chat_text(MESSAGES) == "hi"
+    assert TextProcessor(tokenizer, DataSection(chat_template=TEXTS)).chat_text(MESSAGES) == "hiho"
 
 
 def test_text_that_cannot_fit_is_not_tokenized() -> None:
@@ -216,7 +220,7 @@ def test_memory_is_bounded_in_each_thread() -> None:
 @pytest.mark.parametrize("template", [LOOPS, "{{ messages }}"])
 def test_a_thread_that_waits_ends_a_template_that_does_not_end(template: str) -> None:
     """Only that template, and not what the thread does after it."""
-    chat = chat_template("{% if messages|length > 1 %}" + template + "{% endif %}", seconds=0.05)
+    chat = chat_template(TEXTS + "{% if messages|length > 1 %}" + template + "{% endif %}", seconds=0.05)
     chat.check()
     found: list[str] = []
 

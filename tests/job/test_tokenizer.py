@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from specbatch.config import Config, DataSection
+from specbatch.config import DataSection
 from specbatch.counts import SpeculationCounts
 from specbatch.errors import ConfigError, RowError
 from specbatch.job.rows import Prompt
-from specbatch.job.tokenizer import TextProcessor, with_chat_template_text
+from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams
 from tests.stub_engine import EOS, StubTokenizer
 
@@ -118,12 +116,3 @@ def test_prompts_run_as_chat_where_there_is_a_template() -> None:
     assert encode(DataSection(), prompt("prompt", "hi")) == "<user>hi<assistant>"
     assert encode(DataSection(chat_template="stub"), prompt("prompt", "hi"), template=None) == "<user>hi<assistant>"
     assert encode(DataSection(), prompt("prompt", "hi", raw=True)) == "<s>hi"
-
-
-def test_chat_template_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "t.jinja").write_text("{{ messages }}")
-    config = Config(data=DataSection(chat_template=str(tmp_path / "t.jinja")))
-    assert with_chat_template_text(config).data.chat_template == "{{ messages }}"
-    assert with_chat_template_text(with_chat_template_text(config)).data.chat_template == "{{ messages }}"
-    with pytest.raises(ConfigError, match="missing"):
-        with_chat_template_text(replace(config, data=DataSection(chat_template="missing.jinja")))
