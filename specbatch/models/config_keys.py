@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specbatch.errors import ModelError
-from specbatch.models.checks import shown
+from specbatch.models.checks import is_one_of, shown
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
 _QUANTIZATION = ("quantization_config", "compression_config")
@@ -111,7 +111,7 @@ def check_keys(config: Mapping[str, Any], model_type: str | None = None) -> None
     its family does not have; None: of a draft head, which has the traits that its tensors show."""
     neutral = {**_NEUTRAL, **_NEUTRAL_OF_FAMILY.get(model_type or "", {})}
     for key, value in config.items():
-        if key in neutral and value is not None and not _is_one_of(value, neutral[key]):
+        if key in neutral and value is not None and not is_one_of(value, neutral[key]):
             raise ModelError(
                 f"config.json: {key} {shown(value)} is not supported"
                 + (f" in a {model_type} model" if model_type else ""),
@@ -122,14 +122,10 @@ def check_keys(config: Mapping[str, Any], model_type: str | None = None) -> None
 def unknown_keys(config: Mapping[str, Any], model_type: str) -> list[str]:
     """The keys that are neither applied, nor refused, nor known to change nothing."""
     known = _APPLIED | _OF_FAMILY[model_type] | _HARMLESS | _NEUTRAL.keys() | _NEUTRAL_OF_FAMILY[model_type].keys()
-    unknown = [key for key, value in config.items() if key not in known and not _is_one_of(value, _EMPTY)]
+    unknown = [key for key, value in config.items() if key not in known and not is_one_of(value, _EMPTY)]
     section = next((name for name in ("rope_scaling", "rope_parameters") if config.get(name)), None)
     if section is not None:
         rope = config[section]
         read = _ROPE_KEYS_OF[rope.get("rope_type", rope.get("type", "default"))]
         unknown += [f"{section}.{key}" for key, value in rope.items() if key not in read and value is not None]
     return unknown
-
-
-def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)

@@ -60,7 +60,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         config = gguf_model_config(file)
         tensors: TensorSource = GgufSource(file, config)
         _check_tensors(path, config, tensors)
-        return Checkpoint(path, config, tensors, gguf_description(file))
+        ignored = tuple(key for key in file.metadata if key.startswith("general.sampling."))
+        return Checkpoint(path, config, tensors, gguf_description(file), ignored=ignored)
     check_no_adapter(path)
     config_file = path / "config.json"
     if not is_there(config_file):
