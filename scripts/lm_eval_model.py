@@ -50,6 +50,7 @@ class SpecbatchModel(LM):
             "max_batch_size": max_batch_size,
             "device": "cpu" if device == "cpu" else None,
             "prompts_as_chat": False,
+            "generation_config": "none",  # a task says how it samples
         }
         options = {name: value for name, value in named.items() if value is not None} | options
         self._llm = LLM(target, draft, **options)

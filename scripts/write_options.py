@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import specbatch
-from specbatch.config import Config
+from specbatch.config import OF_GENERATION_CONFIG, Config
 from specbatch.option import option_doc
 from specbatch.strict import Option, options_of
+from specbatch.types import SamplingParams
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
 WIDTH = 120
@@ -33,6 +34,7 @@ decided. Of the options that are `null` it prints those that can be decided befo
 """
 DEFAULT_HEAD = """\
 # Every option of specbatch with its default. It is used if there is neither -c nor ./specbatch.yaml.
+# Options that begin with # are left out, because the model's generation_config.json can decide them.
 # `specbatch init` copies it to ./specbatch.yaml for you to edit.
 # Any option can also be set on the command line, by the same path: --set sampling.temperature=0.7
 # `specbatch config` prints the configuration with every `auto` decided.
@@ -49,13 +51,18 @@ def options_text() -> str:
 
 
 def _rows(section: Any, prefix: str) -> Iterator[str]:
-    for field, option in zip(dataclasses.fields(section), options_of(section).values(), strict=True):
+    for field, option in _options(section):
         path, is_nested = f"{prefix}{option.name}", dataclasses.is_dataclass(option.kind)
         if not is_nested or option.is_list:
             default = "" if option.is_required else f"`{shown(field.default)}`"
             yield f"| `{path}` | {_type(option)} | {default} | {option_doc(field)} |\n"
         if is_nested:
             yield from _rows(option.kind, f"{path}[]." if option.is_list else f"{path}.")
+
+
+def _options(section: Any) -> Iterator[tuple[dataclasses.Field[Any], Option]]:
+    fields = {field.name: field for field in dataclasses.fields(section)}
+    return ((fields[name], option) for name, option in options_of(section).items())
 
 
 def _type(option: Option) -> str:
@@ -70,12 +77,15 @@ def default_text() -> str:
 
 
 def _sections(section: Any, indent: str) -> Iterator[str]:
-    for field, option in zip(dataclasses.fields(section), options_of(section).values(), strict=True):
+    for field, option in _options(section):
         if dataclasses.is_dataclass(option.kind) and not option.is_list:
             head = _comment(str(option.kind.__doc__), indent) + f"{indent}{option.name}:\n"
             yield head + "".join(_sections(option.kind, indent + "  "))
         else:
-            yield _comment(option_doc(field), indent) + f"{indent}{option.name}: {shown(field.default)}\n"
+            # What a model's generation_config.json can decide is left out.
+            left_out = "# " if section is SamplingParams and option.name in OF_GENERATION_CONFIG.values() else ""
+            line = f"{indent}{left_out}{option.name}: {shown(field.default)}\n"
+            yield _comment(option_doc(field), indent) + line
 
 
 def _comment(text: str, indent: str) -> str:

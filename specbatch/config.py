@@ -47,6 +47,24 @@ class ModelSection:
         "the linear layers of a checkpoint that is not quantised. Layers in FP8 need CUDA from Ada on, or run on "
         "a CPU, which emulates them. Texts differ from those of `none`.",
     )
+    generation_config: Literal["auto", "none"] = option(
+        "auto",
+        "`auto`: sampling options that are left out are those of the model's `generation_config.json`, if it has them. "
+        "`none`: they have the defaults below. End-of-sequence tokens are read from it in both cases.",
+    )
+
+
+# Keys of a generation_config.json -> the options of `sampling` that they are defaults of.
+OF_GENERATION_CONFIG: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "stop_strings": "stop",
+}
 
 
 @dataclass(frozen=True)
@@ -370,6 +388,8 @@ class Config:
     data: DataSection = field(default_factory=DataSection)
     output: OutputSection = field(default_factory=OutputSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
+    # Names of the sampling options that were given, also those that were given their default.
+    given_sampling: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata={"in_file": False})
 
 
 def sampling_value(name: str, value: Any, path: str | None = None) -> Any:

@@ -40,6 +40,7 @@ def load_config(
     for name, value in (values or {}).items():
         _put(tree, name, value)
     config: Config = reader.read(Config, tree, "")
+    config = dataclasses.replace(config, given_sampling=frozenset(tree.get("sampling") or ()))
     _check_relations(config)
     return config
 
@@ -181,7 +182,7 @@ def _check_relations(config: Config) -> None:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {name: _plain(getattr(value, name)) for name in options_of(type(value))}
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     return value

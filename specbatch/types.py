@@ -74,7 +74,8 @@ GRAMMAR_FIELDS = ("response_format", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. A row overrides any of these with a field of the same name."""
+    """How tokens are chosen. A row overrides any of these with a field of the same name. Where an option is left out,
+    the model's `generation_config.json` can decide it (`model.generation_config`)."""
 
     # Lengths, counts and token ids are held in int32 buffers on the device.
     max_tokens: int = option(256, "Most tokens of a completion.", Range(">= 1 and < 2^31", lambda v: 1 <= v < 2**31))

@@ -84,7 +84,7 @@ def write_head(path: Path, tensors: dict[str, Tensor], draft_vocab: int | None =
     } | changes
     if draft_vocab:
         config["draft_vocab_size"] = draft_vocab
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors")
     return path

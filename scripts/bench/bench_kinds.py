@@ -33,7 +33,7 @@ def parser_of(description: str | None, kinds: Iterable[str], batch: int) -> argp
 def open_llm(args: argparse.Namespace) -> LLM:
     options: dict[str, Any] = {"engine.max_batch_size": args.batch, "sampling.max_tokens": args.max_tokens}
     options |= {name: load_yaml(value) for name, _, value in (item.partition("=") for item in args.set)}
-    return LLM(args.target, **{"sampling.ignore_eos": True, **options})
+    return LLM(args.target, **{"model.generation_config": "none", "sampling.ignore_eos": True, **options})
 
 
 def num_rows(args: argparse.Namespace) -> int:

@@ -64,6 +64,7 @@ def start(args: argparse.Namespace, folder: Path, number: int) -> dict[str, Any]
     rows = [{"id": str(i), "prompt": f"{i} clips were sold to friends in April. " * 12} for i in range(args.rows)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     sets = [f"model.target={args.target}", f"engine.device={args.device}", "speculation.method=none"]
+    sets += ["model.generation_config=none"]
     sets += ["sampling.max_tokens=16", "sampling.ignore_eos=true", *args.set]
     command = [sys.executable, "-m", "specbatch", "generate", str(data), "-o", str(output)]
     command += [part for one in sets for part in ("--set", one)]

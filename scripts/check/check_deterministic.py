@@ -127,7 +127,7 @@ def check_resume(target: str, draft: str | None, rows: Sequence[dict[str, Any]],
             if draft is None
             else ["speculation.method=eagle3", f"speculation.draft={draft}"]
         )
-        options = [*mode, *method, f"model.target={target}"]
+        options = [*mode, *method, f"model.target={target}", "model.generation_config=none"]
 
         def start(name: str, batch: int) -> subprocess.Popen[bytes]:
             command = [
@@ -206,7 +206,12 @@ def main() -> int:
             continue
         start = time.perf_counter()
         try:
-            with LLM(args.target, deterministic=not args.fast, certificate=True, **(common | options)) as llm:
+            with LLM(
+                args.target,
+                deterministic=not args.fast,
+                certificate=True,
+                **({"generation_config": "none"} | common | options),
+            ) as llm:
                 results = list(llm.generate(rows))
                 length = llm.stats.speculation.acceptance_length
         except Exception as error:  # the other variants say more

@@ -221,7 +221,9 @@ def main() -> int:
             continue
         try:
             loading = time.perf_counter()
-            with LLM(args.target, max_batch_size=args.max_batch_size, **method, **given) as llm:
+            with LLM(
+                args.target, max_batch_size=args.max_batch_size, generation_config="none", **method, **given
+            ) as llm:
                 seconds = round(time.perf_counter() - loading, 1)
                 for temperature in (0.0, args.temperature):
                     if time.perf_counter() - began <= args.time_limit:

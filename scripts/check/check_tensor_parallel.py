@@ -159,7 +159,7 @@ def rows_of(prompts: str | None, count: int, logprobs: int | None) -> list[Line]
 def run_rows(task: Path) -> int:
     """In a process of its own."""
     given = json.loads(task.read_text())
-    with LLM(given["target"], certificate=True, **given["options"]) as llm:
+    with LLM(given["target"], certificate=True, generation_config="none", **given["options"]) as llm:
         results = list(llm.generate(rows_of(given["prompts"], given["rows"], given["logprobs"])))
         found = {"results": results, "notes": llm.notes, "counts": counts_of(llm.stats, results)}
     task.with_suffix(".results").write_text(json.dumps(found))
@@ -351,6 +351,7 @@ def start_job(args: argparse.Namespace, folder: Path, output: str) -> subprocess
         f"engine.device={args.device}",
         f"engine.tensor_parallel={args.ranks}",
         "model.dtype=float32",
+        "model.generation_config=none",
         "speculation.method=none",
         f"engine.max_batch_size={32 if args.lanes else 8}",
         f"engine.two_batch_overlap={'on' if args.lanes else 'auto'}",

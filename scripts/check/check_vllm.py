@@ -2,7 +2,7 @@
 
     python scripts/check/check_vllm.py prepare --model TARGET --rows eval.jsonl -o ids.json           # our environment
     python scripts/check/check_vllm.py run ids.json --model HF_DIRECTORY --head HEAD --num-steps 5 -o vllm.json # vLLM's
-    specbatch generate eval.jsonl -o ours.jsonl --set sampling.logprobs=2 ...                   # our environment
+    specbatch generate eval.jsonl -o ours.jsonl --set sampling.logprobs=2 --set model.generation_config=none ...  # ours
     python scripts/check/check_vllm.py compare vllm.json ours.jsonl -o report.json
     python scripts/check/check_vllm.py speed ids.json --engine vllm --model HF_DIRECTORY --head HEAD -o speed-vllm.json
     python scripts/check/check_vllm.py speed ids.json --engine ours --model TARGET --head HEAD -o speed-ours.json

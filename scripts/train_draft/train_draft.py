@@ -140,7 +140,12 @@ def run(args: argparse.Namespace) -> None:
         files.training.mkdir(parents=True, exist_ok=True)
     ways = parse_ways(args.shapes)
     data, eval_files = ([PromptFile.parse(text) for text in texts] for texts in (args.data, args.eval))
-    sets = [f"model.target={args.target}", f"sampling.max_tokens={args.max_tokens}", *args.set]
+    sets = [
+        f"model.target={args.target}",
+        "model.generation_config=none",
+        f"sampling.max_tokens={args.max_tokens}",
+        *args.set,
+    ]
     temperatures = [_number(part) for part in args.temperatures.split(",")]
     plan = _resolve(args, [*sets, *PLAIN])
     as_text = not has_chat_template(plan.config.data, plan.tokenizer)

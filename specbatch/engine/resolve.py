@@ -35,6 +35,7 @@ from specbatch.engine.resolve_model import (
 )
 from specbatch.engine.resolve_prefill import resolve_prompt_graphs
 from specbatch.engine.resolve_ranks import part_of_a_rank
+from specbatch.engine.resolve_sampling import resolve_sampling
 from specbatch.engine.resolve_speculation import (
     Speculation,
     check_device_shape,
@@ -45,6 +46,7 @@ from specbatch.engine.resolve_speculation import (
 )
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import random_name
+from specbatch.models.checks import first_names
 from specbatch.models.config import ModelConfig
 from specbatch.models.download import resolve_model
 from specbatch.models.eagle_config import EagleKind
@@ -122,11 +124,14 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if speculation.section.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     target, tokenizer = _open_model(config.model.target, dtype, device, progress)
+    config = replace(config, sampling=resolve_sampling(config, target, notes))
     as_chat = runs_prompts_as_chat(config.data, tokenizer)
     if config.data.prompts_as_chat is None:
         notes.append(note_on_prompts(as_chat))
     if target.path is None:
         notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
+    if target.ignored:
+        notes.append(f"model.target: it has keys that specbatch ignores: {first_names(target.ignored, limit=20)}")
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
     held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)

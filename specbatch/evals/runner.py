@@ -65,8 +65,12 @@ class Runner:
         """
         if self._shared is not None:
             self._shared.release()
-        # A task says which prompts are chats; its other prompts run as text.
-        as_text = dataclasses.replace(config, data=dataclasses.replace(config.data, prompts_as_chat=False))
+        # A task says which prompts are chats; its other prompts run as text. And it says how it samples.
+        as_text = dataclasses.replace(
+            config,
+            data=dataclasses.replace(config.data, prompts_as_chat=False),
+            model=dataclasses.replace(config.model, generation_config="none"),
+        )
         self._shared = SharedRuntime(self._runtime, with_shared_tokens_of(as_text, plans))
         tokenizer = self._shared.resolved.tokenizer
         for plan in plans:

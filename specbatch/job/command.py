@@ -116,6 +116,7 @@ def _run(
     source = with_checked_fields(open_source(options.input, config.data), parser)
     source = part_of(source, options.limit, options.shard)
     what = pool.describe(with_shared_tokens(config, source, parser))
+    parser = RowParser(what.config.sampling, config.data)  # with the model's own sampling options
     notes = list(what.notes)
     start_seconds = time.perf_counter() - began  # with the import of the libraries: a part of loading
     with_grammars = has_grammars(what.config, source, parser)

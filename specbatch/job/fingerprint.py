@@ -39,6 +39,7 @@ _NOT_IN_RESULTS = (
     "prefill.",
     "data.plan_rows",
     "cluster.",
+    "model.generation_config",  # what it decides is recorded as options of `sampling`
 )
 SHARD = "shard"  # the name of the shard; a job that runs the whole input has none
 INPUT_FACTS = "input."  # prefix of the names that identify the input

@@ -52,6 +52,11 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
     return value
 
 
+def is_one_of(value: object, values: Sequence[object]) -> bool:
+    """True for an equal value; 0 and false are not equal here, nor 1 and true."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+
+
 def shown(value: object) -> str:
     """The value as text, cut where it is long or deep."""
     short = reprlib.Repr()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from specbatch.errors import ModelError
 from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, flag, norm_eps, shown, whole_number
+from specbatch.models.config_keys import check_keys
 from specbatch.models.rope import RopeConfig, parse_rope
 
 Activation = Literal["silu"]
@@ -79,6 +80,7 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
             f"model_type {shown(model_type)} is not supported",
             hint=f"supported model types: {', '.join(SUPPORTED_MODEL_TYPES)}",
         )
+    check_keys(config)
     defaults = _DEFAULTS[model_type]
     hidden_act = config.get("hidden_act", "silu")
     if not isinstance(hidden_act, str) or hidden_act not in _ACTIVATIONS:
@@ -96,8 +98,9 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
     max_position = _optional_size(config, "max_position_embeddings") or defaults["max_position"]
     rope = parse_rope(config, max_position)
     attention_bias = _flag(config, "attention_bias") and model_type in ("llama", "qwen3")
-    eos = _token_ids(config.get("eos_token_id", defaults["eos"]), "config.json")
-    eos += _token_ids((generation_config or {}).get("eos_token_id"), "generation_config.json")
+    # As in transformers, generation_config.json replaces what config.json says.
+    eos = _token_ids((generation_config or {}).get("eos_token_id"), "generation_config.json")
+    eos = eos or _token_ids(config.get("eos_token_id", defaults["eos"]), "config.json")
     return ModelConfig(
         model_type=model_type,
         vocab_size=_size(config, "vocab_size"),
@@ -174,9 +177,9 @@ def _optional_size(config: dict[str, Any], key: str, at_most: int = MAX_SIZE) ->
     return None if value is None else whole_number(value, f"config.json: {key}", at_most=at_most)
 
 
-def _flag(config: dict[str, Any], key: str) -> bool:
+def _flag(config: dict[str, Any], key: str, *, default: bool = False) -> bool:
     value = config.get(key)
-    return False if value is None else flag(value, f"config.json: {key}")
+    return default if value is None else flag(value, f"config.json: {key}")
 
 
 def _token_ids(value: object, file: str) -> list[int]:
@@ -187,23 +190,41 @@ def _token_ids(value: object, file: str) -> list[int]:
 
 
 def _parse_windows(config: dict[str, Any], model_type: str, num_layers: int) -> tuple[int | None, ...]:
-    if model_type == "llama":
-        return (None,) * num_layers
-    window = _optional_size({"sliding_window": 4096} | config, "sliding_window")
-    if model_type == "mistral":
-        return (window,) * num_layers
-    if not _flag(config, "use_sliding_window") or window is None:
-        return (None,) * num_layers
+    """The window of each layer. `layer_types` decides where it is given, as in transformers, which reads a Mistral that
+    has it as a Ministral."""
+    types = _layer_types(config, num_layers)
+    window = None if model_type == "llama" else _optional_size({"sliding_window": 4096} | config, "sliding_window")
+    is_on = _flag(config, "use_sliding_window", default=model_type == "mistral")
+    if not is_on and model_type == "mistral" and window is not None:
+        raise ModelError(f"config.json: use_sliding_window is false, but sliding_window is {window}", hint=_WINDOW_HINT)
+    if not is_on:
+        window = None
+    if types is None:
+        first = 0
+        if model_type != "mistral" and window is not None:
+            first = whole_number(config.get("max_window_layers", 28), "config.json: max_window_layers", at_least=0)
+        types = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)]
+    if "sliding_attention" in types and window is None:
+        why = "sliding_window is null" if is_on else "use_sliding_window is not true"
+        why = "a llama model has no window" if model_type == "llama" else why
+        raise ModelError(f"config.json: layer_types has sliding_attention, but {why}", hint=_WINDOW_HINT)
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+_WINDOW_HINT = "make layer_types and the sliding window of config.json agree; see the model's page"
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def _layer_types(config: dict[str, Any], num_layers: int) -> list[str] | None:
     types = config.get("layer_types")
     if types is None:
-        first = whole_number(config.get("max_window_layers", 28), "config.json: max_window_layers", at_least=0)
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+        return None
     if not isinstance(types, list) or len(types) != num_layers:
         raise ModelError(f"config.json: layer_types must be a list of {num_layers} layers, not {shown(types)}")
     for kind in types:
-        if kind not in ("sliding_attention", "full_attention"):
+        if kind not in _LAYER_TYPES:
             raise ModelError(
                 f"config.json: layer type {shown(kind)} is not supported",
-                hint="supported layer types: full_attention, sliding_attention",
+                hint=f"supported layer types: {', '.join(_LAYER_TYPES)}",
             )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return types

@@ -97,26 +97,37 @@ def same_scale(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return found == wanted or (math.prod(found) == math.prod(wanted) == max((*found, *wanted, 1)))
 
 
+_KEYS = ("quantization_config", "compression_config")  # the second one: old files of compressed-tensors
+
+
+def quantization_section(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
+    """What a config.json says about quantisation, and the name of its key for messages. None: nothing."""
+    found = {key: mapping(config[key], f"config.json: {key}") for key in _KEYS if config.get(key)}
+    if len(found) == len(_KEYS):
+        raise ModelError(f"config.json has {' and '.join(_KEYS)}", hint="remove the one that is not of these weights")
+    if _KEYS[1] in found:
+        return f"config.json: {_KEYS[1]}", {"quant_method": "compressed-tensors", **found[_KEYS[1]]}
+    return f"config.json: {_KEYS[0]}", found.get(_KEYS[0])
+
+
 def parse_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantization | None:
-    """From `quantization_config` of a config.json, or from an `hf_quant_config.json` (`modelopt`). None: the checkpoint
-    is not quantised. Raises ModelError for what is not FP8 as described above."""
-    raw = config.get("quantization_config") or None
-    if raw is None:
+    """From a config.json (see `quantization_section`), or from an `hf_quant_config.json` (`modelopt`). None: the
+    checkpoint is not quantised. Raises ModelError for what is not FP8 as described above."""
+    where, section = quantization_section(config)
+    if section is None:
         return None if modelopt is None else _modelopt(mapping(modelopt.get("quantization"), "hf_quant_config.json"))
-    section = mapping(raw, "config.json: quantization_config")
     method = section.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed_tensors(section)
+        return _compressed_tensors(section, where)
     if method == "fp8":
-        return _fp8(section)
+        return _fp8(section, where)
     if method == "modelopt" or (method is None and "quant_algo" in section):
         return _modelopt(section)
     raise ModelError(f"the checkpoint is quantised ({shown(method)}), which is not supported", hint=FP8_HINT)
 
 
-def _compressed_tensors(section: Mapping[str, Any]) -> Quantization | None:
+def _compressed_tensors(section: Mapping[str, Any], where: str) -> Quantization | None:
     """https://github.com/vllm-project/compressed-tensors"""
-    where = "config.json: quantization_config"
     if section.get("format") not in ("float-quantized", "naive-quantized"):
         raise _unsupported(f"{where}: format {shown(section.get('format'))}")
     for key in ("sparsity_config", "transform_config"):
@@ -174,9 +185,8 @@ def _compressed_inputs(arguments: Mapping[str, Any] | None, where: str) -> Input
 _GROUP = 128  # features of an input that share a scale, where weights have blocks
 
 
-def _fp8(section: Mapping[str, Any]) -> Quantization:
+def _fp8(section: Mapping[str, Any], where: str) -> Quantization:
     """transformers' FineGrainedFP8Config, and AutoFP8's."""
-    where = "config.json: quantization_config"
     scheme = section.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
         raise _unsupported(f"{where}: activation_scheme {shown(scheme)}")

@@ -19,6 +19,7 @@ from specbatch.engine.resolve import ResolvedRun
 from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
 from specbatch.job.fingerprint import ModelFiles, job_fingerprint
+from specbatch.job.rows import RowParser
 from specbatch.job.stats import device_name, versions
 from specbatch.job.terminal import print_notes
 from specbatch.job.tokenizer import TextProcessor
@@ -93,7 +94,8 @@ def tune_file(
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
     on_cuda = run.on_cuda
     num_rows = options.rows or rows_to_trace(on_cuda, run.engine.max_batch_size)
-    sample = sample_rows(source, opened.parser, texts, built.engine.limits, num_rows, run.config.engine.seed)
+    parser = RowParser(run.config.sampling, config.data)  # with the model's own sampling options
+    sample = sample_rows(source, parser, texts, built.engine.limits, num_rows, run.config.engine.seed)
     sampled = any(request.params.temperature > 0 for request in sample.requests)
     session = Session(built.engine, built.method, built.parts, "round" if on_cuda else "none", sampled)
     # The session caches no prefixes, the job will.

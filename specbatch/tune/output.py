@@ -68,6 +68,7 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
     if schedule is not None:
         decided = tuned.run.config.speculation
         config = replace(config, speculation=replace(config.speculation, method=decided.method, draft=decided.draft))
+    config = replace(config, sampling=tuned.run.config.sampling)
     text = tuned_yaml(config_to_dict(config), schedule, header=lines, comments=comments)
     write_whole(output, text.encode())
     report = json_report(tuned.result, tuned.forecast.costs, list(tuned.forecast.replays.values()), comparisons)

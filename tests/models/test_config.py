@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specbatch.errors import ModelError
 from specbatch.models.config import expected_tensors, parse_hf_config
+from specbatch.models.config_keys import check_keys, unknown_keys
 from specbatch.models.rope import RopeConfig
 
 SIZES: dict[str, Any] = {
@@ -177,16 +179,41 @@ def test_sliding_windows() -> None:
     assert windows(model_type="mistral", sliding_window=9) == (9, 9, 9)
     assert windows(model_type="mistral", sliding_window=None) == (None, None, None)
     assert windows(model_type="mistral") == (4096, 4096, 4096)  # transformers' default
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    assert windows(model_type="mistral", sliding_window=9, layer_types=kinds) == (None, 9, None)
+    assert windows(model_type="mistral", sliding_window=None, layer_types=["full_attention"] * 3) == (None, None, None)
+    assert windows(model_type="mistral", sliding_window=None, use_sliding_window=False) == (None, None, None)
     assert windows(model_type="qwen2", sliding_window=9, use_sliding_window=False) == (None, None, None)
     assert windows(model_type="qwen2", sliding_window=9, use_sliding_window=True, max_window_layers=1) == (None, 9, 9)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     assert windows(model_type="qwen3", sliding_window=9, use_sliding_window=True, layer_types=kinds) == (9, None, 9)
 
 
-def test_end_of_sequence_ids_are_united() -> None:
-    config = parse_hf_config({**LLAMA, "eos_token_id": 5}, {"eos_token_id": [7, 5]})
-    assert config.eos_token_ids == (5, 7)
+def test_generation_config_replaces_the_end_of_sequence_ids() -> None:
+    def ids(**files: Any) -> tuple[int, ...]:
+        return parse_hf_config({**LLAMA, "eos_token_id": 5}, files).eos_token_ids
+
+    assert ids() == ids(eos_token_id=None) == ids(eos_token_id=-1) == (5,)
+    assert ids(eos_token_id=7) == (7,)
+    assert ids(eos_token_id=[7, 5, 7]) == (7, 5)
     assert parse_hf_config({**LLAMA, "eos_token_id": None}).eos_token_ids == ()
+
+
+def test_every_key_of_transformers_is_known() -> None:
+    """A key that a later version of transformers adds to its classes needs a decision."""
+    for theirs in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config):
+        keys = {field.name for field in fields(theirs)} | theirs(**SIZES).to_dict().keys()
+        assert not unknown_keys(dict.fromkeys(keys - {"rope_parameters"}, "a value"), theirs.model_type)
+        raw = theirs(**SIZES).to_dict()
+        check_keys(raw, theirs.model_type)
+        assert unknown_keys(raw, theirs.model_type) == []
+
+
+def test_unknown_keys_are_those_that_neither_change_nothing_nor_are_applied() -> None:
+    rope = {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3, "mrope_section": [1, 2]}}
+    extra = {"auto_map": {"AutoModel": "own.Model"}, "alpha": 0.5, "beta": None, "gamma": [], "sliding_window": 9}
+    found = unknown_keys({**LLAMA, **rope, **extra}, "llama")
+    assert found == ["auto_map", "alpha", "sliding_window", "rope_scaling.beta_fast", "rope_scaling.mrope_section"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,23 @@ def test_configurations(section: dict[str, Any], expected: tuple[str, str]) -> N
     assert found.covers("model.layers.3.mlp.up_proj")
     assert not found.covers("lm_head")
     assert not found.covers("model.embed_tokens")
+
+
+def test_the_old_key_of_compressed_tensors(tmp_path: Path) -> None:
+    old = {key: value for key, value in compressed(kv_cache_scheme=WEIGHTS).items() if key != "quant_method"}
+    new = compressed(kv_cache_scheme=WEIGHTS)
+    assert parse_quantization({"compression_config": old}) == parse_quantization({"quantization_config": new})
+    path = fp8_checkpoint(tmp_path, new)
+    raw = json.loads((path / "config.json").read_text())
+    kv_scales = open_checkpoint(path).kv_scales
+    (path / "config.json").write_text(json.dumps({**raw, "quantization_config": None, "compression_config": old}))
+    found = open_checkpoint(path)
+    assert found.quantization is not None
+    assert found.kv_scales == kv_scales != ()
+    with pytest.raises(ModelError, match=r"config\.json: compression_config: format 'pack-quantized' is not supported"):
+        parse_quantization({"compression_config": old | {"format": "pack-quantized"}})
+    with pytest.raises(ModelError, match="quantization_config and compression_config"):
+        parse_quantization({"compression_config": old, "quantization_config": new})
 
 
 def test_a_file_of_modelopt() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown, tensor_problems
 from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
+from specbatch.models.config_keys import check_keys, unknown_keys
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
 from specbatch.models.formats.gguf_config import gguf_model_config
@@ -38,6 +40,8 @@ class Checkpoint:
     description: str  # for logs and results, such as "safetensors bfloat16", "Q4_K_M dequantised" or "random weights"
     quantization: Quantization | None = None  # of its linear layers, as the files have them
     kv_scales: tuple[KVScales, ...] = ()  # of each layer, for a cache in FP8; none: 1
+    generation_config: Mapping[str, Any] = field(default_factory=dict)  # as the file has it; empty: there is none
+    ignored: tuple[str, ...] = ()  # keys of its configuration that are neither applied nor known to change nothing
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -56,7 +60,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         config = gguf_model_config(file)
         tensors: TensorSource = GgufSource(file, config)
         _check_tensors(path, config, tensors)
-        return Checkpoint(path, config, tensors, gguf_description(file))
+        ignored = tuple(key for key in file.metadata if key.startswith("general.sampling."))
+        return Checkpoint(path, config, tensors, gguf_description(file), ignored=ignored)
+    check_no_adapter(path)
     config_file = path / "config.json"
     if not is_there(config_file):
         raise ModelError(
@@ -65,7 +71,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raw = read_json(config_file)
     _check_architecture(path, raw)
     generation_file = path / "generation_config.json"
-    config = parse_hf_config(raw, read_json(generation_file) if is_there(generation_file) else None)
+    generation = read_json(generation_file) if is_there(generation_file) else {}
+    config = parse_hf_config(raw, generation)
+    check_keys(raw, config.model_type)
     modelopt_file = path / "hf_quant_config.json"
     modelopt = read_json(modelopt_file) if is_there(modelopt_file) else None
     quantization = parse_quantization(raw, modelopt)
@@ -74,7 +82,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
         config = dataclasses.replace(config, tie_word_embeddings=False)
     _check_tensors(path, config, tensors, quantization)
     kv_scales = read_kv_scales(tensors, config.num_layers) if has_fp8_cache(raw, modelopt) else ()
-    return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales)
+    ignored = tuple(unknown_keys(raw, config.model_type))
+    return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales, generation, ignored)
+
+
+def check_no_adapter(path: Path) -> None:
+    """Raises ModelError for a folder with an adapter (LoRA and others). Its base model alone gives other texts."""
+    names = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+    found = [name for name in names if is_there(path / name)]
+    if found:
+        raise ModelError(
+            f"{path} has an adapter ({', '.join(found)}), and adapters are not supported",
+            hint="merge it into its base model (merge_and_unload of peft) and use the merged model; "
+            "if the weights here are merged already, remove these files",
+        )
 
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -132,15 +153,13 @@ def _check_tensors(
 
 
 def _wrong_types(tensors: TensorSource, quantization: Quantization | None) -> str:
-    """Weights that are in FP8 without a scale, or have a scale and are not in FP8; empty where there are none."""
+    """Tensors that are in FP8 without a scale, or have a scale and are not in E4M3; empty where there are none."""
     assert isinstance(tensors, SafetensorsSource | TorchBinSource | GgufSource), type(tensors)
     wrong = []
     for name, dtype in getattr(tensors, "dtypes", {}).items():
         layer, _, kind = name.rpartition(".")
-        if kind != "weight":
-            continue
-        is_covered = quantization is not None and quantization.covers(layer)
-        if is_covered != (dtype == "float8_e4m3fn"):
+        is_covered = kind == "weight" and quantization is not None and quantization.covers(layer)
+        if dtype != "float8_e4m3fn" if is_covered else dtype.startswith("float8"):
             wrong.append(f"{name} is {dtype}{' and has no scale' if not is_covered else ''}")
     return f"{len(wrong)} tensors have the wrong type: {first_names(wrong)}" if wrong else ""
 

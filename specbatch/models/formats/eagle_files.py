@@ -7,6 +7,7 @@ speculators (`layers.0.*`, sizes under `transformer_layer_config`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,20 @@ import torch
 from torch import Tensor
 
 from specbatch.errors import ModelError
-from specbatch.models.checks import flag, mapping, shown, whole_number
+from specbatch.models.checks import first_names, flag, mapping, shown, whole_number
 from specbatch.models.config import ModelConfig, parse_hf_config
+from specbatch.models.config_keys import check_keys
 from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, layer_prefix, target_ids_of
-from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.models.formats.checkpoint import Checkpoint, check_no_adapter
 from specbatch.models.formats.files import is_there, read_json
-from specbatch.models.formats.tensor_files import TensorSource, is_stored_rotary, open_tensors
+from specbatch.models.formats.tensor_files import (
+    SafetensorsSource,
+    TensorSource,
+    TorchBinSource,
+    is_stored_rotary,
+    open_tensors,
+)
+from specbatch.models.quantization import parse_quantization
 
 _FILE = "config.json of the draft head"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -41,6 +50,7 @@ _FIXED_EAGLE3: Mapping[str, Any] = {
 }
 # Parts of the names of keys that can change what a head computes. A note names such a key if it is none of the above.
 _MEANINGFUL = ("aux", "norm", "residual", "layer_ids", "draft", "eagle", "dflash", "mask_token", "ptd_token")
+_OTHER_HEAD = "use another head for this target, or speculation.method ngram, which needs none"
 _HARMLESS = ("rms_norm_eps", "eagle_config", "has_lm_head", "parallel_draft_heads_num_layers")
 
 
@@ -61,14 +71,17 @@ def open_eagle_head(
 
     Raises ModelError.
     """
+    check_no_adapter(path)
     config_file = path / "config.json"
     if not is_there(config_file):
         raise ModelError(
             f"{path} has no config.json", hint="a draft head is a directory with config.json and its weights"
         )
     raw = _HeadJson(read_json(config_file), kind)
-    raw.check_supported(target.config)
+    modelopt_file = path / "hf_quant_config.json"
+    raw.check_supported(target.config, read_json(modelopt_file) if is_there(modelopt_file) else None)
     config = parse_hf_config(raw.sizes)
+    raw.check_window(config)
     notes: list[str] = []
     if names := raw.ignored():
         notes.append(f"speculation.draft: its config.json has keys that specbatch ignores: {', '.join(names)}")
@@ -76,7 +89,9 @@ def open_eagle_head(
     layers = file_layers if aux_layers is None else aux_layers
     norm_before_residual = raw.norm_before_residual(notes)
     draft_vocab_size = raw.draft_vocab_size() or config.vocab_size
-    tensors = _HeadTensors(open_tensors(path), kind, config, draft_vocab_size, target)
+    files = open_tensors(path)
+    _check_types(files)
+    tensors = _HeadTensors(files, kind, config, draft_vocab_size, target)
     head = eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target.config, layers, norm_before_residual)
     if head.has_vocab_map:  # small; refused before weights are read
         target_ids_of(tensors.load("d2t"), tensors.load("t2d"), config.vocab_size)
@@ -89,6 +104,16 @@ def open_eagle_head(
             why += f"; SGLang reads outputs, which would be {next_layers(layers)} here"
         notes.append(f"speculation.aux_layers: inputs of layers {', '.join(map(str, layers))} ({why})")
     return EagleCheckpoint(head, tensors, may_be_outputs, tuple(notes))
+
+
+def _check_types(files: SafetensorsSource | TorchBinSource) -> None:
+    """Raises ModelError for numbers in FP8: without their scales they are other weights."""
+    if fp8 := [f"{name} is {dtype}" for name, dtype in files.dtypes.items() if dtype.startswith("float8")]:
+        files.close()
+        raise ModelError(
+            f"the draft head has {len(fp8)} tensors in FP8, which is not supported: {first_names(fp8)}",
+            hint=_OTHER_HEAD,
+        )
 
 
 def next_layers(layers: tuple[int, ...]) -> list[int]:
@@ -108,8 +133,12 @@ class _HeadJson:
         self.sizes = dict(self._parts["transformer_layer_config."] or raw)
         self._is_speculators = "speculators_model_type" in raw or "transformer_layer_config" in raw
 
-    def check_supported(self, target: ModelConfig) -> None:
-        """Raises ModelError for a value that is not supported."""
+    def check_supported(self, target: ModelConfig, modelopt: Mapping[str, Any] | None) -> None:
+        """Raises ModelError for a value that is not supported. `modelopt`: the head's `hf_quant_config.json`."""
+        for part in self._parts.values():
+            check_keys(part)
+            if parse_quantization(part, modelopt) is not None:
+                raise ModelError("the draft head is quantised, which is not supported", hint=_OTHER_HEAD)
         fixed = {**_FIXED, "target_hidden_size": target.hidden_size, "speculators_model_type": self._kind}
         if self._kind == "eagle3":
             fixed |= _FIXED_EAGLE3
@@ -119,8 +148,15 @@ class _HeadJson:
         for name, value, one in wrong:
             raise ModelError(
                 f"{_FILE} has {name}: {shown(value)}; only {shown(one)} is supported",
-                hint="use another head for this target, or speculation.method ngram, which needs none",
+                hint=_OTHER_HEAD,
             )
+
+    def check_window(self, config: ModelConfig) -> None:
+        """Raises ModelError for a head with a sliding window. `config`: what its file says. A default of its family is
+        not its own."""
+        window = config.sliding_windows[0]
+        if self.sizes.get("sliding_window") is not None and (window or math.inf) < config.max_position_embeddings:
+            raise ModelError(f"{_FILE} has sliding_window: {window}, which is not supported", hint=_OTHER_HEAD)
 
     def ignored(self) -> list[str]:
         """Unknown keys that can change what is computed."""

@@ -25,6 +25,11 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
             f"{source}: GGUF architecture {shown(architecture)} is not supported",
             hint=f"supported architectures: {', '.join(SUPPORTED_ARCHITECTURES)} (Mistral models are 'llama' in GGUF)",
         )
+    if file.metadata.get("general.type", "model") != "model":
+        raise ModelError(
+            f"{source} is no model but {shown(file.metadata['general.type'])} (general.type)",
+            hint="an adapter has to be merged into its model: llama-export-lora",
+        )
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise ModelError(f"{source} is one part of a split GGUF", hint="merge them first: llama-gguf-split --merge")
     meta = _Metadata(file, architecture)
@@ -39,6 +44,7 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.size(key, head_dim) != head_dim:
             raise ModelError(f"{source}: {key} {meta.get(key)} differs from the head size {head_dim}")
+    _check_neutral(source, meta)
     window = meta.size("attention.sliding_window", 0, at_least=0) or None
     context = meta.size("context_length")
     rope = _rope_config(file, meta, head_dim, context)
@@ -62,6 +68,32 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         sliding_windows=(window,) * num_layers,
         eos_token_ids=_eos_token_ids(file),
     ).checked(source)
+
+
+# Keys that would change what is computed, with the value under which they change nothing.
+_NEUTRAL = {
+    "attention.causal": True,
+    "attention.scale": None,
+    "attention.clamp_kqv": 0,
+    "attention.sliding_window_pattern": None,
+    "attention.chunk_size": 0,
+    "attn_logit_softcapping": 0,
+    "final_logit_softcapping": 0,
+    "logit_scale": 1,
+    "residual_scale": 1,
+    "embedding_scale": 1,
+    "use_parallel_residual": False,
+}
+
+
+def _check_neutral(source: str, meta: _Metadata) -> None:
+    for key, neutral in _NEUTRAL.items():
+        value = meta.get(key, neutral)
+        if value != neutral:
+            raise ModelError(
+                f"{source}: metadata {key} {shown(value)} is not supported",
+                hint="the model computes more than specbatch does: use another file, or another engine",
+            )
 
 
 class _Metadata:

@@ -14,6 +14,7 @@ from typing import Any
 from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.models.formats.tensor_files import TensorSource
+from specbatch.models.quantization import quantization_section
 
 # An older name has one scale for both.
 _K_NAMES, _V_NAMES = ("k_scale", "k_proj.k_scale", "kv_scale"), ("v_scale", "v_proj.v_scale", "kv_scale")
@@ -26,7 +27,7 @@ def is_kv_scale(name: str) -> bool:
 
 def has_fp8_cache(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> bool:
     """Whether the scales of a checkpoint are for a cache in FP8, from its config.json and `hf_quant_config.json`."""
-    for given in (config.get("quantization_config"), modelopt):
+    for given in (quantization_section(config)[1], modelopt):
         section = given.get("quantization", given) if isinstance(given, Mapping) else {}
         scheme = section.get("kv_cache_scheme")
         if isinstance(scheme, Mapping) and scheme.get("num_bits") == 8 and scheme.get("type") == "float":

@@ -117,7 +117,7 @@ def _is_plain(name: object, value: object) -> bool:
     return isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
-def open_tensors(directory: Path) -> TensorSource:
+def open_tensors(directory: Path) -> SafetensorsSource | TorchBinSource:
     """Open the weights of a Hugging Face directory: safetensors before `.bin`, one file or an index with shards.
 
     Raises ModelError where there are none, or they are damaged or no floating-point numbers.

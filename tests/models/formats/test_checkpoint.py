@@ -158,6 +158,33 @@ def drop(path: Path, name: str) -> None:
             lambda p: rewrite(p, lambda s: s.update({"model.extra.weight": torch.ones(1), "odd": torch.ones(1)})),
             ("model.extra.weight, odd", "unknown"),
         ),
+        # What other kinds of models have in addition: a missing bias or norm would change each text.
+        *(
+            (lambda p, name=name: rewrite(p, lambda s: s.update({name: torch.ones(32)})), (name, "unknown"))
+            for name in (
+                *("model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.up_proj.bias", "lm_head.bias"),
+                *("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.sinks", "model.norm.bias"),
+                *("model.layers.0.post_feedforward_layernorm.weight", "vision_tower.patch_embed.weight"),
+                *("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.mlp.up_proj.scale"),
+                *("model.layers.0.mlp.up_proj.weight_scale", "v_head.weight"),
+            )
+        ),
+        # Numbers in FP8 without a scale are other weights.
+        *(
+            (
+                lambda p, name=name, dtype=dtype: rewrite(p, lambda s: s.update({name: s[name].to(dtype)})),
+                (name, str(dtype).removeprefix("torch."), "no scale"),
+            )
+            for name in ("model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight")
+            for dtype in (torch.float8_e5m2, torch.float8_e4m3fn)
+        ),
+        (lambda p: (p / "adapter_config.json").write_text("{}"), ("adapter_config.json", "adapters", "merge")),
+        (
+            lambda p: (p / "model.safetensors").rename(p / "adapter_model.safetensors"),
+            ("adapter_model.safetensors", "adapters", "merge"),
+        ),
+        (lambda p: edit_config(p, is_causal=False), ("is_causal",)),
+        (lambda p: edit_config(p, mlp_bias=True), ("mlp.gate_proj.bias", "missing")),
     ],
 )
 def test_faults(fault: Callable[[Path], Any], words: tuple[str, ...], llama: Path) -> None:
@@ -166,6 +193,20 @@ def test_faults(fault: Callable[[Path], Any], words: tuple[str, ...], llama: Pat
         open_checkpoint(llama)
     text = f"{caught.value.message} {caught.value.hint}"
     assert all(word in text for word in words), text
+
+
+def test_a_folder_that_holds_an_adapter_alone_is_refused_by_name(tmp_path: Path) -> None:
+    """Before its missing config.json is reported."""
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/model"}')
+    save_file({"base_model.lora_A.weight": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"adapter \(adapter_config.json, adapter_model.safetensors\)"):
+        open_checkpoint(tmp_path)
+
+
+def test_keys_that_are_ignored_are_known(llama: Path) -> None:
+    assert open_checkpoint(llama).ignored == ()
+    edit_config(llama, auto_map={"AutoModel": "own.Model"}, my_scale=3.0, my_note=None)
+    assert open_checkpoint(llama).ignored == ("auto_map", "my_scale")
 
 
 def test_missing_shard(tmp_path: Path) -> None:

@@ -105,6 +105,13 @@ SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": E, "
         ({NESTED: {"parallel_draft_step": 4}}, "parallel_draft_step: 4; only 1"),
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"layer_types": ["sliding_attention"]}, "layer_types.*only 'full_attention'"),
+        ({"is_causal": False}, "is_causal False"),
+        ({NESTED: {"attn_logit_softcapping": 9.0}}, "attn_logit_softcapping 9.0"),
+        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window: 8, which is not supported"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "window: 8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the draft head is quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "is quantised .'gptq'."),
+        ({"transformer_layer_config": SIZES | {"quantization_config": {"quant_method": "fp8"}}}, "is quantised"),
         ({"speculators_model_type": "peagle"}, "speculators_model_type: 'peagle'; only 'eagle3'"),
         ({"transformer_layer_config": SIZES | {"num_hidden_layers": 2}}, "transformer_layer_config.num_hidden_layers"),
         ({NESTED: 3}, "eagle_config must be a JSON object"),
@@ -122,6 +129,26 @@ def test_what_is_computed_otherwise_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         opened(tmp_path, target, **config)
+
+
+def test_a_window_of_the_family_or_of_all_positions_is_none_of_the_head(target: Checkpoint, tmp_path: Path) -> None:
+    for i, config in enumerate([{}, {"sliding_window": None}, {"sliding_window": 4096}]):
+        opened(tmp_path / str(i), target, model_type="mistral", max_position_embeddings=4096, **config)
+
+
+def test_files_of_another_kind_next_to_a_head_are_refused(target: Checkpoint, tmp_path: Path) -> None:
+    path = write_head(tmp_path / "modelopt", head_tensors("eagle3"))
+    (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    with pytest.raises(ModelError, match="the draft head is quantised"):
+        open_eagle_head(path, "eagle3", target)
+    tensors = head_tensors("eagle3")
+    tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e5m2)
+    with pytest.raises(ModelError, match=r"1 tensors in FP8.*fc.weight is float8_e5m2"):
+        open_eagle_head(write_head(tmp_path / "fp8", tensors), "eagle3", target)
+    path = write_head(tmp_path / "adapter", head_tensors("eagle3"))
+    (path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="adapters are not supported"):
+        open_eagle_head(path, "eagle3", target)
 
 
 def test_keys_that_change_nothing_are_read(target: Checkpoint, tmp_path: Path) -> None:

@@ -92,9 +92,12 @@ def write(
         writer.add_key_value(
             key,
             value,
-            {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}[
-                type(value)
-            ],
+            {
+                str: gguf.GGUFValueType.STRING,
+                int: gguf.GGUFValueType.UINT32,
+                float: gguf.GGUFValueType.FLOAT32,
+                bool: gguf.GGUFValueType.BOOL,
+            }[type(value)],
         )
     for name, tensor in state.items():
         array = tensor.detach().float().numpy()
@@ -315,3 +318,24 @@ def test_config_needs_no_tensor_data(tmp_path: Path) -> None:
     path.write_bytes(content[:start] + b"\xff" * (len(content) - start))
     assert gguf_model_config(GgufFile(path)).hidden_size == 256
     open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.attention.causal", False),
+        ("llama.attn_logit_softcapping", 30.0),
+        ("llama.logit_scale", 0.5),
+        ("llama.attention.sliding_window_pattern", 2),
+        ("general.type", "adapter"),
+    ],
+)
+def test_metadata_that_changes_what_is_computed_is_refused_by_name(key: str, value: Any, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    neutral = {"llama.attention.causal": True, "llama.logit_scale": 1.0, "general.type": "model"}
+    state = state_of(config)
+    write(tmp_path / "fine.gguf", config, state, metadata=neutral)
+    open_checkpoint(tmp_path / "fine.gguf")
+    write(tmp_path / "model.gguf", config, state, metadata={key: value})
+    with pytest.raises(ModelError, match=key.removeprefix("llama.")):
+        open_checkpoint(tmp_path / "model.gguf")

@@ -1,0 +1,131 @@
+"""The keys of a `config.json`: each is applied, refused, known to change nothing, or named in a note.
+
+Families read different keys. A key that one family reads changes nothing in another, as in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specbatch.errors import ModelError
+from specbatch.models.checks import is_one_of, shown
+
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
+_QUANTIZATION = ("quantization_config", "compression_config")
+_APPLIED = frozenset(
+    (
+        *("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings"),
+        *("rms_norm_eps", "tie_word_embeddings", "eos_token_id", "layer_types", *_ROPE, *_QUANTIZATION),
+    )
+)
+_WINDOWS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers"))
+# In addition to `_APPLIED`.
+_OF_FAMILY: Mapping[str, frozenset[str]] = {
+    "llama": frozenset(("attention_bias", "mlp_bias")),
+    "mistral": frozenset(("use_sliding_window", "sliding_window")),
+    "qwen2": _WINDOWS,
+    "qwen3": _WINDOWS | {"attention_bias"},
+}
+
+# Keys that would change what is computed, with the values under which they change nothing. null is one in each case.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    name: values
+    for values, names in (
+        (
+            (False,),
+            """
+            is_encoder_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder
+            use_bidirectional_attention use_parallel_residual parallel_attn alibi use_alibi
+            use_qk_norm qk_norm qk_layernorm rope_interleaved use_mrope use_nope
+            attention_sinks use_attention_sinks attn_output_gate
+            """,
+        ),
+        ((True,), "is_causal"),
+        (
+            (0, False),
+            """
+            attn_logit_softcapping attn_logit_softcap attn_softcap final_logit_softcapping final_logit_softcap
+            logits_soft_cap clip_qkv qk_clip_threshold
+            attention_chunk_size no_rope_layer_interval
+            num_experts num_local_experts n_routed_experts moe_intermediate_size kv_lora_rank q_lora_rank
+            """,
+        ),
+        (
+            (1,),
+            """
+            logit_scale logits_scaling logits_scale embedding_multiplier residual_multiplier lm_head_multiplier
+            embed_scale scale_emb rotary_pct
+            """,
+        ),
+        ((), "attention_multiplier query_pre_attn_scalar scale_depth dim_model_base attn_temperature_tuning"),
+        (
+            ({}, []),
+            """
+            per_layer_config pruned_heads no_rope_layers sliding_window_pattern
+            vision_config audio_config text_config decoder encoder
+            """,
+        ),
+        (("silu", "swish"), "hidden_activation mlp_activation activation_function"),
+    )
+    for name in names.split()
+}
+# The same of a family, where its class does not have the trait.
+_NEUTRAL_OF_FAMILY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "llama": {"use_sliding_window": (False,), "qkv_bias": (False,)},
+    "mistral": {"attention_bias": (False,), "mlp_bias": (False,), "qkv_bias": (False,)},
+    "qwen2": {"mlp_bias": (False,), "qkv_bias": (True,)},
+    "qwen3": {"mlp_bias": (False,), "qkv_bias": (False,)},
+}
+
+# Keys that no answer depends on: names, versions, training, classification, how a program runs the model.
+_HARMLESS_NAMES = """
+    _name_or_path name_or_path transformers_version torch_dtype dtype _commit_hash model_name
+    transformers.js_config is_llama_config unsloth_version unsloth_fixed
+    output_hidden_states output_attentions return_dict return_dict_in_generate output_scores use_return_dict
+    chunk_size_feed_forward id2label label2id num_labels problem_type finetuning_task task_specific_params
+    tokenizer_class prefix bos_token_id pad_token_id sep_token_id cls_token_id unk_token_id decoder_start_token_id
+    tf_legacy_loss use_bfloat16 torchscript gradient_checkpointing tie_last_hidden_states is_decoder
+    initializer_range initializer_factor attention_dropout hidden_dropout hidden_dropout_prob dropout attn_dropout
+    attention_probs_dropout_prob attn_pdrop resid_pdrop embd_pdrop classifier_dropout
+    use_cache cache_implementation pretraining_tp _attn_implementation attn_implementation
+    _attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled
+    _experts_implementation experts_implementation use_flash_attn use_flash_attention
+"""
+_HARMLESS = frozenset(_HARMLESS_NAMES.split())
+_EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
+# What each type of rotary embedding reads of its parameters.
+_ROPE_KEYS = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"))
+_ROPE_KEYS_OF: Mapping[str, frozenset[str]] = {
+    "default": _ROPE_KEYS,
+    "linear": _ROPE_KEYS | {"factor"},
+    "llama3": _ROPE_KEYS | {"factor", "low_freq_factor", "high_freq_factor"},
+    "yarn": _ROPE_KEYS
+    | {"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"},
+}
+
+
+def check_keys(config: Mapping[str, Any], model_type: str | None = None) -> None:
+    """Raises ModelError for a key that changes what is computed and is not supported. `model_type`: also for those that
+    its family does not have; None: of a draft head, which has the traits that its tensors show."""
+    neutral = {**_NEUTRAL, **_NEUTRAL_OF_FAMILY.get(model_type or "", {})}
+    for key, value in config.items():
+        if key in neutral and value is not None and not is_one_of(value, neutral[key]):
+            raise ModelError(
+                f"config.json: {key} {shown(value)} is not supported"
+                + (f" in a {model_type} model" if model_type else ""),
+                hint="the model computes more than specbatch does: use another checkpoint, or another engine",
+            )
+
+
+def unknown_keys(config: Mapping[str, Any], model_type: str) -> list[str]:
+    """The keys that are neither applied, nor refused, nor known to change nothing."""
+    known = _APPLIED | _OF_FAMILY[model_type] | _HARMLESS | _NEUTRAL.keys() | _NEUTRAL_OF_FAMILY[model_type].keys()
+    unknown = [key for key, value in config.items() if key not in known and not is_one_of(value, _EMPTY)]
+    section = next((name for name in ("rope_scaling", "rope_parameters") if config.get(name)), None)
+    if section is not None:
+        rope = config[section]
+        read = _ROPE_KEYS_OF[rope.get("rope_type", rope.get("type", "default"))]
+        unknown += [f"{section}.{key}" for key, value in rope.items() if key not in read and value is not None]
+    return unknown
