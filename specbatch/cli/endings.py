@@ -17,6 +17,7 @@ from specbatch.errors import (
     SpecbatchError,
     TooManyFailed,
     WorkerFailed,
+    without_secrets,
 )
 from specbatch.signals import INTERRUPTED, interrupt, on_signals
 
@@ -53,7 +54,7 @@ def user_errors() -> Iterator[Console]:
             _print_error(SpecbatchError(f"memory ran out: {exc or 'this process gets no more'}", _MORE_MEMORY), console)
             raise typer.Exit(USAGE_ERROR) from exc
         # Not the user's mistake: a traceback, and another exit code than that of "some rows failed".
-        console.print(traceback.format_exc(), markup=False, highlight=False)
+        console.print(without_secrets(traceback.format_exc()), markup=False, highlight=False)
         console.print("this is an error in specbatch; finished rows are kept, and the same command continues")
         raise typer.Exit(INTERNAL_ERROR) from exc
 

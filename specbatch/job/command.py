@@ -36,7 +36,7 @@ from specbatch.job.shard import Shard, part_of
 from specbatch.job.sources import RawRow, input_stem, open_source
 from specbatch.job.stats import build_report, write_report
 from specbatch.job.suspects import count_crash
-from specbatch.job.terminal import closing_table, print_notes, print_table
+from specbatch.job.terminal import closing_table, input_bar, print_notes, print_table
 from specbatch.job.tokenizer import with_chat_template_text
 from specbatch.job.urls import url_of
 from specbatch.job.worker import Description
@@ -83,7 +83,7 @@ def run_file_job(
             return _run(options, config, pool, console, began, summary, named)
         store = RemoteOutput(url)
         if url_of(options.input) in (url, store.stats_url):
-            raise InputError(f"{options.input} is the input, so it cannot be written", ELSEWHERE)
+            raise InputError(f"{store.shown} is the input, so it cannot be written", ELSEWHERE)
         with store.named():
             store.prepare(overwrite=options.overwrite, will_write=options.retry_errors)
             outcome = _run(options, config, pool, console, began, summary, store.path, store)
@@ -104,7 +104,7 @@ def _run(
 ) -> Outcome:
     """`named`: the local file that the job writes; `store`: where it goes then."""
     output = _checked_output(named, options, config, console)
-    shown = str(output) if store is None else store.url
+    shown = str(output) if store is None else store.shown
     if options.retry_errors and not (options.overwrite or output.exists() or partial_path(output).exists()):
         raise InputError(
             f"{shown} does not exist, so it has no rows that failed",
@@ -113,7 +113,9 @@ def _run(
     config = with_chat_template_text(config)
     config = with_first_day(config, options.today(), None if options.overwrite else output)
     parser = RowParser(config.sampling, config.data)
-    source = with_checked_fields(open_source(options.input, config.data), parser)
+    with input_bar(options.input, console) as on_bytes:
+        source = open_source(options.input, config.data, on_bytes=on_bytes)
+    source = with_checked_fields(source, parser)
     source = part_of(source, options.limit, options.shard)
     what = pool.describe(with_shared_tokens(config, source, parser))
     notes = list(what.notes)
@@ -123,6 +125,7 @@ def _run(
     if not options.overwrite and is_finished(output):
         report = already_finished(output, job, pool.models, verifiable=source.verifiable)
         if not (options.retry_errors and report["rows"]["failed"]):
+            source.remove_copy()
             print_notes([f"{shown} is finished already: nothing to do (--overwrite runs it again)"], console)
             return Outcome(verdict(report, console), output, report)
         reopen_without_errors(output, report, source)
@@ -182,6 +185,7 @@ def _run(
         if store is not None:
             store.upload()
         results.discard_partial()
+        source.remove_copy()
     if summary:
         print_table(closing_table(report), console)
     print_notes(remarked, console)

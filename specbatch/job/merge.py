@@ -51,12 +51,15 @@ def merge_files(options: MergeOptions, console: Console) -> int:
     named = _output_path(options)
     url = url_of(named)
     if url is None:
-        return _merge(options, shards, named, console)
-    store = RemoteOutput(url)
-    with store.named():
-        store.prepare(overwrite=options.overwrite)
-        code = _merge(options, shards, store.path, console, store)
-        store.remove_copies()
+        code = _merge(options, shards, named, console)
+    else:
+        store = RemoteOutput(url)
+        with store.named():
+            store.prepare(overwrite=options.overwrite)
+            code = _merge(options, shards, store.path, console, store)
+            store.remove_copies()
+    for copy in (copy for shard in shards for copy in shard.copies):
+        copy.remove()
     return code
 
 
@@ -69,7 +72,7 @@ def _merge(
 ) -> int:
     """`named`: the local file to write; `store`: where it goes then."""
     output = checked_output(named, _reads(shards), console, overwrite=options.overwrite)
-    shown = str(output) if store is None else store.url
+    shown = str(output) if store is None else store.shown
     _check_formats(shards, output)
     first = shards[0]
     if not options.overwrite and is_finished(output):
