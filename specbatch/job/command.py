@@ -19,6 +19,7 @@ from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
 from specbatch.job.failures import FailureWatch, MaxFailed
+from specbatch.job.fingerprint import INPUT_FACTS
 from specbatch.job.first_day import with_first_day
 from specbatch.job.generate import FileJob
 from specbatch.job.output import already_finished, checked_output, is_finished, verdict
@@ -33,7 +34,7 @@ from specbatch.job.retry import reopen_without_errors
 from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.runner import failed_row
 from specbatch.job.shard import Shard, part_of
-from specbatch.job.sources import RawRow, input_stem, open_source
+from specbatch.job.sources import RawRow, Source, input_stem, open_source
 from specbatch.job.stats import build_report, write_report
 from specbatch.job.suspects import count_crash
 from specbatch.job.terminal import closing_table, input_bar, print_notes, print_table
@@ -123,7 +124,12 @@ def _run(
     with_grammars = has_grammars(what.config, source, parser)
     job = what.fingerprint(source.identity, options.limit, options.shard, has_grammars=with_grammars)
     if not options.overwrite and is_finished(output):
-        report = already_finished(output, job, pool.models, verifiable=source.verifiable)
+        if options.retry_errors and not source.verifiable:
+            raise InputError(
+                "--retry-errors would read standard input twice, and it is too long for that",
+                f"write it to a file, and name the file; {ELSEWHERE}",
+            )
+        report = already_finished(output, job | _read_to_its_end(source), pool.models)
         if not (options.retry_errors and report["rows"]["failed"]):
             source.remove_copy()
             print_notes([f"{shown} is finished already: nothing to do (--overwrite runs it again)"], console)
@@ -164,7 +170,7 @@ def _run(
         session.load_seconds += start_seconds
         session.total_seconds = time.perf_counter() - began
         report = build_report(
-            job,
+            job | _facts_of(source),
             source.name,
             shown,
             results.totals,
@@ -181,7 +187,7 @@ def _run(
             "weights": pool.models.record(),
             "longest_row": results.longest_row,
         }
-        write_report(stats_path_of(output), report)
+        write_report(stats_path_of(output), report, like=output)
         if store is not None:
             store.upload()
         results.discard_partial()
@@ -190,6 +196,18 @@ def _run(
         print_table(closing_table(report), console)
     print_notes(remarked, console)
     return Outcome(verdict(report, console), output, report)
+
+
+def _read_to_its_end(source: Source) -> dict[str, Any]:
+    """The facts that the job of a finished output has in addition: see `Source.read_so_far`."""
+    if not source.verifiable:
+        for _ in source.rows():
+            pass
+    return _facts_of(source)
+
+
+def _facts_of(source: Source) -> dict[str, Any]:
+    return {INPUT_FACTS + name: value for name, value in source.read_so_far().items()}
 
 
 def _plan(config: Config, parser: RowParser) -> Callable[[Iterator[RawRow]], RowPlan] | None:

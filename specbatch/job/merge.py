@@ -20,7 +20,7 @@ from specbatch.errors import InputError
 from specbatch.job.files import FileFacts
 from specbatch.job.fingerprint import ModelFiles, differences
 from specbatch.job.margins import MarginTotals
-from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict, write_in_order
+from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict
 from specbatch.job.paths import ELSEWHERE, partial_path, stats_path_of
 from specbatch.job.remote import RemoteOutput
 from specbatch.job.result_files import identity, is_table, open_results, result_suffix
@@ -88,9 +88,9 @@ def _merge(
             )
         merging = console.status(f"merging {len(shards):,} shards") if console.is_terminal else nullcontext()
         with merging:
-            written = write_in_order(output, _in_input_order(shards))
+            written = lock.write_output(_in_input_order(shards))
         report = _merged_report(shards, shown, written)
-        write_report(stats_path_of(output), report)
+        write_report(stats_path_of(output), report, like=output)
         if store is not None:
             store.upload()
         lock.discard_partial()

@@ -20,7 +20,7 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.config_load import LOCAL_NAME
 from specbatch.errors import InputError
-from specbatch.job.result_files import RESULT_SUFFIXES, first_line, result_suffix
+from specbatch.job.result_files import RESULT_SUFFIXES, first_line, is_torn_pack, result_suffix
 from specbatch.job.urls import STORES, scheme_of, url_of
 
 ELSEWHERE = "-o PATH writes elsewhere"
@@ -75,7 +75,7 @@ def job_files(output: Path) -> list[Written]:
         Written("the output", output, lambda path: None),  # the user named it; --overwrite decides
         Written("the unfinished results", partial_path(output), unless(is_partial)),
         Written("the table of running rows", running_path(output), unless(is_running_table)),
-        Written("the sorted results", sorted_path(output), unless(holds_results)),
+        Written("the sorted results", sorted_path(output), unless(_is_sorted)),
         Written("the statistics", stats_path_of(output), lambda path: _other_statistics(output, path)),
     ]
 
@@ -234,6 +234,12 @@ def holds_results(path: Path) -> bool:
         return line.startswith(_RESULT_MARK[: len(line)])
     native = {"id", "index", "text", "finish_reason"} <= row.keys()
     return native or str(row.get("id")).startswith("batch_req_")
+
+
+def _is_sorted(path: Path) -> bool:
+    """Whether it is a file that a session left before it became the output, or before it became the partial file of
+    --retry-errors. A torn one can be as short as one byte."""
+    return holds_results(path) or is_partial(path) or is_torn_pack(path)
 
 
 def _other_statistics(output: Path, path: Path) -> str | None:

@@ -41,7 +41,7 @@ class FinishedShard:
     @property
     def verifiable(self) -> bool:
         """See `Source`."""
-        return bool(self.job.get("input.head_is_all", True))
+        return bool(self.job.get("input.head_is_all", True)) or "input.sha256" in self.job
 
     def command(self, shard: Shard | None) -> str:
         """The one that computes a shard of this job, as far as it is known; None: the whole job."""

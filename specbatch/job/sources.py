@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from specbatch.config import DataSection
 from specbatch.errors import InputError, without_secrets
-from specbatch.job.files import identify_input
+from specbatch.job.files import FileFacts, identify_input
 from specbatch.job.jsonl import encode_line, numbered_lines, open_lines
 from specbatch.job.paths import check_input_name
 from specbatch.job.remote import OnBytes, RemoteFile, fetch
@@ -68,6 +68,8 @@ class Source:
     touched: Callable[[], bool] = lambda: False  # whether its files were written or replaced since it was opened
     reopen: Callable[[], Source] | None = None  # as it is now; None: it cannot change or cannot be read again
     stride: int = 1  # of the indices of its rows; above 1 for a shard
+    # What identifies the rows that were read so far, if `identity` covers only their beginning.
+    read_so_far: Callable[[], dict[str, Any]] = lambda: {}
     remove_copy: Callable[[], None] = lambda: None  # of a remote file, when the job is finished
 
 
@@ -136,10 +138,15 @@ def _stdin_source(given: BinaryIO | None) -> Source:
 
     first = io.BytesIO(head)
 
+    facts = FileFacts()
+
     def readline(size: int) -> bytes:
         line = first.readline(size)
-        complete = line.endswith(b"\n") or len(line) == size
-        return line if complete else line + stdin.readline(size - len(line))
+        if not (line.endswith(b"\n") or len(line) == size):
+            line += stdin.readline(size - len(line))
+        if not whole:
+            facts.add(line)
+        return line
 
     def rows() -> Iterator[RawRow]:
         if whole:  # it is held, so it can be read again
@@ -148,7 +155,11 @@ def _stdin_source(given: BinaryIO | None) -> Source:
             yield RawRow(index, line)
 
     identity = {"kind": "stdin", "sha256_of_head": hashlib.sha256(head).hexdigest(), "head_is_all": whole}
-    return Source("standard input", identity, whole, None, None, rows)
+
+    def read_so_far() -> dict[str, Any]:
+        return {} if whole else {"size": facts.num_bytes, "sha256": facts.sha256}
+
+    return Source("standard input", identity, whole, None, None, rows, read_so_far=read_so_far)
 
 
 def source_of_lines(name: str, lines: bytes) -> Source:

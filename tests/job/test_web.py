@@ -216,9 +216,7 @@ def test_urls_without_a_name(url: str) -> None:
     assert "is a folder" in error_of(url)
 
 
-@pytest.mark.parametrize(
-    "url", ["http:///d.jsonl", "http://[h/d.jsonl", "http://h:port/d.jsonl", f"http://{'a' * 70}/d"]
-)
+@pytest.mark.parametrize("host", ["", "[h", "h:port", "a" * 70])
 def test_urls_that_are_none(host: str) -> None:
     assert "cannot be read" in error_of(f"http://{host}/d.jsonl")
 
