@@ -91,6 +91,8 @@ def report_of(output: Path) -> dict[str, Any]:
             f"{output} exists without {stats_path.name}, so the job that wrote it is not known",
             _OR_OVERWRITE if holds_results(output) else ELSEWHERE,
         )
+    if not {"total", "failed", "errors"} <= report.get("rows", {}).keys():
+        raise InputError(f"{stats_path} is damaged: it does not say how many rows failed", _OR_OVERWRITE)
     return report
 
 

@@ -21,6 +21,7 @@ from specbatch.config import Config
 from specbatch.config_load import LOCAL_NAME
 from specbatch.errors import InputError
 from specbatch.job.result_files import RESULT_SUFFIXES, first_line, is_torn_pack, result_suffix
+from specbatch.job.stats_types import wrong_type
 from specbatch.job.urls import STORES, scheme_of, url_of
 
 ELSEWHERE = "-o PATH writes elsewhere"
@@ -243,7 +244,7 @@ def _is_sorted(path: Path) -> bool:
 
 
 def _other_statistics(output: Path, path: Path) -> str | None:
-    report = read_stats(path)
+    report = _statistics(path)
     if report is None:
         return "was not written by specbatch"
     name = Path(str(report.get("output"))).name
@@ -252,7 +253,18 @@ def _other_statistics(output: Path, path: Path) -> str | None:
 
 
 def read_stats(path: Path) -> dict[str, Any] | None:
-    """The statistics of a finished job; None if the file has none."""
+    """The statistics of a finished job; None if the file has none. Raises InputError if a value in it has a wrong
+    type."""
+    report = _statistics(path)
+    if report is not None and (name := wrong_type(report)) is not None:
+        raise InputError(
+            f"{path} is damaged, or of another version of specbatch: {name} has a value of a wrong type",
+            "run the job again with --overwrite, or repair the file",
+        )
+    return report
+
+
+def _statistics(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     report = _json(_first_bytes(path, _MAX_BYTES))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import InputError, SpecbatchError, without_secrets
-from specbatch.job.files import disk_errors, write_whole
+from specbatch.job.files import disk_errors, unlink_quietly, write_whole
 from specbatch.job.paths import partial_path, stats_path_of
 from specbatch.job.urls import STORES, parent_url, url_name
 from specbatch.job.web import Patience, WebFile
@@ -170,7 +170,7 @@ class RemoteFile:
                     num_bytes = temporary.stat().st_size
                 os.replace(temporary, to)
             finally:
-                temporary.unlink(missing_ok=True)
+                unlink_quietly(temporary)
         return num_bytes
 
     def upload(self, file: Path) -> None:
@@ -250,8 +250,9 @@ class RemoteOutput:
 
     def remove_copies(self) -> None:
         """Of finished files, which the store has."""
-        self.path.unlink(missing_ok=True)
-        stats_path_of(self.path).unlink(missing_ok=True)
+        with disk_errors(self.path):
+            self.path.unlink(missing_ok=True)
+            stats_path_of(self.path).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:

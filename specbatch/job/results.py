@@ -76,7 +76,7 @@ class ResultFile:
             with disk_errors(self._path):
                 sorted_path(output).unlink(missing_ok=True)  # of a session that was killed there
                 if overwrite:
-                    self._file.truncate(0)
+                    os.ftruncate(self._file.fileno(), 0)
                     running_path(output).unlink(missing_ok=True)
                 self._load(dict(job))
         except BaseException:
@@ -203,6 +203,7 @@ class ResultFile:
 
     def discard_partial(self) -> None:
         """To be called when output and statistics are in place."""
+        unlink_quietly(running_path(self.output))  # if it could not be removed before
         with disk_errors(self._path):
             self._path.unlink(missing_ok=True)
         self._file.close()
@@ -269,7 +270,7 @@ class ResultFile:
             self._margins_before = MarginTotals.of_report(before)
         if changed := self._models.differences(self._recorded_models):
             self._refuse(changed)
-        self._file.truncate(end)
+        os.ftruncate(self._file.fileno(), end)
         self._end = end
         self._has_rows = bool(self.totals.rows or self.damaged_lines)
         self.longest_row = records.get(LONGEST_ROW)
@@ -286,7 +287,7 @@ class ResultFile:
         raise InputError(f"{self._path} is an unfinished run of a different job: {'; '.join(changed)}", _START_AGAIN)
 
     def _start(self, job: dict[str, Any]) -> None:
-        self._file.truncate(0)
+        os.ftruncate(self._file.fileno(), 0)
         header = header_line(job)
         self._lines = PartialLines(header)
         self._write(header)

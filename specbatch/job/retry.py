@@ -32,7 +32,7 @@ def reopen_without_errors(output: Path, report: Mapping[str, Any], source: Sourc
         with os.fdopen(opened, "r+b", buffering=_BUFFER) as file:
             try:
                 narrow_mode(opened, output)
-                file.truncate(0)
+                os.ftruncate(opened, 0)
                 file.writelines(_partial_lines(output, report, source))
                 file.flush()
                 os.fsync(opened)

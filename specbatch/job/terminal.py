@@ -47,6 +47,7 @@ def table_text(table: Table) -> str:
 def download_bar(console: Console) -> Iterator[Callable[[str, int, int | None], None]]:
     """Yields the callback (what, bytes done, bytes in total) of a download: a bar on a terminal, else one line for each
     file. Without a call nothing is printed."""
+    from rich.filesize import decimal
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), DownloadColumn())
@@ -56,7 +57,7 @@ def download_bar(console: Console) -> Iterator[Callable[[str, int, int | None], 
     def on_progress(what: str, done: int, total: int | None) -> None:
         if what not in tasks:
             if not console.is_terminal:
-                size = "" if total is None else f" ({total / 1e6:,.0f} MB)"
+                size = "" if total is None else f" ({decimal(total)})"
                 console.print(f"{what}{size}", markup=False, soft_wrap=True)
             tasks[what] = bar.add_task(what, total=total)
             bar.start()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from specbatch.errors import InputError, without_secrets
+from specbatch.job.files import unlink_quietly
 from specbatch.job.urls import STORES, url_name
 
 if TYPE_CHECKING:
@@ -286,7 +287,7 @@ def _unpack(file: Path, encoding: str, shown: str) -> None:
     except (EOFError, gzip.BadGzipFile) as exc:
         raise InputError(f"{shown}: the compressed answer of its server is damaged", _CHECK_NETWORK) from exc
     finally:
-        packed.unlink()
+        unlink_quietly(packed)
 
 
 def _words(status: int) -> str:
