@@ -177,7 +177,15 @@ class Report:
     def results(self) -> Iterator[dict[str, Any]]:
         """The result lines, in the order of the input."""
         url = url_of(self.output)
-        return result_rows(self.output if url is None else fetch(url)[0])
+        return result_rows(self.output) if url is None else _remote_rows(url)
+
+
+def _remote_rows(url: str) -> Iterator[dict[str, Any]]:
+    copy = fetch(url)
+    try:
+        yield from result_rows(copy.path)
+    finally:
+        copy.remove()
 
 
 def generate_file(

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from typing import Literal
 
+_CUT = "***"
+# In a text. One slash: Path() makes "s3:/" of "s3://". A password can have "/", "?" and "#", although it should not; a
+# port cannot. Marks after a URL are of the sentence.
+_SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+:/+"
+_USER = re.compile(rf"({_SCHEME})(?:[^/?#\s]+|[^/?#\s]*:(?!\d+[/?#])\S*)@")
+_QUERY = re.compile(rf"({_SCHEME}[^?#\s]*)([?#]\S*?)(?=[.,:;)'\"]*(?:\s|$))")
+_VALUE = re.compile(r"([?&#;])([^&#;=]*)(=?)([^&#;]*)")
 USAGE_ERROR, INTERNAL_ERROR, TOO_MANY_FAILED = 2, 3, 4  # exit codes
 
 
 class SpecbatchError(Exception):
-    """A mistake of the user or the environment, printed as `error: ...` and `hint: ...`, never as a traceback."""
+    """A mistake of the user or the environment, printed as `error: ...` and `hint: ...`, never as a traceback. Both are
+    without the secrets of URLs."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = without_secrets(message)
+        self.hint = None if hint is None else without_secrets(hint)
+        super().__init__(self.message)
 
 
 class ConfigError(SpecbatchError):
@@ -98,3 +107,20 @@ def shown(value: object) -> str:
 def cut(text: str) -> str:
     """The beginning of a user's text, for messages and did-you-mean."""
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
+
+
+def without_secrets(text: str) -> str:
+    """The text without the passwords and keys of the URLs in it. It is for all that is written or printed.
+
+    The user and the password before `@` are cut, and the values of all parameters after `?` and `#`: which of them are
+    a signature or a token differs from store to store. The names of the parameters stay.
+    """
+    text = _USER.sub(rf"\1{_CUT}@", text)
+    return _QUERY.sub(lambda found: found[1] + _VALUE.sub(_without_value, found[2]), text)
+
+
+def _without_value(found: re.Match[str]) -> str:
+    begin, name, equals, value = found.groups()
+    if equals:
+        return f"{begin}{name}={_CUT if value else ''}"
+    return f"{begin}{_CUT if name else ''}"  # a parameter without a name is a value

@@ -1,12 +1,11 @@
-"""What commands and the Python interface need to run a model: download bars, paths of models, quiet libraries."""
+"""What commands and the Python interface need to run a model: paths of models, quiet libraries."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from specbatch.signals import end_at_once, on_signals
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import TaskID
 
     from specbatch.config import Config
     from specbatch.engine.resolve import ResolvedRun
@@ -104,35 +102,12 @@ def resolving(console: Console) -> Callable[[Config], ResolvedRun]:
     def resolve_with_bar(config: Config) -> ResolvedRun:
         import_engine()
         from specbatch.engine.resolve import resolve
+        from specbatch.job.terminal import download_bar
 
         with download_bar(console) as on_progress:
             return resolve(config, progress=on_progress)
 
     return resolve_with_bar
-
-
-@contextlib.contextmanager
-def download_bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Yields the callback (what, bytes done, bytes in total) of a download: a bar on a terminal, else one line for each
-    file. Without a call nothing is printed."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), DownloadColumn())
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    tasks: dict[str, TaskID] = {}
-
-    def on_progress(what: str, done: int, total: int) -> None:
-        if what not in tasks:
-            if not console.is_terminal:
-                console.print(f"{what} ({total / 1e6:,.0f} MB)", markup=False, soft_wrap=True)
-            tasks[what] = bar.add_task(what, total=total)
-            bar.start()
-        bar.update(tasks[what], completed=done)
-
-    try:
-        yield on_progress
-    finally:
-        bar.stop()
 
 
 def model_paths(config: Config) -> Mapping[str, Path]:

@@ -27,7 +27,7 @@ from specbatch.cli.options import (
     with_config_options,
 )
 from specbatch.cli.streams import guard_streams, print_data
-from specbatch.errors import InputError
+from specbatch.errors import InputError, without_secrets
 from specbatch.startup import allow_open_files, import_engine, prepare_libraries, resolving
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def tune(
 
         tuned = tune_file(options, opened, resolving(console), build, startup.model_paths, console)
         made_by: dict[str, object] = {
-            "data": data,
+            "data": without_secrets(data),
             "rows": rows,
             "traced_rows": len(tuned.requests),
             "budget": budget,

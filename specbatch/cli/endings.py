@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import traceback
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from specbatch.errors import (
     SpecbatchError,
     TooManyFailed,
     WorkerFailed,
+    without_secrets,
 )
 from specbatch.signals import INTERRUPTED, interrupt, on_signals
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MORE_MEMORY = "free memory, or raise the limit (ulimit -v); finished rows are kept"
+# What no check before the work finds. Most are reported where they happen, with the name of the file.
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE)
+_DISK_HINT = "finished rows are kept; run the same command again to continue"
 # Texts of ImportError and OSError if there is no memory to load a library.
 _NO_MEMORY = ("cannot allocate memory", "failed to map segment")
 
@@ -52,8 +57,12 @@ def user_errors() -> Iterator[Console]:
         if _memory_ran_out(exc):
             _print_error(SpecbatchError(f"memory ran out: {exc or 'this process gets no more'}", _MORE_MEMORY), console)
             raise typer.Exit(USAGE_ERROR) from exc
+        if isinstance(exc, OSError) and exc.errno in _DISK_ERRORS:
+            where = "" if exc.filename is None else f" at {exc.filename}"
+            _print_error(SpecbatchError(f"the disk failed{where}: {exc.strerror}", _DISK_HINT), console)
+            raise typer.Exit(USAGE_ERROR) from exc
         # Not the user's mistake: a traceback, and another exit code than that of "some rows failed".
-        console.print(traceback.format_exc(), markup=False, highlight=False)
+        console.print(without_secrets(traceback.format_exc()), markup=False, highlight=False)
         console.print("this is an error in specbatch; finished rows are kept, and the same command continues")
         raise typer.Exit(INTERNAL_ERROR) from exc
 

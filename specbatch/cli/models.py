@@ -9,7 +9,6 @@ from specbatch.cli.endings import user_errors
 from specbatch.cli.options import BuiltinModel
 from specbatch.cli.streams import print_data
 from specbatch.errors import SpecbatchError
-from specbatch.startup import download_bar
 
 models_app = typer.Typer(help="The built-in models.", no_args_is_help=True, epilog=examples("specbatch models list"))
 app.add_typer(models_app, name="models")
@@ -33,6 +32,7 @@ def models_list() -> None:
 def models_pull(name: BuiltinModel) -> None:
     """Download a built-in model and print its path."""
     with user_errors() as console:
+        from specbatch.job.terminal import download_bar
         from specbatch.models.catalog import BUILTIN_PREFIX
         from specbatch.models.download import pull
 

@@ -19,6 +19,7 @@ from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
 from specbatch.job.failures import FailureWatch, MaxFailed
+from specbatch.job.fingerprint import INPUT_FACTS
 from specbatch.job.first_day import with_first_day
 from specbatch.job.generate import FileJob
 from specbatch.job.output import already_finished, checked_output, is_finished, verdict
@@ -33,11 +34,11 @@ from specbatch.job.retry import reopen_without_errors
 from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.runner import failed_row
 from specbatch.job.shard import Shard, part_of
-from specbatch.job.sources import RawRow, input_stem, open_source
+from specbatch.job.sources import RawRow, Source, input_stem, open_source
 from specbatch.job.stats import build_report, write_report
 from specbatch.job.suspects import count_crash
 from specbatch.job.template_files import with_template_texts
-from specbatch.job.terminal import closing_table, print_notes, print_table
+from specbatch.job.terminal import closing_table, input_bar, print_notes, print_table
 from specbatch.job.urls import url_of
 from specbatch.job.worker import Description
 from specbatch.signals import INTERRUPTED
@@ -83,7 +84,7 @@ def run_file_job(
             return _run(options, config, pool, console, began, summary, named)
         store = RemoteOutput(url)
         if url_of(options.input) in (url, store.stats_url):
-            raise InputError(f"{options.input} is the input, so it cannot be written", ELSEWHERE)
+            raise InputError(f"{store.shown} is the input, so it cannot be written", ELSEWHERE)
         with store.named():
             store.prepare(overwrite=options.overwrite, will_write=options.retry_errors)
             outcome = _run(options, config, pool, console, began, summary, store.path, store)
@@ -104,7 +105,7 @@ def _run(
 ) -> Outcome:
     """`named`: the local file that the job writes; `store`: where it goes then."""
     output = _checked_output(named, options, config, console)
-    shown = str(output) if store is None else store.url
+    shown = str(output) if store is None else store.shown
     if options.retry_errors and not (options.overwrite or output.exists() or partial_path(output).exists()):
         raise InputError(
             f"{shown} does not exist, so it has no rows that failed",
@@ -113,17 +114,25 @@ def _run(
     config = with_template_texts(config)
     config = with_first_day(config, options.today(), None if options.overwrite else output)
     parser = RowParser(config.sampling, config.data, config.model.target)
-    source = with_checked_fields(open_source(options.input, config.data), parser)
+    with input_bar(options.input, console) as on_bytes:
+        source = open_source(options.input, config.data, on_bytes=on_bytes)
+    source = with_checked_fields(source, parser)
     source = part_of(source, options.limit, options.shard)
     what = pool.describe(with_shared_tokens(config, source, parser))
-    parser = RowParser(what.config.sampling, config.data)  # with the model's own sampling options
+    parser = RowParser(what.config.sampling, config.data, config.model.target)  # with the model's own sampling options
     notes = list(what.notes)
     start_seconds = time.perf_counter() - began  # with the import of the libraries: a part of loading
     with_grammars = has_grammars(what.config, source, parser)
     job = what.fingerprint(source.identity, options.limit, options.shard, has_grammars=with_grammars)
     if not options.overwrite and is_finished(output):
-        report = already_finished(output, job, pool.models, verifiable=source.verifiable)
+        if options.retry_errors and not source.verifiable:
+            raise InputError(
+                "--retry-errors would read standard input twice, and it is too long for that",
+                f"write it to a file, and name the file; {ELSEWHERE}",
+            )
+        report = already_finished(output, job | _read_to_its_end(source), pool.models)
         if not (options.retry_errors and report["rows"]["failed"]):
+            source.remove_copy()
             print_notes([f"{shown} is finished already: nothing to do (--overwrite runs it again)"], console)
             return Outcome(verdict(report, console), output, report)
         reopen_without_errors(output, report, source)
@@ -162,7 +171,7 @@ def _run(
         session.load_seconds += start_seconds
         session.total_seconds = time.perf_counter() - began
         report = build_report(
-            job,
+            job | _facts_of(source),
             source.name,
             shown,
             results.totals,
@@ -179,14 +188,27 @@ def _run(
             "weights": pool.models.record(),
             "longest_row": results.longest_row,
         }
-        write_report(stats_path_of(output), report)
+        write_report(stats_path_of(output), report, like=output)
         if store is not None:
             store.upload()
         results.discard_partial()
+        source.remove_copy()
     if summary:
         print_table(closing_table(report), console)
     print_notes(remarked, console)
     return Outcome(verdict(report, console), output, report)
+
+
+def _read_to_its_end(source: Source) -> dict[str, Any]:
+    """The facts that the job of a finished output has in addition: see `Source.read_so_far`."""
+    if not source.verifiable:
+        for _ in source.rows():
+            pass
+    return _facts_of(source)
+
+
+def _facts_of(source: Source) -> dict[str, Any]:
+    return {INPUT_FACTS + name: value for name, value in source.read_so_far().items()}
 
 
 def _plan(config: Config, parser: RowParser) -> Callable[[Iterator[RawRow]], RowPlan] | None:

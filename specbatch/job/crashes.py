@@ -21,6 +21,7 @@ That does little harm: a row is left out only after three crashes, the last one 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from specbatch.errors import SpecbatchError, WorkerFailed
-from specbatch.job.files import disk_errors
+from specbatch.job.files import disk_errors, unlink_quietly
 from specbatch.job.jsonl import encode_line
 
 _TRACE_AT, _TABLE_AT = 1 << 13, 1 << 16  # the header is before the trace, and the table after it
@@ -67,7 +68,7 @@ class RunningRows:
         header = encode_line({"specbatch_running": {"job": job, "boot": _boot(system), "kills": _memory_kills(system)}})
         with disk_errors(path):
             path.unlink(missing_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             # Zeros, so that a full disk does not lose the trace of a crash.
             os.write(self._file, header.ljust(_TRACE_AT + (1 << 12), b"\0"))
             os.lseek(self._file, _TRACE_AT, os.SEEK_SET)
@@ -100,13 +101,14 @@ class RunningRows:
         """The file stays if an error of this program ended the work. A full memory or disk is none."""
         crashed = isinstance(exc, Exception) and not isinstance(exc, _NO_CRASH)
         if crashed:
-            os.write(self._file, type(exc).__name__.encode())
+            with contextlib.suppress(OSError):  # the exception is what is reported
+                os.write(self._file, type(exc).__name__.encode())
         faulthandler.disable()
         if self._had_faulthandler:
             faulthandler.enable(2)
         os.close(self._file)
         if not crashed:
-            self._path.unlink(missing_ok=True)
+            unlink_quietly(self._path)  # a table without rows in flight does no harm
 
     def _write(self, slot: int, *entry: int) -> None:
         try:
@@ -125,7 +127,7 @@ def last_crash(path: Path, job: str, system: Path = _SYSTEM) -> Crash | None:
             return None
         trace = content[_TRACE_AT:_TABLE_AT].partition(b"\0")[0].decode("utf-8", "replace")
         cause = _cause(trace) or (_OUT_OF_MEMORY if _killed_for_memory(header, system) else None)
-    except (FileNotFoundError, ValueError, LookupError, TypeError):  # none, or torn
+    except (OSError, ValueError, LookupError, TypeError):  # none, or torn
         return None
     if cause is None:
         return None

@@ -25,7 +25,7 @@ from specbatch.job.shard import part_of
 from specbatch.job.sources import RawRow, open_source
 from specbatch.job.stats_types import SCHEMA_VERSION
 from specbatch.job.template_files import with_template_texts
-from specbatch.job.terminal import print_notes
+from specbatch.job.terminal import input_bar, print_notes
 from specbatch.job.worker import Runtime, Worker
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
@@ -52,7 +52,9 @@ def estimate_file(
     written. Raises SpecbatchError."""
     config = with_template_texts(config)
     parser = RowParser(config.sampling, config.data, config.model.target)
-    source = with_checked_fields(open_source(options.input, config.data), parser)
+    with input_bar(options.input, console) as on_bytes:
+        source = open_source(options.input, config.data, on_bytes=on_bytes)
+    source = with_checked_fields(source, parser)
     source = part_of(source, options.limit, None)
     worker = Worker(runtime, lambda line: print_notes([line], console))
     what = worker.describe(with_shared_tokens(config, source, parser))

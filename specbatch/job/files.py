@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from specbatch.errors import InputError
 
@@ -68,21 +70,86 @@ def identify_input(path: Path) -> tuple[dict[str, Any], int | None]:
     return {"size": stat.st_size, "sha256": facts.sha256}, facts.num_newlines + (not facts.ends_with_newline)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file. A reader sees the old file or the new one; the folder is made. Raises InputError for errors
-    of the disk."""
+def create_like(path: Path, *models: Path) -> BinaryIO:
+    """A new file, open for writing, that as many users can read and write as the first of `models` that exists. None
+    exists: the umask decides. FileExistsError if it exists: no link is followed."""
+    model = next((found for found in map(_state_of, models) if found is not None), None)
+    mode = 0o666 if model is None else stat.S_IMODE(model.st_mode) & 0o777
+    opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    if model is not None:
+        with contextlib.suppress(OSError):  # some file systems have no modes or no groups
+            if os.fstat(opened).st_gid != model.st_gid:
+                mode = _with_group(opened, model.st_gid, mode)
+            os.fchmod(opened, mode)
+    return os.fdopen(opened, "wb", _CHUNK)
+
+
+def _with_group(opened: int, group: int, mode: int) -> int:
+    """Give an open file to a group; returns the mode that it can have. Another group does not get the rights."""
+    try:
+        os.fchown(opened, -1, group)
+    except OSError:
+        return mode & ~0o070
+    return mode
+
+
+def narrow_mode(opened: int, model: Path) -> None:
+    """Take the rights from an open file that `model` does not give, if that exists."""
+    if (found := _state_of(model)) is not None:
+        mode = stat.S_IMODE(os.fstat(opened).st_mode)
+        if mode & ~found.st_mode:
+            with contextlib.suppress(OSError):
+                os.fchmod(opened, mode & found.st_mode)
+
+
+def _state_of(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
+
+
+def open_locked(path: Path, flags: int) -> int | None:
+    """Open a file, made if there is none, with a lock that no second process gets. None: another process has it.
+    Raises OSError."""
+    while True:
+        opened = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(opened)
+            return None
+        except BaseException:
+            os.close(opened)
+            raise
+        # Another process can have removed the file between open and lock.
+        with contextlib.suppress(FileNotFoundError):
+            if os.fstat(opened).st_ino == path.stat().st_ino:
+                return opened
+        os.close(opened)
+
+
+def write_whole(path: Path, content: bytes, like: Path | None = None) -> None:
+    """Write a small file. A reader sees the old file or the new one; the folder is made. It has the mode of the old
+    file, or else of `like`. Raises InputError for errors of the disk."""
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Short, and a name that no file has: "x" refuses one that exists.
         temporary = path.with_name(f".specbatch-{secrets.token_hex(6)}")
         try:
-            with temporary.open("xb") as file:
+            with create_like(temporary, path, *([] if like is None else [like])) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             replace_durably(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            unlink_quietly(temporary)
+
+
+def unlink_quietly(path: Path) -> None:
+    """Remove a temporary file, if it exists and the disk allows it. What went wrong before is the error to report."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

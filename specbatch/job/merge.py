@@ -20,7 +20,7 @@ from specbatch.errors import InputError
 from specbatch.job.files import FileFacts
 from specbatch.job.fingerprint import ModelFiles, differences
 from specbatch.job.margins import MarginTotals
-from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict, write_in_order
+from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict
 from specbatch.job.paths import ELSEWHERE, partial_path, stats_path_of
 from specbatch.job.remote import RemoteOutput
 from specbatch.job.result_files import identity, is_table, open_results, result_suffix
@@ -51,12 +51,15 @@ def merge_files(options: MergeOptions, console: Console) -> int:
     named = _output_path(options)
     url = url_of(named)
     if url is None:
-        return _merge(options, shards, named, console)
-    store = RemoteOutput(url)
-    with store.named():
-        store.prepare(overwrite=options.overwrite)
-        code = _merge(options, shards, store.path, console, store)
-        store.remove_copies()
+        code = _merge(options, shards, named, console)
+    else:
+        store = RemoteOutput(url)
+        with store.named():
+            store.prepare(overwrite=options.overwrite)
+            code = _merge(options, shards, store.path, console, store)
+            store.remove_copies()
+    for copy in (copy for shard in shards for copy in shard.copies):
+        copy.remove()
     return code
 
 
@@ -69,7 +72,7 @@ def _merge(
 ) -> int:
     """`named`: the local file to write; `store`: where it goes then."""
     output = checked_output(named, _reads(shards), console, overwrite=options.overwrite)
-    shown = str(output) if store is None else store.url
+    shown = str(output) if store is None else store.shown
     _check_formats(shards, output)
     first = shards[0]
     if not options.overwrite and is_finished(output):
@@ -85,9 +88,9 @@ def _merge(
             )
         merging = console.status(f"merging {len(shards):,} shards") if console.is_terminal else nullcontext()
         with merging:
-            written = write_in_order(output, _in_input_order(shards))
+            written = lock.write_output(_in_input_order(shards))
         report = _merged_report(shards, shown, written)
-        write_report(stats_path_of(output), report)
+        write_report(stats_path_of(output), report, like=output)
         if store is not None:
             store.upload()
         lock.discard_partial()

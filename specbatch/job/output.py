@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from specbatch.errors import InputError
-from specbatch.job.files import disk_errors, file_facts, force_to_disk, replace_durably
+from specbatch.job.files import disk_errors, file_facts, force_to_disk, replace_durably, unlink_quietly
 from specbatch.job.fingerprint import ModelRecord, differences
 from specbatch.job.jsonl import encode_line
 from specbatch.job.paths import (
@@ -55,8 +55,10 @@ def is_finished(output: Path) -> bool:
     return output.exists() and not partial_path(output).exists()
 
 
-def already_finished(output: Path, job: Mapping[str, Any], models: ModelRecord, *, verifiable: bool) -> dict[str, Any]:
-    """The statistics of an output that is finished, if it is that of `job`. `verifiable`: see `Source`.
+def already_finished(
+    output: Path, job: Mapping[str, Any], models: ModelRecord, *, verifiable: bool = True
+) -> dict[str, Any]:
+    """The statistics of an output that is finished, if it is that of `job`. `verifiable`: `job` covers the whole input.
 
     Raises InputError if it is the output of another job, or was changed.
     """
@@ -66,7 +68,8 @@ def already_finished(output: Path, job: Mapping[str, Any], models: ModelRecord, 
         raise InputError(f"{output} is the result of a different job: {'; '.join(changed)}", _OR_OVERWRITE)
     if not verifiable:
         raise InputError(
-            f"{output} is finished, but standard input is too long to check that it is the same", _OR_OVERWRITE
+            f"{output} is finished, but only the beginning of long standard input shows that it is the same",
+            _OR_OVERWRITE,
         )
     written = report.get("output_file") or {"rows": report["rows"]["total"]}  # older versions only counted
     now = file_facts(output).of_results()
@@ -88,21 +91,26 @@ def report_of(output: Path) -> dict[str, Any]:
             f"{output} exists without {stats_path.name}, so the job that wrote it is not known",
             _OR_OVERWRITE if holds_results(output) else ELSEWHERE,
         )
+    if not {"total", "failed", "errors"} <= report.get("rows", {}).keys():
+        raise InputError(f"{stats_path} is damaged: it does not say how many rows failed", _OR_OVERWRITE)
     return report
 
 
-def write_in_order(output: Path, lines: Iterable[bytes]) -> dict[str, Any]:
+def write_in_order(
+    output: Path, lines: Iterable[bytes], before_replacing: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Write the lines of a finished job and replace `output` atomically; returns what identifies the file. The caller
-    has the lock of the output's partial file."""
+    has the lock of the output's partial file, whose mode is that of a new output."""
     path = sorted_path(output)
     with disk_errors(output):
         path.unlink(missing_ok=True)  # of a session that was killed here
         try:
-            written = write_lines(path, lines, result_suffix(output))
+            written = write_lines(path, lines, result_suffix(output), output, partial_path(output))
             force_to_disk(path)
+            before_replacing()
             replace_durably(path, output)
         finally:
-            path.unlink(missing_ok=True)
+            unlink_quietly(path)
     return written
 
 

@@ -20,7 +20,8 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.config_load import LOCAL_NAME
 from specbatch.errors import InputError
-from specbatch.job.result_files import RESULT_SUFFIXES, first_line, result_suffix
+from specbatch.job.result_files import RESULT_SUFFIXES, first_line, is_torn_pack, result_suffix
+from specbatch.job.stats_types import wrong_type
 from specbatch.job.template_files import chat_template_file, prompt_template_file
 from specbatch.job.urls import STORES, scheme_of, url_of
 
@@ -76,7 +77,7 @@ def job_files(output: Path) -> list[Written]:
         Written("the output", output, lambda path: None),  # the user named it; --overwrite decides
         Written("the unfinished results", partial_path(output), unless(is_partial)),
         Written("the table of running rows", running_path(output), unless(is_running_table)),
-        Written("the sorted results", sorted_path(output), unless(holds_results)),
+        Written("the sorted results", sorted_path(output), unless(_is_sorted)),
         Written("the statistics", stats_path_of(output), lambda path: _other_statistics(output, path)),
     ]
 
@@ -240,8 +241,14 @@ def holds_results(path: Path) -> bool:
     return native or str(row.get("id")).startswith("batch_req_")
 
 
+def _is_sorted(path: Path) -> bool:
+    """Whether it is a file that a session left before it became the output, or before it became the partial file of
+    --retry-errors. A torn one can be as short as one byte."""
+    return holds_results(path) or is_partial(path) or is_torn_pack(path)
+
+
 def _other_statistics(output: Path, path: Path) -> str | None:
-    report = read_stats(path)
+    report = _statistics(path)
     if report is None:
         return "was not written by specbatch"
     name = Path(str(report.get("output"))).name
@@ -250,7 +257,18 @@ def _other_statistics(output: Path, path: Path) -> str | None:
 
 
 def read_stats(path: Path) -> dict[str, Any] | None:
-    """The statistics of a finished job; None if the file has none."""
+    """The statistics of a finished job; None if the file has none. Raises InputError if a value in it has a wrong
+    type."""
+    report = _statistics(path)
+    if report is not None and (name := wrong_type(report)) is not None:
+        raise InputError(
+            f"{path} is damaged, or of another version of specbatch: {name} has a value of a wrong type",
+            "run the job again with --overwrite, or repair the file",
+        )
+    return report
+
+
+def _statistics(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     report = _json(_first_bytes(path, _MAX_BYTES))

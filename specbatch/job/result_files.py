@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from specbatch.job.files import FileFacts, file_facts
+from specbatch.job.files import FileFacts, create_like, file_facts
 from specbatch.job.jsonl import encode_line
 
 RESULT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # with any other name: plain JSON lines
@@ -30,11 +30,12 @@ def result_suffix(path: Path) -> str:
     return next((suffix for suffix in RESULT_SUFFIXES if path.name.endswith(suffix)), "")
 
 
-def write_lines(path: Path, lines: Iterable[bytes], suffix: str) -> dict[str, Any]:
+def write_lines(path: Path, lines: Iterable[bytes], suffix: str, *models: Path) -> dict[str, Any]:
     """Write a new file, flushed to the operating system, in the format of `suffix` (see `result_suffix`); returns what
-    identifies the file: bytes, rows and sha256. The memory that this takes does not grow with the lines."""
+    identifies the file: bytes, rows and sha256. The memory that this takes does not grow with the lines. `models`: see
+    `create_like`."""
     facts = FileFacts()
-    with path.open("xb", _BUFFER) as file:  # "x" follows no link
+    with create_like(path, *models) as file:
         if suffix == ".parquet":
             from specbatch.job.parquet import write_parquet
 
@@ -103,6 +104,12 @@ def is_table(path: Path) -> bool:
 def is_packed(path: Path) -> bool:
     """Whether its content is compressed or parquet."""
     return _first_bytes(path).startswith((_GZIP, _ZSTD, _PARQUET))
+
+
+def is_torn_pack(path: Path) -> bool:
+    """Whether it is the beginning of a compressed file or a table, too short to show which."""
+    begin = _first_bytes(path)
+    return len(begin) < 4 and any(mark.startswith(begin) for mark in (_GZIP, _ZSTD, _PARQUET))
 
 
 def _first_bytes(path: Path) -> bytes:

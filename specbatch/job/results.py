@@ -12,23 +12,22 @@ same command finishes the job.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.errors import InputError
-from specbatch.job.files import disk_errors
+from specbatch.job.files import disk_errors, narrow_mode, open_locked, unlink_quietly
 from specbatch.job.fingerprint import INPUT_FACTS, ModelFiles, ModelRecord, differences
 from specbatch.job.jsonl import encode_line
 from specbatch.job.margins import MarginTotals
 from specbatch.job.output import write_in_order
 from specbatch.job.partial import Entry, OpenedRow, PartialLines, RowDeaths, RowIndex, header_line, read_header
-from specbatch.job.paths import ELSEWHERE, partial_path, running_path
+from specbatch.job.paths import ELSEWHERE, partial_path, running_path, sorted_path
 from specbatch.job.results_format import certificate, index_of
 from specbatch.job.runner import Finished
 from specbatch.job.sources import RawRow
@@ -36,7 +35,6 @@ from specbatch.job.stats import RowTotals
 
 _SYNC_SECONDS = 5.0
 _COPY_BUFFER = 1 << 20
-_OPEN = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
 _INPUT_NOW = "specbatch_input"  # the record of an input that is not that of the first line
 LONGEST_ROW = "specbatch_longest_row"  # the record of `ResultFile.longest_row`
 MARGINS = "specbatch_margins"  # the record of margins that the lines do not have, see `retry`
@@ -72,12 +70,15 @@ class ResultFile:
         self._rows = RowIndex()
         self._end = 0
         self._synced_at = time.monotonic()
+        self._is_replacing = False  # the output, whose statistics are not those of this job from now on
         self._file = self._open_locked()
         try:
-            if overwrite:
-                self._file.truncate(0)
-                running_path(output).unlink(missing_ok=True)
-            self._load(dict(job))
+            with disk_errors(self._path):
+                sorted_path(output).unlink(missing_ok=True)  # of a session that was killed there
+                if overwrite:
+                    os.ftruncate(self._file.fileno(), 0)
+                    running_path(output).unlink(missing_ok=True)
+                self._load(dict(job))
         except BaseException:
             self._file.close()
             raise
@@ -173,7 +174,16 @@ class ResultFile:
         for index in self._rows.unconfirmed():
             self._drop(index)
             self.stale_rows += 1
-        return write_in_order(self.output, (self._read(entry).line for entry in self._rows.in_order()))
+        return self.write_output(self._read(entry).line for entry in self._rows.in_order())
+
+    def write_output(self, lines: Iterable[bytes]) -> dict[str, Any]:
+        """Replace the output file; returns what identifies it. From then on the partial file stays until
+        `discard_partial`: an output without statistics of its own would be refused."""
+
+        def keep_partial() -> None:
+            self._is_replacing = True
+
+        return write_in_order(self.output, lines, keep_partial)
 
     def margins(self) -> MarginTotals:
         """Of the rows that `is_done` was called for or that were appended."""
@@ -193,15 +203,17 @@ class ResultFile:
 
     def discard_partial(self) -> None:
         """To be called when output and statistics are in place."""
-        self._path.unlink(missing_ok=True)
+        unlink_quietly(running_path(self.output))  # if it could not be removed before
+        with disk_errors(self._path):
+            self._path.unlink(missing_ok=True)
         self._file.close()
 
     def close(self) -> None:
         """Leave a job that can be resumed. A partial file without rows and deaths is removed."""
         if self._file.closed:
             return
-        if not self._is_worth_keeping:
-            self._path.unlink(missing_ok=True)
+        if not (self._is_worth_keeping or self._is_replacing):
+            unlink_quietly(self._path)
         else:
             with contextlib.suppress(InputError):
                 self.sync()
@@ -212,24 +224,14 @@ class ResultFile:
         return self._has_rows or bool(self._deaths)
 
     def _open_locked(self) -> BinaryIO:
-        while True:
-            try:
-                file = os.fdopen(os.open(self._path, _OPEN, 0o666), "a+b", buffering=0)
-            except OSError as exc:
-                raise InputError(f"cannot write {self._path}: {exc.strerror}", ELSEWHERE) from exc
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as exc:
-                file.close()
-                raise InputError(f"another process is writing {self.output}", f"wait for it; {ELSEWHERE}") from exc
-            except OSError as exc:  # some network file systems have no locks
-                file.close()
-                raise InputError(f"cannot lock {self._path}: {exc.strerror}", ELSEWHERE) from exc
-            # Another process can have removed the file between open and lock.
-            with contextlib.suppress(FileNotFoundError):
-                if os.fstat(file.fileno()).st_ino == self._path.stat().st_ino:
-                    return file  # type: ignore[return-value]
-            file.close()
+        try:
+            opened = open_locked(self._path, os.O_RDWR | os.O_APPEND)
+        except OSError as exc:  # some network file systems have no locks
+            raise InputError(f"cannot write or lock {self._path}: {exc.strerror}", ELSEWHERE) from exc
+        if opened is None:
+            raise InputError(f"another process is writing {self.output}", f"wait for it; {ELSEWHERE}")
+        narrow_mode(opened, self.output)
+        return os.fdopen(opened, "a+b", buffering=0)  # type: ignore[return-value]
 
     def _load(self, job: dict[str, Any]) -> None:
         """Read the finished rows. New lines are written after the last complete one."""
@@ -268,7 +270,7 @@ class ResultFile:
             self._margins_before = MarginTotals.of_report(before)
         if changed := self._models.differences(self._recorded_models):
             self._refuse(changed)
-        self._file.truncate(end)
+        os.ftruncate(self._file.fileno(), end)
         self._end = end
         self._has_rows = bool(self.totals.rows or self.damaged_lines)
         self.longest_row = records.get(LONGEST_ROW)
@@ -285,7 +287,7 @@ class ResultFile:
         raise InputError(f"{self._path} is an unfinished run of a different job: {'; '.join(changed)}", _START_AGAIN)
 
     def _start(self, job: dict[str, Any]) -> None:
-        self._file.truncate(0)
+        os.ftruncate(self._file.fileno(), 0)
         header = header_line(job)
         self._lines = PartialLines(header)
         self._write(header)

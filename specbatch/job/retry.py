@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import InputError
-from specbatch.job.files import disk_errors, force_to_disk
+from specbatch.job.files import disk_errors, narrow_mode, open_locked, unlink_quietly
 from specbatch.job.partial import PartialLines, header_line
 from specbatch.job.paths import partial_path, sorted_path
 from specbatch.job.result_files import open_results
@@ -17,23 +17,31 @@ from specbatch.job.results import LONGEST_ROW, MARGINS, MODELS
 from specbatch.job.results_format import line_index
 from specbatch.job.sources import Source
 
+_BUFFER = 1 << 20
+
 
 def reopen_without_errors(output: Path, report: Mapping[str, Any], source: Source) -> None:
     """Write the partial file of the job that `output` and its statistics `report` are the result of, without the rows
     that failed. All other rows keep their bytes. The output stays until the job is finished again."""
     temporary, partial = sorted_path(output), partial_path(output)
+    other = InputError(f"another process is writing {output}", "wait for it")
     with disk_errors(partial):
-        temporary.unlink(missing_ok=True)  # of a session that was killed here
-        try:
-            with temporary.open("xb") as file:
-                file.writelines(_partial_lines(output, report, source))
-            force_to_disk(temporary)
+        # A session that was killed here has left the file, but not the lock.
+        if (opened := open_locked(temporary, os.O_RDWR)) is None:
+            raise other
+        with os.fdopen(opened, "r+b", buffering=_BUFFER) as file:
             try:
-                os.link(temporary, partial)  # as a whole or not at all, and not over that of another process
-            except FileExistsError as exc:
-                raise InputError(f"another process is writing {output}", "wait for it") from exc
-        finally:
-            temporary.unlink(missing_ok=True)
+                narrow_mode(opened, output)
+                os.ftruncate(opened, 0)
+                file.writelines(_partial_lines(output, report, source))
+                file.flush()
+                os.fsync(opened)
+                try:
+                    os.link(temporary, partial)  # as a whole or not at all, and not over that of another process
+                except FileExistsError as exc:
+                    raise other from exc
+            finally:
+                unlink_quietly(temporary)
 
 
 def _partial_lines(output: Path, report: Mapping[str, Any], source: Source) -> Iterator[bytes]:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbatch.errors import InputError
+from specbatch.errors import InputError, without_secrets
 from specbatch.job.fingerprint import SHARD, differences
 from specbatch.job.margins import MarginTotals
 from specbatch.job.paths import partial_path, read_stats, stats_path_of
-from specbatch.job.remote import fetch
+from specbatch.job.remote import RemoteCopy, fetch
 from specbatch.job.shard import Shard, whole_path
 from specbatch.job.stats import RowTotals
 from specbatch.job.urls import parent_url, url_of
@@ -36,11 +36,12 @@ class FinishedShard:
     totals: RowTotals
     margins: MarginTotals
     written: dict[str, Any]  # bytes, rows and sha256 of the file
+    copies: tuple[RemoteCopy, ...] = ()  # of a remote file and its statistics
 
     @property
     def verifiable(self) -> bool:
         """See `Source`."""
-        return bool(self.job.get("input.head_is_all", True))
+        return bool(self.job.get("input.head_is_all", True)) or "input.sha256" in self.job
 
     def command(self, shard: Shard | None) -> str:
         """The one that computes a shard of this job, as far as it is known; None: the whole job."""
@@ -95,9 +96,11 @@ class _NoShard(InputError):
 def _read_shard(path: Path) -> FinishedShard:
     """Raises _NoShard."""
     name = str(path)
+    copies: tuple[RemoteCopy, ...] = ()
     if (url := url_of(path)) is not None:
-        name = url
-        path = _fetched(url)
+        name = without_secrets(url)
+        copies = _fetched(url)
+        path = copies[0].path
     if path.name.endswith(".partial") or partial_path(path).exists():
         raise _NoShard(f"{path} is not finished", "run the command of this shard again: it resumes")
     if not path.exists():
@@ -106,7 +109,7 @@ def _read_shard(path: Path) -> FinishedShard:
         raise _NoShard(f"{path} is not a file", _ALL_SHARDS)
     if path.name.endswith(".stats.json"):
         raise _NoShard(f"{path} has statistics, not results", f"leave it out: {_ALL_SHARDS}")
-    stats_path = stats_path_of(path)
+    stats_path = copies[1].path if copies else stats_path_of(path)
     if not stats_path.exists():  # `generate` writes to the file that a link names, and the statistics to its folder
         stats_path = stats_path_of(path.resolve())
     report = read_stats(stats_path)
@@ -129,17 +132,16 @@ def _read_shard(path: Path) -> FinishedShard:
             f"{stats_path} is damaged, or of another version of specbatch", "compute the shard again with --overwrite"
         ) from exc
     job = {name: value for name, value in job.items() if name != SHARD}
-    return FinishedShard(name, path, stats_path, report, shard, job, totals, margins, written)
+    return FinishedShard(name, path, stats_path, report, shard, job, totals, margins, written, copies)
 
 
-def _fetched(url: str) -> Path:
-    """A copy of a remote shard, with a copy of its statistics in the same folder. Raises _NoShard."""
+def _fetched(url: str) -> tuple[RemoteCopy, RemoteCopy]:
+    """Copies of a remote shard and of its statistics. Raises _NoShard."""
     try:
-        path, _ = fetch(url)
-        fetch(f"{parent_url(url)}/{stats_path_of(path).name}")
+        results = fetch(url)
+        return results, fetch(f"{parent_url(url)}/{stats_path_of(results.path).name}")
     except InputError as exc:
         raise _NoShard(exc.message, exc.hint) from exc
-    return path
 
 
 def _check_one_job(shards: Sequence[FinishedShard]) -> None:

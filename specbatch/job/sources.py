@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.config import DataSection
-from specbatch.errors import InputError, RowError
+from specbatch.errors import InputError, RowError, without_secrets
 from specbatch.job.data_set_files import files_of
 from specbatch.job.file_kind import check_text
-from specbatch.job.files import identify_input
+from specbatch.job.files import FileFacts, identify_input
 from specbatch.job.input_file import SUFFIXES, RowData, first_line, has_json_lines, open_file, suffix_of
 from specbatch.job.jsonl import BadRow, decode_line, encode_line, numbered_lines
 from specbatch.job.paths import check_input_name
-from specbatch.job.remote import RemoteFile, fetch
+from specbatch.job.remote import OnBytes, RemoteFile, fetch
 from specbatch.job.urls import url_name, url_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -73,15 +73,24 @@ class Source:
     touched: Callable[[], bool] = lambda: False  # whether its files were written or replaced since it was opened
     reopen: Callable[[], Source] | None = None  # as it is now; None: it cannot change or cannot be read again
     stride: int = 1  # of the indices of its rows; above 1 for a shard
+    # What identifies the rows that were read so far, if `identity` covers only their beginning.
+    read_so_far: Callable[[], dict[str, Any]] = lambda: {}
+    remove_copy: Callable[[], None] = lambda: None  # of a remote file, when the job is finished
 
 
-def open_source(ref: str, data: DataSection, stdin: BinaryIO | None = None) -> Source:
-    """The rows of `ref`: a file, a URL, `-`, a folder of tables, or `org/name` on the hub. Raises InputError."""
+def open_source(
+    ref: str,
+    data: DataSection,
+    stdin: BinaryIO | None = None,
+    on_bytes: OnBytes = lambda done, total: None,
+) -> Source:
+    """The rows of `ref`: a file, a URL, `-`, a folder of tables, or `org/name` on the hub. `on_bytes`: the progress of
+    a download. Raises InputError."""
     if ref == "-":
         return _stdin_source(stdin)
     check_input_name(ref)
     if (url := url_of(ref)) is not None:
-        return _remote_source(url)
+        return _remote_source(url, on_bytes)
     path = Path(ref)
     try:
         if path.is_file():
@@ -135,10 +144,15 @@ def _stdin_source(given: BinaryIO | None) -> Source:
 
     first = io.BytesIO(head)
 
+    facts = FileFacts()
+
     def readline(size: int) -> bytes:
         line = first.readline(size)
-        complete = line.endswith(b"\n") or len(line) == size
-        return line if complete else line + stdin.readline(size - len(line))
+        if not (line.endswith(b"\n") or len(line) == size):
+            line += stdin.readline(size - len(line))
+        if not whole:
+            facts.add(line)
+        return line
 
     def rows() -> Iterator[RawRow]:
         if whole:  # it is held, so it can be read again
@@ -147,7 +161,11 @@ def _stdin_source(given: BinaryIO | None) -> Source:
             yield RawRow(index, line)
 
     identity = {"kind": "stdin", "sha256_of_head": hashlib.sha256(head).hexdigest(), "head_is_all": whole}
-    return Source("standard input", identity, whole, None, None, rows)
+
+    def read_so_far() -> dict[str, Any]:
+        return {} if whole else {"size": facts.num_bytes, "sha256": facts.sha256}
+
+    return Source("standard input", identity, whole, None, None, rows, read_so_far=read_so_far)
 
 
 def source_of_lines(name: str, lines: bytes) -> Source:
@@ -160,16 +178,22 @@ def source_of_lines(name: str, lines: bytes) -> Source:
     return Source(name, {}, True, None, None, rows, reopen=lambda: source_of_lines(name, lines))
 
 
-def _remote_source(url: str) -> Source:
+def _remote_source(url: str, on_bytes: OnBytes) -> Source:
     """A copy in the cache folder is read. Its identity is its content, as that of a local file, so that a job goes on
     where the file is moved to or copied from a store."""
-    path, state = fetch(url)
-    local = _file_source(path, url)
+    copy = fetch(url, on_bytes)
+    local = _file_source(copy.path, without_secrets(url))
     identity = local.identity
     if identity.pop("mtime_ns", None) is not None:  # of a file that is not hashed whole: the copy's time says nothing
-        identity["state"] = state
+        identity["state"] = copy.state
     remote = RemoteFile(url)
-    return replace(local, path=None, touched=lambda: remote.state() != state, reopen=lambda: _remote_source(url))
+    return replace(
+        local,
+        path=None,
+        touched=lambda: remote.has_changed(copy.state),
+        reopen=lambda: _remote_source(url, on_bytes),
+        remove_copy=copy.remove,
+    )
 
 
 def _file_source(path: Path, name: str = "") -> Source:

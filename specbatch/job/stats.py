@@ -234,11 +234,11 @@ def build_report(
     }
 
 
-def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Written whole or not at all. Raises InputError for errors of the disk."""
+def write_report(path: Path, report: Mapping[str, Any], like: Path | None = None) -> None:
+    """Written whole or not at all. A new file has the mode of `like`. Raises InputError for errors of the disk."""
     text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
     # Names of files that are not UTF-8 have lone surrogates, which are written as \\udcff.
-    write_whole(path, text.encode("utf-8", "backslashreplace"))
+    write_whole(path, text.encode("utf-8", "backslashreplace"), like)
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,10 @@
 """The fields of stats.json and their types, of which its JSON Schema is made. `stats` fills them."""
 
 # No `from __future__ import annotations`: Python 3.11 would then take each field for a required one.
-from typing import Any, NotRequired, TypedDict
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, NotRequired, TypedDict, Union
 
 SCHEMA_VERSION = 1  # of the configuration, results, stats.json and reports; raised when a reader must change
 
@@ -103,3 +106,40 @@ class Stats(TypedDict):
     output_file: OutputFile
     weights: dict[str, Any]
     longest_row: NotRequired[int | None]
+
+
+def wrong_type(value: Any, hint: Any = Stats, name: str = "") -> str | None:
+    """The name of the first field in a report whose value has another type; None: there is none. Fields that other
+    versions do not have may be missing, and others are not looked at."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is NotRequired:
+        return wrong_type(value, arguments[0], name)
+    if origin in (Union, types.UnionType):
+        found = [wrong_type(value, kind, name) for kind in arguments]
+        return None if None in found else found[0]
+    if typing.is_typeddict(hint):
+        if not isinstance(value, Mapping):
+            return name
+        fields = [(value[key], kind, key) for key, kind in typing.get_type_hints(hint).items() if key in value]
+    elif origin is dict:
+        if not isinstance(value, Mapping):
+            return name
+        fields = [(element, arguments[1], key) for key, element in value.items()]
+    elif origin is list:
+        if not isinstance(value, list):
+            return name
+        fields = [(element, arguments[0], str(index)) for index, element in enumerate(value)]
+    else:
+        return None if _is_a(value, hint) else name
+    for element, kind, key in fields:
+        if (found_name := wrong_type(element, kind, f"{name}.{key}" if name else str(key))) is not None:
+            return found_name
+    return None
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return True
+    if isinstance(value, bool):  # it is an int, too
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)

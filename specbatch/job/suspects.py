@@ -13,6 +13,7 @@ from math import isqrt
 
 from specbatch.errors import RowError, WorkerFailed
 from specbatch.job.crashes import last_crash
+from specbatch.job.files import disk_errors
 from specbatch.job.partial import RowDeaths
 from specbatch.job.paths import running_path
 from specbatch.job.results import ResultFile
@@ -52,7 +53,8 @@ def count_crash(results: ResultFile) -> list[str]:
     crash = last_crash(path, results.job_id)
     if crash is not None:
         results.add_deaths(crash.rows, crash.cause)
-    path.unlink(missing_ok=True)
+    with disk_errors(path):  # else the same crash would be counted again
+        path.unlink(missing_ok=True)
     if crash is None or not crash.rows:
         return []
     rows = "1 row" if len(crash.rows) == 1 else f"{len(crash.rows):,} rows"

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from specbatch.errors import without_secrets
 from specbatch.job.progress import duration
 
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+_QUIET_SECONDS = 2.0  # of a download
 _MIN_CUT = 0.05  # tokens per round that are worth an explanation
 
 
@@ -19,7 +26,7 @@ def print_notes(notes: Iterable[str], console: Console) -> None:
     """A line each. Those that begin with `warning: ` are yellow on a terminal."""
     for note in notes:
         style = "bold yellow" if note.startswith("warning: ") else None
-        console.print(note, style=style, markup=False, soft_wrap=True)
+        console.print(without_secrets(note), style=style, markup=False, soft_wrap=True)
 
 
 def print_table(table: Table, console: Console) -> None:
@@ -34,6 +41,47 @@ def table_text(table: Table) -> str:
     text = io.StringIO()
     Console(file=text, width=10_000).print(table)
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+
+
+@contextlib.contextmanager
+def download_bar(console: Console) -> Iterator[Callable[[str, int, int | None], None]]:
+    """Yields the callback (what, bytes done, bytes in total) of a download: a bar on a terminal, else one line for each
+    file. Without a call nothing is printed."""
+    from rich.filesize import decimal
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), DownloadColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    tasks: dict[str, TaskID] = {}
+
+    def on_progress(what: str, done: int, total: int | None) -> None:
+        if what not in tasks:
+            if not console.is_terminal:
+                size = "" if total is None else f" ({decimal(total)})"
+                console.print(f"{what}{size}", markup=False, soft_wrap=True)
+            tasks[what] = bar.add_task(what, total=total)
+            bar.start()
+        bar.update(tasks[what], completed=done)
+
+    try:
+        yield on_progress
+    finally:
+        bar.stop()
+
+
+@contextlib.contextmanager
+def input_bar(name: str, console: Console) -> Iterator[Callable[[int, int | None], None]]:
+    """Yields the callback (bytes done, bytes in total) of the download of an input. A download that takes less than
+    two seconds prints nothing."""
+    began = time.monotonic()
+    what = f"downloading {without_secrets(name)}"
+    with download_bar(console) as show:
+
+        def on_bytes(done: int, total: int | None) -> None:
+            if time.monotonic() - began > _QUIET_SECONDS:
+                show(what, done, total)
+
+        yield on_bytes
 
 
 def acceptance_text(speculation: Mapping[str, Any], draft_rate_by_position: Sequence[float]) -> str | None:

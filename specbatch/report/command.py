@@ -45,7 +45,16 @@ def write_page(options: ReportOptions, console: Console) -> Path:
     if not summary.totals.rows and results.damaged:
         raise InputError(f"{results.path} has no result of specbatch", "name the output of `specbatch generate`")
     prompts = find_prompts(results, options.input, summary.shown_indices)
-    write_whole(output, page(results, summary, prompts, sections).encode("utf-8"))
+    try:
+        text = page(results, summary, prompts, sections)
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as exc:
+        if results.stats is None:
+            raise
+        raise InputError(
+            f"{stats_path_of(results.path)} is damaged, or of another version of specbatch: {exc!r}",
+            "move it away: the page can be made without statistics",
+        ) from exc
+    write_whole(output, text.encode("utf-8", "backslashreplace"))
     print_notes([f"wrote {output}: {summary.totals.rows:,} rows"], console)
     return output
 

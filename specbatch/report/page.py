@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import specbatch
+from specbatch.errors import without_secrets
 from specbatch.job.progress import duration
 from specbatch.report import charts, samples
 from specbatch.report.collect import Summary
@@ -220,7 +221,7 @@ def _made_by(results: Results, stats: Mapping[str, Any]) -> str:
     joules, per_joule = (session.get(name) for name in ("joules", "output_tokens_per_joule"))
     pairs = [
         ("result file", results.path),
-        ("input", stats.get("input")),
+        ("input", without_secrets(str(stats["input"])) if stats.get("input") else None),  # earlier versions kept them
         ("device", stats.get("device")),
         ("versions", versions or results.job.get("specbatch")),
         ("commit", stats.get("commit")),

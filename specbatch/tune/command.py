@@ -94,7 +94,7 @@ def tune_file(
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
     on_cuda = run.on_cuda
     num_rows = options.rows or rows_to_trace(on_cuda, run.engine.max_batch_size)
-    parser = RowParser(run.config.sampling, config.data)  # with the model's own sampling options
+    parser = RowParser(run.config.sampling, config.data, config.model.target)  # with the model's own sampling options
     sample = sample_rows(source, parser, texts, built.engine.limits, num_rows, run.config.engine.seed)
     sampled = any(request.params.temperature > 0 for request in sample.requests)
     session = Session(built.engine, built.method, built.parts, "round" if on_cuda else "none", sampled)

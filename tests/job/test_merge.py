@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 import tracemalloc
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from specbatch.errors import InputError
 from specbatch.job import merge
 from specbatch.job.jsonl import encode_line
+from specbatch.job.output import write_in_order
 from specbatch.job.paths import partial_path, sorted_path
 from specbatch.job.results import ResultFile
+from specbatch.job.shard import Shard
 from tests.job.shards import Shards, native, openai
 
 SUMS = ("rows", "tokens", "speculation")
@@ -171,7 +175,9 @@ def test_what_can_differ_from_one_process_is_said(run: Shards) -> None:
         run.edit_stats(
             number, 2, lambda report: report["notes"].extend(["a decision", f"{len(report['device'])} rows"])
         )
+        # As earlier versions wrote it of long standard input.
         run.edit_stats(number, 2, lambda report: report["job"].update({"input.head_is_all": False}))
+        run.edit_stats(number, 2, lambda report: report["job"].pop("input.sha256"))
     assert run.merge(overwrite=True) == 0
     warnings = [line for line in run.log.splitlines() if line.startswith("warning: ")]
     words = ("different devices", "different commits", "77 tokens in one shard and 401", "standard input was long")
@@ -268,7 +274,7 @@ def test_a_merge_that_was_killed_is_repeated(run: Shards, monkeypatch: pytest.Mo
     class Killed(BaseException):
         pass
 
-    def kill(*_: object) -> None:
+    def kill(*_: object, **__: object) -> None:
         raise Killed
 
     with monkeypatch.context() as patched:  # after the file is in place, before its statistics are
@@ -312,7 +318,7 @@ def test_memory_does_not_grow_with_the_rows(run: Shards) -> None:
             path = run.folder / f"d.results.{number}-of-4.jsonl"
             text = "x" * 900
             lines = (encode_line({"id": None, "index": index, "text": text}) for index in range(number, rows, 4))
-            written = merge.write_in_order(path, lines)
+            written = write_in_order(path, lines)
             run.edit_stats(number, 4, lambda report, written=written: report.update(output_file=written))
         tracemalloc.start()
         try:
@@ -325,3 +331,55 @@ def test_memory_does_not_grow_with_the_rows(run: Shards) -> None:
     small, large = peak(400), peak(8000)
     assert run.output.stat().st_size > 7_000_000
     assert large - small < 300_000
+
+
+def test_shards_of_standard_input_with_different_ends(run: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beginnings are the same, and all rows of one shard."""
+    lines = [b'{"id": %d, "prompt": "%s"}\n' % (i, b"x" * 200) for i in range(1000)]
+    other = [*lines[:990], b'{"prompt": "another"}\n', *lines[991:]]
+
+    def compute(lines: list[bytes], number: int, **options: Any) -> None:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"".join(lines))))
+        run(input="-", output=run.folder / f"d.results.{number}-of-2.jsonl", shard=Shard(number, 2), **options)
+
+    compute(lines, 0)
+    compute(other, 1)
+    assert "not of the same job" in run.refused()
+    assert "input.sha256: " in run.refused()
+    with pytest.raises(InputError, match=r"different job: input\.size: .*; input\.sha256: "):
+        compute(other, 0)
+    compute(lines, 1, overwrite=True)
+    assert run.merge() == 0
+    assert "warning" not in run.log
+    whole = run.output.read_bytes()
+    assert [row["id"] for row in run.results()] == list(range(1000))
+    compute(lines, 1)
+    assert "finished already" in run.log
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"".join(lines))))
+    assert run(input="-", output=run.folder / "one.jsonl") == 0
+    assert (run.folder / "one.jsonl").read_bytes() == whole
+
+
+def test_shards_of_the_same_first_rows_of_standard_input(run: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [b'{"id": %d, "prompt": "%s"}\n' % (i, b"x" * 200) for i in range(1000)]
+    for number in range(2):
+        content = b"".join(lines if number else [*lines[:600], b'{"prompt": "after the limit"}\n'])
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+        output = run.folder / f"d.results.{number}-of-2.jsonl"
+        run(input="-", output=output, shard=Shard(number, 2), limit=600)
+    assert run.merge() == 0
+    assert len(run.results()) == 600
+
+
+def test_a_merge_whose_statistics_cannot_be_written_is_repeated(run: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.compute(2)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise InputError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(merge, "write_report", refuse)
+        with pytest.raises(InputError, match="no space left"):
+            run.merge()
+    assert run.merge() == 0
+    assert not partial_path(run.output).exists()
