@@ -141,6 +141,9 @@ class EngineBase:
         if params.prompt_logprobs is not None:
             scored = TokenLogprobs.of(seq.prompt_logprobs[i] for i in seq.scored_tokens)
         failed = reason is FinishReason.ERROR and _leaves_none(seq)
+        incomplete = False
+        if reason is FinishReason.LENGTH and seq.grammar is not None:
+            incomplete = not seq.grammar.may_end_after(seq.tokens, seq.num_prompt)
         return Completion(
             seq.request.request_id,
             tokens,
@@ -149,6 +152,7 @@ class EngineBase:
             seq.counts,
             margin,
             prompt_logprobs=scored,
+            incomplete=incomplete,
             no_token_left=failed,
         )
 

@@ -62,6 +62,11 @@ class GrammarState:
             assert num_legal == len(new), f"token {new[num_legal]} is not allowed here"
         self._ahead = []
 
+    def may_end_after(self, tokens: Sequence[int], num_prompt: int) -> bool:
+        """Whether the output is complete, see `follow`."""
+        self.follow(tokens, num_prompt)
+        return self._matcher.is_complete()
+
     def admit(self, tokens: Sequence[int]) -> int:
         """How many of the tokens that a round has committed the grammar allows: all, if that was known before."""
         if not self.is_unchecked:

@@ -14,6 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import llguidance
+
 from specbatch.errors import RowError
 from specbatch.grammar.constraint import ONE_LINE, Constraint
 from specbatch.grammar.matcher import Matcher, Threads
@@ -27,7 +29,6 @@ _NO_TOKEN = "<|specbatch: no token ends a text|>"
 # A place near the end of a string with a maxLength needs the short ones, or it takes ten times as long as others.
 _SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 8, 11, 16, 30)]
 _SLICES.append(r'[^"\\\x00-\x1F\x7F]+')
-_PIP = "pip install 'specbatch[grammar]'"
 
 
 def grammar_threads(num_processes: int = 1) -> int:
@@ -65,7 +66,6 @@ class GrammarCompiler:
             return matcher
 
     def _compile(self, constraint: Constraint) -> _Grammar:
-        llguidance = _library(constraint)
         if self._tokenizer is None or self._threads is None:
             self._tokenizer = self._wrap(constraint)
             executor = llguidance.LLExecutor(self._num_threads)
@@ -100,7 +100,7 @@ class GrammarCompiler:
             copy.add_special_tokens([_NO_TOKEN])
             end = copy.token_to_id(_NO_TOKEN)
         try:
-            return _library(constraint).LLTokenizer(copy.to_str(), eos_token=end, slices=_SLICES)
+            return llguidance.LLTokenizer(copy.to_str(), eos_token=end, slices=_SLICES)
         except ValueError as exc:
             raise _refused(constraint, f"the model's tokenizer cannot be used: {exc}") from exc
 
@@ -135,15 +135,6 @@ class _Grammar:
         matcher = Matcher(self._copies[index], self._vocab_size, self._threads)
         self._users[index].add(matcher)
         return matcher
-
-
-def _library(constraint: Constraint) -> Any:
-    try:
-        import llguidance
-    except ImportError as exc:
-        message = f"{constraint.option} needs the package llguidance: {_PIP}"
-        raise RowError("unsupported_parameter", message) from exc
-    return llguidance
 
 
 def _refused(constraint: Constraint, problem: str) -> RowError:

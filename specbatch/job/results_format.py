@@ -3,6 +3,7 @@
 Native:
 
     {"id", "index", "text", "reasoning_content" and "tool_calls" if there are any, "finish_reason",
+     "incomplete": true if the text was cut before its grammar allows an end,
      "usage": {"prompt_tokens", "completion_tokens"}, "speculation": {...},
      "certificate": {"margin", "position"} with output.certificate, "logprobs": [...] if requested,
      "prompt_logprobs": [...] if requested, "choice_scores": [...] of rows with score_choices,
@@ -13,7 +14,8 @@ certificate; their choices are equal. A failed row has text null, finish_reason 
 
 OpenAI Batch (platform.openai.com/docs/guides/batch): a failed line has `response: null` and `error: {code, message}`.
 OpenAI makes ids at random and `created` from the clock. Here ids are made from the row's index and `created` is 0, so
-that a resumed job writes the same bytes. `body.speculation` and `body.prompt_logprobs` are additions.
+that a resumed job writes the same bytes. `body.speculation`, `body.prompt_logprobs` and `incomplete` of a choice are
+additions.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ class RowInfo:
     id: Any = None  # of an OpenAI Batch line its custom_id
     metadata: dict[str, Any] | None = None
     unread_fields: Sequence[str] = ()  # of a row that can run: became metadata; some may be misspelled parameters
+    own_max_tokens: bool | None = None  # of a row that can run: whether it has its own
+    closes_objects: bool = False  # see `response_format.closes_objects`
     api: Literal["chat", "completions"] | None = None  # of an OpenAI Batch line
     model: Any = None  # that an OpenAI Batch line names; the target of the config answers in any case
 
@@ -57,6 +61,7 @@ class Choice:
     speculation: SpeculationCounts
     reasoning: str | None = None
     tool_calls: Sequence[ToolCall] = ()
+    incomplete: bool = False  # see `Completion`
 
 
 def choice_of(completion: Completion, answer: Answer) -> Choice:
@@ -72,6 +77,7 @@ def choice_of(completion: Completion, answer: Answer) -> Choice:
         completion.speculation,
         answer.reasoning,
         answer.tool_calls,
+        completion.incomplete,
     )
 
 
@@ -127,6 +133,7 @@ def result_line(
         "text": first.text,
         **_chat_parts(row, 0, first),
         "finish_reason": str(first.finish_reason),
+        **_incomplete(first),
         "usage": usage,
         **counts,
     }
@@ -192,6 +199,7 @@ def _choice(row: RowInfo, i: int, choice: Choice, logprob_json: LogprobJson, sim
         "text": choice.text,
         **_chat_parts(row, i, choice),
         "finish_reason": str(choice.finish_reason),
+        **_incomplete(choice),
         "usage": {"completion_tokens": len(choice.token_ids)},
         "speculation": _speculation(choice.speculation, simulated),
     }
@@ -258,4 +266,9 @@ def _openai_choice(row: RowInfo, i: int, choice: Choice, logprob_json: LogprobJs
     logprobs = None
     if choice.logprobs is not None:
         logprobs = (logprob_json.chat if chat else logprob_json.completion)(choice.logprobs)
-    return {"index": i, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+    reason = choice.finish_reason
+    return {"index": i, **text, "logprobs": logprobs, "finish_reason": reason, **_incomplete(choice)}
+
+
+def _incomplete(choice: Choice) -> dict[str, bool]:
+    return {"incomplete": True} if choice.incomplete else {}

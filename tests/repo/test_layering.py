@@ -35,6 +35,7 @@ LAYERS = [
     ["strict_yaml", "retired"],
     ["types"],
     ["option", "response_format", "counts", "logprobs", "matcher"],
+    ["closed_schema"],
     ["errors", "signals", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
