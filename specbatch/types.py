@@ -239,6 +239,7 @@ class Completion:
     # Of the prompt's tokens from `params.prompt_logprobs_start` on, without the first token, which comes after none.
     prompt_logprobs: TokenLogprobs | None = None
     incomplete: bool = False  # of LENGTH: the request's grammar does not allow an end there
+    grammar_error: str | None = None  # of ERROR: what keeps the request's grammar from going on
     no_token_left: bool = False  # of ERROR: the request's own rules forbid all tokens; else the logits are not finite
 
 

@@ -140,7 +140,10 @@ class EngineBase:
         scored = None
         if params.prompt_logprobs is not None:
             scored = TokenLogprobs.of(seq.prompt_logprobs[i] for i in seq.scored_tokens)
-        failed = reason is FinishReason.ERROR and _leaves_none(seq)
+        problem, failed = None, reason is FinishReason.ERROR
+        if failed and seq.grammar is not None:
+            problem = seq.grammar.failure_after(seq.tokens, seq.num_prompt)
+        failed = failed and problem is None and _leaves_none(seq)
         incomplete = False
         if reason is FinishReason.LENGTH and seq.grammar is not None:
             incomplete = not seq.grammar.may_end_after(seq.tokens, seq.num_prompt)
@@ -153,6 +156,7 @@ class EngineBase:
             margin,
             prompt_logprobs=scored,
             incomplete=incomplete,
+            grammar_error=problem,
             no_token_left=failed,
         )
 

@@ -162,7 +162,7 @@ def test_parts_that_refer_to_each_other_take_bounded_time(kind: str) -> None:
         "alternatives": lambda i: {
             "anyOf": [{"properties": {f"{key}{i}": S}, "$ref": f"#/$defs/{i + 1}"} for key in "xy"]
         },
-        "many parts": lambda i: {"allOf": [{"properties": {f"{i}-{j}": S}} for j in range(n * n)]},
+        "many parts": lambda i: {"allOf": [{"properties": {f"{i}-{j}": S}} for j in range(1 if i else 400)]},
     }[kind]
     schema = {"$ref": "#/$defs/0", "$defs": {**{str(i): definitions(i) for i in range(n)}, str(n): A}}
     value = json.dumps({"type": "json_schema", "json_schema": {"schema": schema}})
