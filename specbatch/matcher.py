@@ -41,6 +41,11 @@ class GrammarMatcher(Protocol):
         """Whether the output may end here."""
         ...
 
+    def failure(self, token: int | None) -> str | None:
+        """The error that keeps the output from going on here (with `token`, if it is given), such as a limit of the
+        library. None: there is none; a token that the grammar forbids is none."""
+        ...
+
     def may_be_forced(self) -> bool:
         """False: more than one token may come next, or the output is complete. It costs much less than `mask`."""
         ...

@@ -158,7 +158,8 @@ class SamplingParams:
     response_format: str | None = option(
         None,
         'As OpenAI has it: `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"schema": {...}}}`. '
-        "The text is JSON that the schema allows. This and the next three need `pip install 'specbatch[grammar]'`.",
+        "The text is JSON that the schema allows. Its objects have no other keys than those that it names, unless it "
+        "gives `additionalProperties`, or `json_schema` has `strict: false`.",
         read=read_response_format,
     )
     regex: str | None = option(
@@ -241,6 +242,8 @@ class Completion:
     margin: Margin = NO_MARGIN  # a sampled completion has none
     # Of the prompt's tokens from `params.prompt_logprobs_start` on, without the first token, which comes after none.
     prompt_logprobs: TokenLogprobs | None = None
+    incomplete: bool = False  # of LENGTH: the request's grammar does not allow an end there
+    grammar_error: str | None = None  # of ERROR: what keeps the request's grammar from going on
     no_token_left: bool = False  # of ERROR: the request's own rules forbid all tokens; else the logits are not finite
 
 

@@ -140,7 +140,13 @@ class EngineBase:
         scored = None
         if params.prompt_logprobs is not None:
             scored = TokenLogprobs.of(seq.prompt_logprobs[i] for i in seq.scored_tokens)
-        failed = reason is FinishReason.ERROR and _leaves_none(seq)
+        problem, failed = None, reason is FinishReason.ERROR
+        if failed and seq.grammar is not None:
+            problem = seq.grammar.failure_after(seq.tokens, seq.num_prompt)
+        failed = failed and problem is None and _leaves_none(seq)
+        incomplete = False
+        if reason is FinishReason.LENGTH and seq.grammar is not None:
+            incomplete = not seq.grammar.may_end_after(seq.tokens, seq.num_prompt)
         return Completion(
             seq.request.request_id,
             tokens,
@@ -149,6 +155,8 @@ class EngineBase:
             seq.counts,
             margin,
             prompt_logprobs=scored,
+            incomplete=incomplete,
+            grammar_error=problem,
             no_token_left=failed,
         )
 

@@ -45,12 +45,15 @@ class GrammarState:
         self.plan: Plan | None = None
         self.is_unchecked = False  # the tokens of its last round may be forbidden: see `admit`
         self.was_refused = False  # one was: the next round has its mask
+        self.failure: str | None = None  # an error of the matcher, for which the request cannot go on
         self._ahead: list[int] = []  # tokens after these that it has seen, too, and that will most likely be committed
 
     def follow(self, tokens: Sequence[int], num_prompt: int = 0) -> None:
         """Go to the end of the output, which comes after the prompt. It has grown by tokens that the masks allowed,
         none of which ends it. What `choose` took and was not committed after all, because a launch failed, is taken
-        back."""
+        back. If the matcher fails on the way, `failure` says why."""
+        if self.failure is not None:
+            return
         new = tokens[num_prompt + self._num_followed :]
         self._num_followed += len(new)
         if new != self._ahead:
@@ -59,8 +62,20 @@ class GrammarState:
             self.back(len(self._ahead) - known)
             new = new[known:]
             num_legal = self._matcher.advance_by(new)
-            assert num_legal == len(new), f"token {new[num_legal]} is not allowed here"
+            if num_legal < len(new):
+                token = new[num_legal]
+                self.failure = self._matcher.failure(token) or f"no text goes on after token {token}"
         self._ahead = []
+
+    def failure_after(self, tokens: Sequence[int], num_prompt: int) -> str | None:
+        """The error for which nothing may come after the output, see `follow`; None: there is none."""
+        self.follow(tokens, num_prompt)
+        return self.failure or self._matcher.failure(None)
+
+    def may_end_after(self, tokens: Sequence[int], num_prompt: int) -> bool:
+        """Whether the output is complete, see `follow`."""
+        self.follow(tokens, num_prompt)
+        return self.failure is None and self._matcher.is_complete()
 
     def admit(self, tokens: Sequence[int]) -> int:
         """How many of the tokens that a round has committed the grammar allows: all, if that was known before."""
@@ -130,13 +145,13 @@ class GrammarState:
             stops = np.where(is_complete_K[lines_B, None], first._stop_bits, np.int32(0))
             masks_KW[at] = (masks_KW[at] & first._text_bits) | stops
 
-    def walk(self, path: Sequence[int], tokens: Sequence[int], line: int) -> Walk:
-        """From after `path`. All of these tokens may come."""
+    def walk(self, path: Sequence[int], tokens: Sequence[int], line: int) -> Walk | None:
+        """From after `path`. All of these tokens may come. None: the matcher fails on the path."""
         matcher = self._matcher
         if path:
             matcher = matcher.fork()
-            num_legal = matcher.advance_by(path)
-            assert num_legal == len(path), f"token {path[num_legal]} is not allowed here"
+            if matcher.advance_by(path) < len(path):
+                return None
         return Walk(matcher, tokens, line)
 
     def is_end(self, token: int) -> bool:
@@ -150,10 +165,10 @@ class GrammarState:
             return True
         return token not in self._eos and self._matcher.allows(token)
 
-    def enter(self, token: int) -> None:
-        """Go on with a token that may come next and does not end the request."""
-        is_legal = self._matcher.advance(token)
-        assert is_legal, f"token {token} is not allowed here"
+    def enter(self, token: int) -> bool:
+        """Go on with a token that may come next and does not end the request. Returns whether it did: the matcher can
+        meet a limit of the library."""
+        return self._matcher.advance(token)
 
     def enter_all(self, tokens: Sequence[int]) -> int:
         """Go on with the first tokens that may come and do not end the request; returns their number."""

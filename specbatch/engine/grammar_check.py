@@ -37,9 +37,9 @@ def find_forced(state: GrammarState, tree: GrammarTree, node: int = 0) -> None:
     choices for."""
     _only_token(state, tree, node)
     for child in _children(state, tree, node):
-        state.enter(tree.tokens[child])
-        find_forced(state, tree, child)
-        state.back(1)
+        if state.enter(tree.tokens[child]):
+            find_forced(state, tree, child)
+            state.back(1)
 
 
 def _visit(state: GrammarState, tree: GrammarTree, choices: Sequence[int], node: int, found: list[int]) -> None:
@@ -52,9 +52,11 @@ def _visit(state: GrammarState, tree: GrammarTree, choices: Sequence[int], node:
     else:
         found.append(node)  # with the mask, any of its children may be chosen
     for child in children:
-        state.enter(tree.tokens[child])
-        _visit(state, tree, choices, child, found)
-        state.back(1)
+        if state.enter(tree.tokens[child]):
+            _visit(state, tree, choices, child, found)
+            state.back(1)
+        else:
+            found.append(child)  # its mask lets nothing come
 
 
 def _only_token(state: GrammarState, tree: GrammarTree, node: int) -> int:

@@ -109,8 +109,10 @@ def grow(
         num_left -= draft >= 0
         if not drafts and (depth >= max_depth or node + 1 + num_left >= max_nodes):
             continue  # nothing comes after it
+        if node and not state.enter(token):  # nothing comes after it
+            num_left -= sum(sizes[d] for d in drafts)
+            continue
         if node:
-            state.enter(token)
             stack.append(None)
         legal = [d for d in drafts if state.allows(tokens[d])]
         if len(legal) < len(drafts):
@@ -133,7 +135,8 @@ def _grow_chain(
     tree = GrammarTree.of(tokens[:count], None)
     while not has_ended and (room := min(max_nodes, max_depth + 1) - len(tree.tokens)) > 0:
         if len(tree.tokens) > count:
-            state.enter(tree.tokens[-1])
+            if not state.enter(tree.tokens[-1]):
+                break
             num_entered += 1
         if not tree.add_forced(state, len(tree.tokens) - 1, 1 if all_sure else room) or not all_sure:
             break
@@ -160,7 +163,8 @@ def write_masks(wanted: Sequence[tuple[GrammarState, GrammarTree, Sequence[int]]
 def _walks(
     state: GrammarState, tree: GrammarTree, nodes: Sequence[int], start: int, masks_KW: NDArray[np.int32]
 ) -> Iterator[Walk]:
-    """To each of these nodes whose mask is not known; those are written. Nodes that follow each other are one walk."""
+    """To each of these nodes whose mask is not known; those are written. Nodes that follow each other are one walk.
+    After a node that the matcher fails at, nothing may come."""
     first = 0
     while first < len(nodes):
         node = nodes[first]
@@ -174,7 +178,11 @@ def _walks(
                 break
             end += 1
         tokens = [tree.tokens[other] for other in nodes[first + 1 : end]]
-        yield state.walk(_path(tree, node)[state.num_ahead :], tokens, start + first)
+        walk = state.walk(_path(tree, node)[state.num_ahead :], tokens, start + first)
+        if walk is not None:
+            yield walk
+        else:
+            masks_KW[start + first : start + end] = 0
         first = end
 
 

@@ -68,7 +68,7 @@ def run_rank(connection: Connection) -> None:
         run, group = open_group(start.run, start.rank, start.meeting)
         engine = build(run, group=group).engine
         connection.send(("ready",))
-        _repeat(engine, connection, GrammarCompiler(run.tokenizer, grammar_threads(group.size)))
+        _repeat(engine, connection, _compiler(run, group))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         _leave(0)  # rank 0 has ended
     except SpecbatchError as error:
@@ -80,6 +80,11 @@ def run_rank(connection: Connection) -> None:
             connection.send(("failed", f"{type(error).__name__}: {error}", None))
             traceback.print_exc()
         _leave(3)
+
+
+def _compiler(run: ResolvedRun, group: Group) -> GrammarCompiler:
+    """Without a bound of time, in which rank 0 has compiled the same."""
+    return GrammarCompiler(run.tokenizer, grammar_threads(group.size), max_seconds=None)
 
 
 def _leave(code: int) -> None:

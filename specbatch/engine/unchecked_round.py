@@ -19,7 +19,7 @@ import torch
 
 from specbatch.draft.method import DraftTrees
 from specbatch.engine.grammar import FREE, GrammarState, Plan
-from specbatch.engine.grammar_round import GrammarRound, is_checked, nodes_that_go_on
+from specbatch.engine.grammar_round import GrammarRound, goes_on, is_checked, nodes_that_go_on
 from specbatch.engine.grammar_tree import GrammarTree
 from specbatch.engine.node_masks import WantedMasks
 from specbatch.engine.sequence import Sequence
@@ -64,7 +64,7 @@ class UncheckedRound(GrammarRound):
         forced_BN = np.full((len(self._sequences), self.method.num_nodes), FREE, dtype=np.int64)
         for seq, drafts, forced_N in zip(self._sequences, self._drafts, forced_BN, strict=True):
             state = seq.grammar
-            if state is None or seq.is_finished or seq.goes_back:
+            if state is None or not goes_on(seq):
                 continue
             tree = GrammarTree.of([seq.tokens[-1], *drafts], None)
             state.plan, state.is_unchecked = None, False
@@ -87,9 +87,11 @@ class UncheckedRound(GrammarRound):
         odd, tokens, is_sure, num_entered = [], tree.tokens, True, 0
         after: list[int] = []
         for node, token in enumerate(tokens):
-            if node:
-                state.enter(token)
-                num_entered += 1
+            if node and not state.enter(token):  # its mask lets nothing come
+                odd.append(node)
+                is_sure = False
+                break
+            num_entered += node > 0
             is_last = node + 1 == len(tokens)
             only, after = state.only_tokens(self.method.num_nodes if is_last else 1)
             if only >= 0:

@@ -6,19 +6,30 @@ can write them without end. A schema's `x-guidance` changes that, as llguidance 
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from specbatch.errors import RowError
-from specbatch.grammar.constraint import ONE_LINE, Constraint
-from specbatch.grammar.matcher import Matcher, Threads
+import llguidance
 
-_MAX_COMPILED = 1024  # copies of grammars that are kept; one takes about 50 KB
+from specbatch.errors import RowError
+from specbatch.grammar.constraint import MAX_CHARS, ONE_LINE, Constraint
+from specbatch.grammar.deep_thread import Abandoned, DeepThread
+from specbatch.grammar.matcher import DEAD_END, Matcher, Threads, first_words
+
+# Of what is compiled. Choices become a regex in which a character can have eight. Others can be deep, see `DeepThread`.
+_MAX_CHARS = {"regex": 8 * MAX_CHARS, "json_schema": MAX_CHARS, "grammar": MAX_CHARS}
+_MAX_SECONDS = 30.0  # of a compilation
+# Limits of the library, five and four times its own: an object with 500 optional keys has 2,000 items in a row.
+_MAX_ITEMS_IN_ROW, _MAX_ITEMS_IN_STEP = 10_000, 200_000
+# Copies of grammars that are kept, and characters of all of them; one takes about 50 KB, or 60 bytes a character.
+_MAX_COMPILED, _MAX_KEPT_CHARS = 1024, 8 << 20
 _MAX_THREADS = 16  # that compute masks
 _USERS_OF_COPY = 4  # requests that share a lexer before there is another one: a schema takes a millisecond to compile
 _MAX_COPY_SECONDS = 0.25  # in which a grammar is compiled again for more threads, all of them together
@@ -27,7 +38,6 @@ _NO_TOKEN = "<|specbatch: no token ends a text|>"
 # A place near the end of a string with a maxLength needs the short ones, or it takes ten times as long as others.
 _SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 8, 11, 16, 30)]
 _SLICES.append(r'[^"\\\x00-\x1F\x7F]+')
-_PIP = "pip install 'specbatch[grammar]'"
 
 
 def grammar_threads(num_processes: int = 1) -> int:
@@ -38,55 +48,96 @@ def grammar_threads(num_processes: int = 1) -> int:
 class GrammarCompiler:
     """`tokenizer`: of transformers, a fast one. `num_threads`: that compute masks. Threads may share a compiler."""
 
-    def __init__(self, tokenizer: Any, num_threads: int | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, num_threads: int | None = None, *, max_seconds: float | None = _MAX_SECONDS
+    ) -> None:
+        """`max_seconds`: of a compilation; None: any number."""
         self._hf_tokenizer = tokenizer
+        self._max_seconds = math.inf if max_seconds is None else max_seconds
+        self._is_ending = threading.Event()
         self._num_threads = num_threads or grammar_threads()
         self._threads: Threads | None = None  # made for the first grammar, as the next one
         self._tokenizer: Any = None  # llguidance's: it takes a third of a second
-        self._compiled: OrderedDict[Constraint, _Grammar] = OrderedDict()
-        self._num_copies = 0  # of these
+        self._compiled: OrderedDict[Constraint, _Grammar | RowError] = OrderedDict()
+        self._num_copies = self._num_chars = 0  # of these
         self._lock = threading.Lock()
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """At the beginning of a text. Raises RowError for what cannot be compiled."""
+        """At the beginning of a text. Raises RowError for what cannot be compiled, within `max_seconds`."""
         with self._lock:
             grammar = self._compiled.get(constraint)
-            if grammar is None:
-                grammar = self._compile(constraint)
-                self._compiled[constraint] = grammar
-                self._num_copies += 1
-            else:
-                self._compiled.move_to_end(constraint)
-            old = grammar.num_copies
-            matcher = grammar.matcher()
-            self._num_copies += grammar.num_copies - old
-            while self._num_copies > _MAX_COMPILED and len(self._compiled) > 1:
-                self._num_copies -= self._compiled.popitem(last=False)[1].num_copies
-            return matcher
+        if grammar is None:  # another thread can have others meanwhile
+            grammar = self._compiled_or_error(constraint)
+            if self._is_ending.is_set():
+                raise _refused(constraint, "the job is ending")
+        with self._lock:
+            kept = self._compiled.pop(constraint, None)
+            self._count(constraint, kept, -1)
+            kept = kept or grammar
+            try:
+                if isinstance(kept, RowError):
+                    raise kept
+                return kept.matcher()
+            finally:
+                self._compiled[constraint] = kept
+                self._count(constraint, kept, 1)
+                while len(self._compiled) > 1 and (
+                    self._num_copies > _MAX_COMPILED or self._num_chars > _MAX_KEPT_CHARS
+                ):
+                    self._count(*self._compiled.popitem(last=False), -1)
+
+    def _count(self, constraint: Constraint, grammar: _Grammar | RowError | None, times: int) -> None:
+        copies = grammar.num_copies if isinstance(grammar, _Grammar) else int(grammar is not None)
+        self._num_copies += times * copies
+        self._num_chars += times * copies * len(constraint.text)
+
+    def close(self) -> None:
+        """Nobody waits for a grammar any longer: those that are being compiled are errors."""
+        self._is_ending.set()
+
+    def _compiled_or_error(self, constraint: Constraint) -> _Grammar | RowError:
+        """An error is kept, too: another row may have the same constraint, and finding the error can take long."""
+        try:
+            return self._compile(constraint)
+        except RowError as exc:
+            return exc
+        except Abandoned:
+            return _refused(constraint, f"to compile it takes longer than {self._max_seconds:g} seconds")
+        except (MemoryError, RuntimeError) as exc:  # no memory, or none for another thread
+            return _refused(constraint, f"to compile it failed: {exc or type(exc).__name__}")
 
     def _compile(self, constraint: Constraint) -> _Grammar:
-        llguidance = _library(constraint)
-        if self._tokenizer is None or self._threads is None:
-            self._tokenizer = self._wrap(constraint)
-            executor = llguidance.LLExecutor(self._num_threads)
-            self._threads = Threads(executor, self._num_threads, self._tokenizer.eos_token)
-        threads, tokenizer = self._threads, self._tokenizer
+        if (size := len(constraint.text)) > (most := _MAX_CHARS[constraint.kind]):
+            raise _refused(constraint, f"it has {size:,} characters, and {most:,} can be compiled")
+        with self._lock:
+            if self._tokenizer is None or self._threads is None:
+                self._tokenizer = self._wrap(constraint)
+                executor = llguidance.LLExecutor(self._num_threads)
+                self._threads = Threads(executor, self._num_threads, self._tokenizer.eos_token)
+            threads, tokenizer = self._threads, self._tokenizer
+        options: Any = ONE_LINE
         make = {
-            "json_schema": lambda text: llguidance.LLMatcher.grammar_from_json_schema(text, defaults=ONE_LINE),
+            "json_schema": lambda text: llguidance.LLMatcher.grammar_from_json_schema(text, defaults=options),
             "regex": llguidance.LLMatcher.grammar_from_regex,
             "grammar": lambda text: llguidance.grammar_from("grammar", text),
         }[constraint.kind]
+        limits = llguidance.LLParserLimits(max_items_in_row=_MAX_ITEMS_IN_ROW, step_max_items=_MAX_ITEMS_IN_STEP)
         try:
-            text = make(constraint.text)
-            grammar = _Grammar(lambda: llguidance.LLMatcher(tokenizer, text, log_level=0), tokenizer, threads)
+            text = self._on_thread(lambda: make(constraint.text))
+            made = partial(llguidance.LLMatcher, tokenizer, text, log_level=0, limits=limits)
+            grammar = _Grammar(lambda: self._on_thread(made), tokenizer, threads)
         except ValueError as exc:
             raise _refused(constraint, str(exc)) from exc
         if grammar.error:
             raise _refused(constraint, grammar.error)
         start = grammar.matcher()
         if not start.mask().any() and not start.is_complete():
-            raise _refused(constraint, "no text matches it")
+            problem = start.failure(None)
+            raise _refused(constraint, "no text matches it" if problem is None or problem == DEAD_END else problem)
         return grammar
+
+    def _on_thread(self, work: Callable[[], Any]) -> Any:
+        return DeepThread(work).result(self._max_seconds, self._is_ending)
 
     def _wrap(self, constraint: Constraint) -> Any:
         backend = getattr(self._hf_tokenizer, "backend_tokenizer", None)
@@ -100,7 +151,7 @@ class GrammarCompiler:
             copy.add_special_tokens([_NO_TOKEN])
             end = copy.token_to_id(_NO_TOKEN)
         try:
-            return _library(constraint).LLTokenizer(copy.to_str(), eos_token=end, slices=_SLICES)
+            return llguidance.LLTokenizer(copy.to_str(), eos_token=end, slices=_SLICES)
         except ValueError as exc:
             raise _refused(constraint, f"the model's tokenizer cannot be used: {exc}") from exc
 
@@ -129,25 +180,18 @@ class _Grammar:
         counts = [len(users) for users in self._users]
         index = counts.index(min(counts))
         if counts[index] >= _USERS_OF_COPY and len(counts) < self._max_copies:
-            index = len(counts)
-            self._copies.append(self._compile())
-            self._users.append(weakref.WeakSet())
+            try:
+                self._copies.append(self._compile())
+                self._users.append(weakref.WeakSet())
+                index = len(counts)
+            except (Abandoned, MemoryError, RuntimeError):  # those that are there do
+                self._max_copies = len(counts)
         matcher = Matcher(self._copies[index], self._vocab_size, self._threads)
         self._users[index].add(matcher)
         return matcher
 
 
-def _library(constraint: Constraint) -> Any:
-    try:
-        import llguidance
-    except ImportError as exc:
-        message = f"{constraint.option} needs the package llguidance: {_PIP}"
-        raise RowError("unsupported_parameter", message) from exc
-    return llguidance
-
-
 def _refused(constraint: Constraint, problem: str) -> RowError:
     # Of a long error the first lines say what is wrong; the others repeat the grammar. That of a regex is the reverse.
     problem = problem.rsplit("\nerror: ", 1)[-1].split("\n", 1)[0] if constraint.kind == "regex" else problem
-    first = " ".join(" ".join(problem.split("<state>")[0].split()).split(" ")[:40])
-    return RowError("invalid_value", f"{constraint.option} cannot be used: {first}")
+    return RowError("invalid_value", f"{constraint.option} cannot be used: {first_words(problem)}")

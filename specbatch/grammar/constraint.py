@@ -14,6 +14,8 @@ from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 # JSON as `json.dumps` writes it: the `x-guidance` of a schema, in llguidance's words.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+MAX_CHARS = 1 << 20  # of an option: 30,000 choices, or 70,000 rules that are in each other
+
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
@@ -25,11 +27,13 @@ class Constraint:
 
 
 def constraint_of(params: SamplingParams) -> Constraint | None:
-    """None: any text. Raises FieldError where another option contradicts it."""
+    """None: any text. Raises FieldError where another option contradicts it, or it is too large."""
     option = next((name for name in GRAMMAR_FIELDS if getattr(params, name) is not None), None)
     if option is None:
         return None
     value = getattr(params, option)
+    if (size := sum(map(len, value)) if option == "choice" else len(value)) > MAX_CHARS:
+        raise FieldError("invalid_value", f"{option} has {size:,} characters, and {MAX_CHARS:,} can be compiled")
     if option == "response_format":
         schema = schema_of(value)
         found = None if schema is None else Constraint(option, "json_schema", with_exact_formats(schema))

@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 from specbatch.grammar.masks import only_token
 from specbatch.matcher import Walk
 
+DEAD_END = "no text goes on from here"
+_ENDS = ("NoExtension", "NoExtensionBias")  # of these, the second one was found late
+_MAX_WORDS = 40  # of an error
+
 
 @dataclass(frozen=True, slots=True)
 class Threads:
@@ -43,7 +47,10 @@ class Matcher:
 
     def advance(self, token: int) -> bool:
         # As `advance_by`, in fewer steps: the device may wait for it.
-        if token >= self._vocab_size or self._matcher.is_stopped() or self._matcher.try_consume_tokens([token]) != 1:
+        if token >= self._vocab_size or self._matcher.is_stopped():
+            return False
+        if self._matcher.try_consume_tokens([token]) != 1:
+            self._recover()
             return False
         self._tokens.append(token)
         return True
@@ -55,6 +62,8 @@ class Matcher:
             tokens = tokens[: next(i for i, token in enumerate(tokens) if token >= self._vocab_size)]
         count: int = self._matcher.try_consume_tokens(list(tokens))
         self._tokens += tokens[:count]
+        if count < len(tokens):
+            self._recover()
         return count
 
     def allows(self, token: int) -> bool:
@@ -68,11 +77,24 @@ class Matcher:
         if self._matcher.is_error() or not self._matcher.rollback(num_tokens):
             self._restart()
 
+    def failure(self, token: int | None) -> str | None:
+        if not self._matcher.is_error() and token is None:
+            self.mask()
+        matcher = self._matcher
+        if not matcher.is_error() and token is not None and token < self._vocab_size:
+            matcher = matcher.deep_copy()
+            matcher.try_consume_tokens([token])
+        if not matcher.is_error():
+            return None
+        error = matcher.get_error()
+        return DEAD_END if error in _ENDS else first_words(error)
+
     def may_be_forced(self) -> bool:
-        return bool(self._matcher.compute_ff_bytes()) or self._matcher.is_stopped()
+        return self._is_forced() or bool(self._matcher.is_stopped())
 
     def only_token(self) -> int | None:
-        tokens = [] if self._has_ended or not self._matcher.compute_ff_bytes() else self._matcher.compute_ff_tokens()
+        tokens = [] if self._has_ended or not self._is_forced() else self._matcher.compute_ff_tokens()
+        self._recover()
         return tokens[0] if tokens else None
 
     def forced_tokens(self, most: int) -> list[int]:
@@ -80,7 +102,9 @@ class Matcher:
             return []
         # The library's mask is the first of these. Where there is none, a longer token may begin with the same text.
         tokens: list[int] = self._matcher.compute_ff_tokens()[:most]
-        return tokens[: self._matcher.validate_tokens(tokens)]
+        tokens = tokens[: self._matcher.validate_tokens(tokens)]
+        self._recover()
+        return tokens
 
     def is_complete(self) -> bool:
         return bool(self._matcher.is_accepting())  # False after an error
@@ -157,18 +181,21 @@ class Matcher:
         if self._matcher.is_error():
             self._restart()
             num_written = 0
-        for i, mask_W in enumerate(masks_KW[walk.line : walk.line + len(walk.tokens) + 1]):
-            if i:
-                self.advance(walk.tokens[i - 1])
+        num_entered, masks_NW = 0, masks_KW[walk.line : walk.line + len(walk.tokens) + 1]
+        for i, mask_W in enumerate(masks_NW):
+            if i and not self.advance(walk.tokens[i - 1]):  # a limit of the library
+                masks_NW[i:] = 0
+                break
+            num_entered = i
             if i >= num_written and not self._has_ended:
                 self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
             is_complete_K[walk.line + i] = self.is_complete()
             self._clear_wrong(mask_W)
-        self.back(len(walk.tokens))
+        self.back(num_entered)
 
     def _clear_wrong(self, mask_W: NDArray[np.int32]) -> None:
         # Also by a limit, or an end that was found late.
-        if self._has_ended or (self._matcher.compute_ff_bytes() and not self._takes_only(mask_W)):
+        if self._has_ended or (self._is_forced() and not self._takes_only(mask_W)):
             mask_W[:] = 0
 
     def _takes_only(self, mask_W: NDArray[np.int32]) -> bool:
@@ -179,7 +206,11 @@ class Matcher:
     def _takes(self, *tokens: int) -> bool:
         """The library forces the text `<think>` as the token of that name, which it has as a mark and not as that text:
         it refuses that."""
-        return bool(self._matcher.validate_tokens(list(tokens)) == len(tokens))
+        takes = bool(self._matcher.validate_tokens(list(tokens)) == len(tokens))
+        return takes or self._recover()
+
+    def _is_forced(self) -> bool:
+        return bool(self._matcher.compute_ff_bytes()) or self._recover()
 
     @property
     def _has_ended(self) -> bool:
@@ -188,7 +219,19 @@ class Matcher:
     def _start(self) -> None:
         self._matcher = self._compiled.deep_copy()
 
+    def _recover(self) -> bool:
+        """Leave an error of what was tried here, such as a limit that a token would exceed. Returns False."""
+        if self._matcher.is_error():
+            self._restart()
+        return False
+
     def _restart(self) -> None:
-        """An error is never left; what came before it may go on elsewhere."""
+        """The library never leaves an error; what came before it may go on elsewhere. An error that is still there is
+        one of this place."""
         self._start()
         self._matcher.consume_tokens(self._tokens)
+
+
+def first_words(error: str) -> str:
+    """What is wrong, of an error of the library: what comes after that repeats the grammar."""
+    return " ".join(" ".join(error.split("<state>")[0].split()).split(" ")[:_MAX_WORDS])

@@ -73,6 +73,9 @@ class AfterReasoning:
     def is_complete(self) -> bool:
         return self._at is not _At.REASONING and self._answer.is_complete()
 
+    def failure(self, token: int | None) -> str | None:
+        return None if self._at is _At.REASONING else self._answer.failure(token)
+
     def may_be_forced(self) -> bool:
         return self._at is _At.ANSWER and self._answer.may_be_forced()
 

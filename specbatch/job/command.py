@@ -42,6 +42,7 @@ from specbatch.job.terminal import closing_table, input_bar, print_notes, print_
 from specbatch.job.urls import url_of
 from specbatch.job.worker import Description
 from specbatch.signals import INTERRUPTED
+from specbatch.types import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,9 @@ def _run(
 
     with closing(ResultFile(output, job, pool.models, overwrite=options.overwrite)) as results:
         print_notes([*results.notes(), *count_crash(results), *notes], console)
-        remarks = Remarks(what.config.model.target, columns=parser.makes_prompts)
+        longest = what.config.sampling.max_tokens
+        given = None if longest == SamplingParams().max_tokens else longest
+        remarks = Remarks(what.config.model.target, columns=parser.makes_prompts, max_tokens=given)
 
         def warn(warning: str) -> None:
             notes.append(warning)

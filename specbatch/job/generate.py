@@ -101,6 +101,7 @@ class FileJob:
         if self.interrupted:
             os._exit(INTERRUPTED)
         self.interrupted = True
+        self.pool.stop_waiting()
 
     def _unfinished_rows(self, source: Source) -> Iterator[RawRow]:
         try:

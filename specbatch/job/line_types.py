@@ -61,6 +61,7 @@ class NativeLine(TypedDict):
     reasoning_content: NotRequired[str]  # of a chat
     tool_calls: NotRequired[list[Any]]  # as in OpenAI's messages
     finish_reason: Finish
+    incomplete: NotRequired[bool]  # cut before its grammar allows an end
     usage: NotRequired[Usage]
     speculation: NotRequired[Speculation]
     certificate: NotRequired[Certificate]

@@ -64,6 +64,10 @@ class WorkerPool(Protocol):
         """Run for a moment, and return the rows that finished, each once. `last`: no more rows will be submitted."""
         ...
 
+    def stop_waiting(self) -> None:
+        """The job ends early: `collect` does not wait for rows that are not prepared. A handler of signals calls it."""
+        ...
+
     def drain(self) -> Finished:
         """The rows that have finished, when a job ends early."""
         ...
@@ -128,6 +132,10 @@ class LocalPool:
         if self._loaded.is_busy:
             self._loaded.step()
         return self.drain()
+
+    def stop_waiting(self) -> None:
+        if self._runner is not None:
+            self._runner.stop_waiting()
 
     def drain(self) -> Finished:
         finished = self._loaded.take()

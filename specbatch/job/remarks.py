@@ -41,6 +41,8 @@ class Remark(NamedTuple):
     model: str | None = None  # that the row names
     id_hash: int = 0  # the same in every process; 0: the row has no id
     doubts: tuple[Doubt, ...] = ()
+    own_max_tokens: bool | None = None  # None: the row cannot run
+    closes_objects: bool = False
 
 
 def remark_on(row: RowInfo) -> Remark:
@@ -49,14 +51,17 @@ def remark_on(row: RowInfo) -> Remark:
     if row.id is not None:
         digest = hashlib.blake2b(encode_line({"id": row.id}), digest_size=8).digest()
         id_hash = int.from_bytes(digest, "big", signed=True) or 1
-    return Remark(names, None if row.model is None else str(row.model), id_hash, tuple(row.doubts))
+    model = None if row.model is None else str(row.model)
+    return Remark(names, model, id_hash, tuple(row.doubts), row.own_max_tokens, row.closes_objects)
 
 
 class Remarks:
     """Collects while a job runs. `model`: the one that answers. `columns`: prompts are made of the rows' columns. Most
-    fields are data then, and only misspelled sampling options are named."""
+    fields are data then, and only misspelled sampling options are named. `max_tokens`: the job's, if it was given."""
 
-    def __init__(self, model: str, *, columns: bool) -> None:
+    def __init__(self, model: str, *, columns: bool, max_tokens: int | None = None) -> None:
+        self._max_tokens = max_tokens
+        self._with_own_max = self._without_own_max = self._closing = 0  # rows
         self._model = model
         self._columns = columns
         self._fields = _Tally()
@@ -68,6 +73,9 @@ class Remarks:
         """Count the row of this index, whether it ran or not."""
         for name in remark.unread_fields:
             self._fields.add(name)
+        self._with_own_max += remark.own_max_tokens is True
+        self._without_own_max += remark.own_max_tokens is False
+        self._closing += remark.closes_objects
         if remark.model is not None and bare_name(remark.model) != bare_name(self._model):
             self._models.add(remark.model)
         self._doubts.update(remark.doubts)
@@ -87,6 +95,12 @@ class Remarks:
         if self._fields.rows:
             lines.append(f"fields that are not used, and come back as metadata: {self._fields.shown(meant)}")
         lines += [f"{words}: {_rows(self._doubts[doubt])}" for doubt, words in _DOUBTS.items() if self._doubts[doubt]]
+        if self._closing:
+            rows = _rows(self._closing)
+            named = f"response_format: objects had only the keys that the schema names ({rows})"
+            lines.append(f"{named}; `additionalProperties`, or `strict: false` in json_schema, allows others")
+        if self._max_tokens is not None and self._with_own_max and not self._without_own_max:
+            lines.append(f"max_tokens {self._max_tokens:,} of the job was not used: each row has its own max_tokens")
         if repeated := self._repeated():
             count, one, other = repeated
             ids = "1 id is" if count == 1 else f"{count:,} ids are"

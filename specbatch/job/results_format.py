@@ -3,6 +3,7 @@
 Native:
 
     {"id", "index", "text", "reasoning_content" and "tool_calls" if there are any, "finish_reason",
+     "incomplete": true if the text was cut before its grammar allows an end,
      "usage": {"prompt_tokens", "completion_tokens"}, "speculation": {...},
      "certificate": {"margin", "position"} with output.certificate, "logprobs": [...] if requested,
      "prompt_logprobs": [...] if requested, "choice_scores": [...] of rows with score_choices,
@@ -16,7 +17,8 @@ If only some of its completions or score_choices failed, it has those that finis
 OpenAI Batch (platform.openai.com/docs/guides/batch): a failed line has `response: null` and `error: {code, message}`.
 If some completions finished, it has a response with these.
 OpenAI makes ids at random and `created` from the clock. Here ids are made from the row's index and `created` is 0, so
-that a resumed job writes the same bytes. `body.speculation` and `body.prompt_logprobs` are additions.
+that a resumed job writes the same bytes. `body.speculation`, `body.prompt_logprobs` and `incomplete` of a choice are
+additions.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ class RowInfo:
     id: Any = None  # of an OpenAI Batch line its custom_id
     metadata: dict[str, Any] | None = None
     unread_fields: Sequence[str] = ()  # of a row that can run: became metadata; some may be misspelled parameters
+    own_max_tokens: bool | None = None  # of a row that can run: whether it has its own
+    closes_objects: bool = False  # see `response_format.closes_objects`
     api: Literal["chat", "completions"] | None = None  # of an OpenAI Batch line
     model: Any = None  # that an OpenAI Batch line names; the target of the config answers in any case
     doubts: Sequence[Doubt] = ()  # of a row that can run: its prompt can be other than it was meant
@@ -65,6 +69,7 @@ class Choice:
     reasoning: str | None = None
     tool_calls: Sequence[ToolCall] = ()
     error: RowError | None = None  # why it failed; then it has no text
+    incomplete: bool = False  # see `Completion`
 
 
 def failed_choice(error: RowError) -> Choice:
@@ -84,6 +89,7 @@ def choice_of(completion: Completion, answer: Answer) -> Choice:
         completion.speculation,
         answer.reasoning,
         answer.tool_calls,
+        incomplete=completion.incomplete,
     )
 
 
@@ -218,7 +224,8 @@ def _native_parts(row: RowInfo, i: int, choice: Choice) -> dict[str, Any]:
     """The text and the end of completion `i`."""
     if choice.error is not None:
         return {"text": None, "finish_reason": "error", "error": _failure(choice.error, "type")}
-    return {"text": choice.text, **_chat_parts(row, i, choice), "finish_reason": str(choice.finish_reason)}
+    end = {"finish_reason": str(choice.finish_reason), **_incomplete(choice)}
+    return {"text": choice.text, **_chat_parts(row, i, choice), **end}
 
 
 def _chat_parts(row: RowInfo, i: int, choice: Choice) -> dict[str, Any]:
@@ -282,4 +289,9 @@ def _openai_choice(row: RowInfo, i: int, choice: Choice, logprob_json: LogprobJs
     if choice.logprobs is not None:
         logprobs = (logprob_json.chat if chat else logprob_json.completion)(choice.logprobs)
     error = {} if choice.error is None else {"error": _failure(choice.error, "code")}
-    return {"index": i, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason, **error}
+    parts = {"logprobs": logprobs, "finish_reason": choice.finish_reason, **_incomplete(choice), **error}
+    return {"index": i, **text, **parts}
+
+
+def _incomplete(choice: Choice) -> dict[str, bool]:
+    return {"incomplete": True} if choice.incomplete else {}

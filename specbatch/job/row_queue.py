@@ -5,6 +5,7 @@ Templates and JSON hold the interpreter, a few dozen microseconds at a time. The
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -97,6 +98,7 @@ class RowQueue:
         self._dropped: set[int] = set()  # indices of rows that the thread has in hand
         self._in_hand: Sequence[int] = ()
         self._is_closed = False
+        self._waits_no_more = False
         self._thread: threading.Thread | None = None  # from the first row on
         self.waited_seconds = 0.0  # in `take`, for rows that were not prepared yet
 
@@ -113,24 +115,30 @@ class RowQueue:
             self._num_rows += 1
             self._changed.notify_all()
 
-    def take(self) -> PreparedRow:
-        """The next row; waits until it is prepared. The queue is not empty. Raises what was raised when the row was
-        prepared: that is an error of this program."""
+    def take(self, seconds: float = math.inf) -> PreparedRow | None:
+        """The next row, if it is prepared within `seconds`; None: it is not, or `stop_waiting` was called. The queue is
+        not empty. Raises what was raised when the row was prepared: that is an error of this program."""
         assert self._num_rows, "nothing would end this wait"
         with self._changed:
             if not self._prepared:
                 began = time.perf_counter()
-                while not self._prepared:
+                while not self._prepared and not self._waits_no_more and time.perf_counter() - began < seconds:
                     if self._thread is None or not self._thread.is_alive():
                         raise RuntimeError("no thread prepares this row: the queue is closed")
                     if not self._changed.wait(_LOOK_SECONDS):
                         self._stop_late()
                 self.waited_seconds += time.perf_counter() - began
+            if not self._prepared:
+                return None
             self._num_rows -= 1
             _, prepared = self._prepared.popleft()
         if isinstance(prepared, BaseException):
             raise prepared
         return prepared
+
+    def stop_waiting(self) -> None:
+        """`take` does not wait any longer. It can be called by a handler of signals, in the middle of `take`."""
+        self._waits_no_more = True
 
     def prepared(self) -> list[PreparedRow]:
         """The next rows, as far as they are prepared."""

@@ -44,12 +44,14 @@ from specbatch.job.parameters import (
 from specbatch.job.results_format import RowInfo
 from specbatch.job.sources import RawRow, Source
 from specbatch.job.templates import PromptTemplate
+from specbatch.response_format import closes_objects
 from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 
 PromptKind = Literal["prompt", "messages", "token_ids"]
 _MAX_PREVIEW_ROWS = 100  # that are read before the model is loaded, if the first one lacks a field
 _MAX_SHOWN = 12  # field names in a message
 _AS_DATA = "put it under `metadata`, or set data.prompt_column"
+_MAX_TOKENS = [name for name, field in SAMPLING_NAMES.items() if field == "max_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class RowParser:
         self._template = PromptTemplate(data.prompt_template) if data.prompt_template is not None else None
         self._column = data.prompt_column
         self._kwargs = data.chat_template_kwargs or {}
+        self._last_format: tuple[str | None, bool] = None, False
 
     @property
     def needs(self) -> dict[str, tuple[str, ...]]:
@@ -138,6 +141,7 @@ class RowParser:
             refuse_unsupported(fields, params, _AS_DATA)
             self._check_model(fields.get("model"))
             chat, choices = read_chat_fields(fields, self._kwargs), read_choices(fields, params)
+        self._note(row, params, {} if columns_are_data else fields)
         own_seed = not columns_are_data and fields.get("seed") is not None
         kind, content = self._prompt(fields)
         if not columns_are_data:
@@ -161,6 +165,13 @@ class RowParser:
         if not isinstance(named, str) or bare_name(named) != bare_name(self._model):
             message = f"model is {shown(named)}, but {self._model} answers; leave it out"
             raise RowError("unsupported_parameter", f"{message}; if it is only data, {_AS_DATA}")
+
+    def _note(self, row: RowInfo, params: SamplingParams, fields: Mapping[str, Any]) -> None:
+        """Fill in what remarks are made of. `fields`: sampling fields of the row."""
+        row.own_max_tokens = any(fields.get(name) is not None for name in _MAX_TOKENS)
+        if params.response_format != self._last_format[0]:  # most rows have the same
+            self._last_format = params.response_format, closes_objects(params.response_format)
+        row.closes_objects = self._last_format[1]
 
     def _prompt(self, fields: dict[str, Any]) -> tuple[PromptKind, Any]:
         if self._template is not None:
@@ -201,6 +212,7 @@ class RowParser:
                 raise RowError("unsupported_parameter", f"body.{name[:60]} is not a known parameter{hint}")
         if chat and body.get("logprobs") is False:
             params = replace(params, logprobs=None)
+        self._note(row, params, sampling)
         own_seed = sampling.get("seed") is not None
         content = body.get("messages" if chat else "prompt")
         if content is None:

@@ -24,6 +24,7 @@ from specbatch.job.sources import RawRow
 from specbatch.job.stats import RowTotals
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import (
+    GRAMMAR_FIELDS,
     NO_MARGIN,
     BatchEngine,
     Completion,
@@ -36,6 +37,7 @@ from specbatch.types import (
 
 _WAITING_BATCHES, _MIN_WAITING = 0.25, 4  # of requests that wait in a full engine; then no more rows are started
 _MIN_QUEUED = 8  # rows that are prepared for the engine: as many as it runs at once, and at least this number
+_PATIENCE_SECONDS = 2.0  # of an engine that has rows, for the next one
 _MAX_UNREAD = 256  # rows that failed at once and were not taken yet; then no more rows are started
 _MAX_MESSAGE_CHARS = 500  # error messages quote the row: its mistake must not make a line of the output long
 
@@ -151,10 +153,14 @@ class RowRunner:
 
     def start_rows(self) -> None:
         """Give queued rows to the engine: what fills its batch, and a few more. It waits for rows that are not prepared
-        yet, so that what runs together does not depend on the speed of their preparation."""
+        yet, so that what runs together does not depend on the speed of their preparation. Only where one takes very
+        long, such as the compilation of a huge grammar, the engine goes on with the rows that it has."""
         engine, queue = self.engine, self._queue
         while queue and not self.is_full and engine.num_running + engine.num_waiting < self._max_started:
-            self._start(queue.take())
+            prepared = queue.take(_PATIENCE_SECONDS if self.is_busy else math.inf)
+            if prepared is None:
+                break
+            self._start(prepared)
 
     def _start(self, prepared: PreparedRow) -> None:
         row, digest, prompt, token_ids = prepared.row, prepared.digest, prepared.prompt, prepared.token_ids
@@ -162,6 +168,13 @@ class RowRunner:
             self._fail(row, digest, prompt)
             return
         params = prompt.params
+        num_generated = 0 if prepared.choices else prompt.num_requests
+        try:  # most are compiled already; one that was forgotten since is compiled again, which can fail
+            thinking = prepared.reader.thinking
+            grammars = [self._texts.matcher(prompt, thinking) or (None, None) for _ in range(num_generated)]
+        except RowError as error:
+            self._fail(row, digest, error)
+            return
         in_flight = _RowInFlight(digest, row, prompt, len(token_ids), prepared.reader, self._first_text(prepared))
         in_flight.results = [None] * prompt.num_requests
         for number, choice in enumerate(prepared.choices):
@@ -170,7 +183,7 @@ class RowRunner:
                 continue
             request_id = self._add_request(in_flight, number)
             self.engine.submit(Request(request_id, choice.token_ids, choice.params, RngKey(0, row.index, 0)))
-        for sample in range(0 if prepared.choices else prompt.num_requests):
+        for sample, grammar in enumerate(grammars):
             # A row's own seed gives the same text wherever the row is. Any other seed is combined with the row's index.
             if prompt.own_seed and params.seed is not None:
                 rng = RngKey(params.seed, 0, sample)
@@ -178,7 +191,6 @@ class RowRunner:
                 seed = self._config.engine.seed if params.seed is None else params.seed
                 rng = RngKey(seed, row.index, sample)
             request_id, check_stop = self._add_request(in_flight, sample), self._texts.stop_check(params)
-            grammar = self._texts.matcher(prompt, prepared.reader.thinking) or (None, None)
             self.engine.submit(Request(request_id, token_ids, params, rng, check_stop, prepared.bad_words, *grammar))
 
     def _first_text(self, prepared: PreparedRow) -> int | None:
@@ -245,8 +257,14 @@ class RowRunner:
         """The indices of the rows that were started and have not finished."""
         return {row.row.index for row, _ in self._in_flight.values()}
 
+    def stop_waiting(self) -> None:
+        """The job ends: rows that are not prepared do not start. It can be called by a handler of signals."""
+        if self._queue is not None:
+            self._queue.stop_waiting()
+
     def close(self) -> None:
         """Stop preparing rows."""
+        self._texts.close()
         if self._queue is not None:
             self._queue.close()
 
@@ -352,6 +370,9 @@ def _failure(completion: Completion, sample: int, num_completions: int, params: 
     """Why a completion has no end."""
     of = f" of completion {sample + 1} of {num_completions}" if num_completions > 1 else ""
     at = f"at token {len(completion.token_ids) + 1}{of}"
+    if completion.grammar_error is not None:
+        option = next(name for name in (*GRAMMAR_FIELDS, "tool_choice") if getattr(params, name, name) is not None)
+        return RowError("grammar_limit", f"{option} cannot be followed {at}: {completion.grammar_error}")
     if completion.no_token_left:
         from specbatch.engine.rules import NO_TOKEN_LEFT, forbidden_by  # here, because it imports torch
 

@@ -30,6 +30,9 @@ class RowTotals:
     failed: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # error type -> rows
     finish_reasons: dict[str, int] = field(default_factory=dict)  # of each row's first completion
+    answers: int = 0  # completions
+    cut: int = 0  # of these: by max_tokens, or where the context or the cache ends
+    incomplete: int = 0  # of these: before the row's grammar allows an end
     prompt_tokens: int = 0
     completion_tokens: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)  # lines have no depths
@@ -39,7 +42,7 @@ class RowTotals:
     @classmethod
     def of_report(cls, report: Mapping[str, Any]) -> RowTotals:
         """Those of a finished job, without `lengths`. Raises LookupError or TypeError for other files."""
-        rows, tokens, counts = report["rows"], report["tokens"], report["speculation"]
+        rows, tokens, counts, answers = report["rows"], report["tokens"], report["speculation"], report["answers"]
         rounds = SpeculationCounts(
             counts["rounds"],
             counts["drafted"],
@@ -48,7 +51,18 @@ class RowTotals:
             list(counts["accept_histogram"]),
         )
         errors, reasons = dict(rows["errors"]), dict(rows["finish_reasons"])
-        return cls(rows["ok"], rows["failed"], errors, reasons, tokens["prompt"], tokens["completion"], rounds)
+        return cls(
+            rows["ok"],
+            rows["failed"],
+            errors,
+            reasons,
+            answers["total"],
+            answers["cut"],
+            answers["incomplete"],
+            tokens["prompt"],
+            tokens["completion"],
+            rounds,
+        )
 
     def report(self) -> dict[str, Any]:
         """Their part of stats.json."""
@@ -61,6 +75,7 @@ class RowTotals:
                 "errors": dict(sorted(self.errors.items())),
                 "finish_reasons": dict(sorted(self.finish_reasons.items())),
             },
+            "answers": {"total": self.answers, "cut": self.cut, "incomplete": self.incomplete},
             "tokens": {"prompt": self.prompt_tokens, "completion": self.completion_tokens},
             "speculation": {
                 "acceptance_length": _ratio(counts.committed, counts.rounds),
@@ -89,7 +104,11 @@ class RowTotals:
         body = line if "usage" in line else line["response"]["body"]
         reason = line["finish_reason"] if body is line else body["choices"][0]["finish_reason"]
         usage, counts = body["usage"], body["speculation"]
-        completions = len(body.get("choices") or "1")
+        choices = body.get("choices") or [body]
+        completions = len(choices)
+        finished = sum(choice["finish_reason"] != "error" for choice in choices)
+        cut = sum(choice["finish_reason"] == "length" for choice in choices)
+        incomplete = sum("incomplete" in choice for choice in choices)
         prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
         # Lines have the quotient with 4 digits: exact below 10,000 rounds, within 0.01% above.
         committed = round((counts["acceptance_length"] or 0) * counts["rounds"])
@@ -102,6 +121,9 @@ class RowTotals:
             self.ok += times
             _count(self.finish_reasons, str(reason), times)
             _count(self.lengths, (completion // completions, reason != "length"), times)
+        self.answers += times * finished
+        self.cut += times * cut
+        self.incomplete += times * incomplete
         self.prompt_tokens += times * prompt
         self.completion_tokens += times * completion
         self.speculation.add(rounds, times)
@@ -114,6 +136,9 @@ class RowTotals:
         """Add the sums over other rows."""
         self.ok += other.ok
         self.failed += other.failed
+        self.answers += other.answers
+        self.cut += other.cut
+        self.incomplete += other.incomplete
         self.prompt_tokens += other.prompt_tokens
         self.completion_tokens += other.completion_tokens
         self.speculation.add(other.speculation)

@@ -19,6 +19,14 @@ class Rows(TypedDict):
     finish_reasons: dict[str, int]
 
 
+class Answers(TypedDict):
+    """Numbers of completions: all; those that were cut; of these, those that their grammar does not let end there."""
+
+    total: int
+    cut: int
+    incomplete: int
+
+
 class Tokens(TypedDict):
     """Numbers of tokens."""
 
@@ -91,6 +99,7 @@ class Stats(TypedDict):
     input: str
     output: str
     rows: Rows
+    answers: Answers
     tokens: Tokens
     speculation: Counts
     session: NotRequired[SessionStats]

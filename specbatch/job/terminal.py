@@ -103,6 +103,16 @@ def acceptance_text(speculation: Mapping[str, Any], draft_rate_by_position: Sequ
     return f"{text}, {rate:.0%} of drafts accepted"
 
 
+def answers_text(answers: Mapping[str, int]) -> str | None:
+    """How many answers were cut. None: none was."""
+    if not answers["cut"]:
+        return None
+    text = f"{answers['cut']:,} of {answers['total']:,} cut at max_tokens"
+    if incomplete := answers["incomplete"]:
+        text += f"; {incomplete:,} of these {'is' if incomplete == 1 else 'are'} incomplete JSON, regex or grammar"
+    return text
+
+
 def _percent(share: float) -> str:
     return "less than 1%" if 0 < share < 0.005 else f"{share:.0%}"
 
@@ -117,6 +127,8 @@ def closing_table(report: dict[str, Any]) -> Table:
     done = f"{rows['ok']:,} ok, {rows['failed']:,} failed"
     resumed = session["resumed_rows"] if session else 0
     table.add_row("rows", done + (f" ({resumed:,} from before)" if resumed else ""))
+    if cut := answers_text(report["answers"]):
+        table.add_row("answers", cut)
     table.add_row("tokens", f"{report['tokens']['prompt']:,} prompt, {report['tokens']['completion']:,} completion")
     if session:
         seconds = session["seconds"]

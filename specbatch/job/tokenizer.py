@@ -119,6 +119,10 @@ class TextProcessor:
         """To be called by a thread that waits for one in `encode_batch`: ends a chat template that does not end."""
         self._chat.stop_late()
 
+    def close(self) -> None:
+        """Stop what prepares a row in the background: no row is wanted any longer."""
+        self._grammars.close()
+
     def answer_reader(self, prompt: Prompt, token_ids: Sequence[int]) -> AnswerReader:
         """What reads the answers to `prompt`, which `encode` has made `token_ids` of."""
         if not self._is_chat(prompt):

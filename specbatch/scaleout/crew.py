@@ -68,6 +68,7 @@ class Crew:
         self._longest_row: int | None = None
         self._answer: Any = None  # of `ask`
         self._last_reason = ""  # why a worker was lost
+        self._error: str | None = None  # of this program, by which the last worker was lost
         self._checked_at = clock()
 
     def describe(self, config: Config) -> Description:
@@ -156,6 +157,8 @@ class Crew:
     def raise_failure(self) -> None:
         if self.error is not None:
             raise self.error
+        if all(member.is_lost for member in self.members) and self._error is not None:
+            raise WorkerFailed(f"no worker is left. There was {self._error}", _KEPT)
         if all(member.is_lost for member in self.members):
             raise SpecbatchError(f"no worker is left. The last one was {self._last_reason}", _KEPT)
 
@@ -193,9 +196,17 @@ class Crew:
                 else:
                     self._leave_out(worker, message, hint)
             case Broken(_, traceback):
-                worker.calls.popleft()
-                self.fail(WorkerFailed(f"an error in {worker.name}:\n{traceback}", _KEPT))
+                error = f"an error in {worker.name}:\n{traceback}"
+                if worker.calls.popleft() != "exchange" or worker.holding is None:
+                    self.fail(WorkerFailed(error, _KEPT))
+                    return
+                # One of its rows can be the cause, as when its process dies. Its engine is of no use any more.
+                self._log(f"warning: {error}")
+                self._error = error
+                self._transport.kill(worker.id)
+                self._end(worker, traceback.strip().rpartition("\n")[2], blame=True)
             case Died(_, reason, node_lost):
+                self._error = None
                 self._end(worker, reason, blame=not node_lost)
 
     def _handle_reply(self, worker: PoolWorker, method: str, value: Any) -> None:

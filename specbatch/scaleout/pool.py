@@ -101,6 +101,9 @@ class Pool:
         self._crew.advance()
         return self._taken() if self._crew.error is None else self.drain()
 
+    def stop_waiting(self) -> None:
+        """Workers answer at the end of a slice; `drain` waits for a bounded time."""
+
     def drain(self) -> Finished:
         """Wait for the running slices, and return the rows that have finished."""
         self._is_ending = True

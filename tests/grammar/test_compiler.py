@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from typing import Any
 
 import numpy as np
@@ -102,12 +101,6 @@ def test_a_schema_that_cannot_be_followed_is_an_error(word: str) -> None:
 def test_a_regex_or_grammar_with_a_mistake_is_an_error(params: dict[str, Any], words: str) -> None:
     with pytest.raises(RowError, match=f"{next(iter(params))} cannot be used: {words}"):
         state_of(**params)
-
-
-def test_a_missing_library_is_an_error_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(RowError, match=r"regex needs .* pip install 'specbatch\[grammar\]'"):
-        GrammarCompiler(TOKENIZER).matcher(Constraint("regex", "regex", "a"))
 
 
 def test_a_complete_text_has_to_end() -> None:

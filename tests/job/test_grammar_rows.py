@@ -20,6 +20,7 @@ from specbatch.job.row_queue import RowPreparer
 from specbatch.job.rows import Prompt, RowParser
 from specbatch.job.sources import RawRow
 from specbatch.job.stats import versions
+from specbatch.job.terminal import closing_table, table_text
 from specbatch.job.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams
 from tests.grammar.tiny_tokenizer import tiny_tokenizer
@@ -146,6 +147,34 @@ def test_options_without_grammars_make_error_rows() -> None:
 def test_a_bad_grammar_of_the_configuration_ends_the_job() -> None:
     with pytest.raises(ConfigError, match=r"sampling\.regex cannot be used"):
         LLM(**{**TINY, "sampling.regex": "(a"})
+
+
+def test_answers_that_are_cut_are_counted(tmp_path: Path) -> None:
+    """The counts are those of stats.json and of the closing table, after a resume, too."""
+    data, out = tmp_path / "d.jsonl", tmp_path / "o.jsonl"
+    open_format = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"a": {}}}}}
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "response_format": FORMAT, "max_tokens": 5, "n": 2, "temperature": 1.0},
+        {"prompt": "b", "max_tokens": 5},
+        {"prompt": "c", "choice": ["yes", "no"], "max_tokens": 9},
+        {"prompt": "d", "regex": "ab?", "max_tokens": 1},
+        {"prompt": "e", "response_format": open_format, "max_tokens": 1},
+    ]
+    for body in (rows[0], rows[1]):
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **body, "prompt": None}
+        rows.append({"custom_id": "x", "method": "POST", "url": "/v1/chat/completions", "body": body})
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = generate_file(data, out, **{**TINY, "max_tokens": 77})
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line.get("incomplete") for line in found[:5]] == [True, None, None, None, True]
+    bodies = [line["response"]["body"]["choices"] for line in found[5:]]
+    assert [[choice.get("incomplete") for choice in choices] for choices in bodies] == [[True, True], [None]]
+    assert report.stats["answers"] == {"total": 9, "cut": 8, "incomplete": 5}
+    table = table_text(closing_table(report.stats))
+    assert re.search(r"answers +8 of 9 cut at max_tokens; 5 of these are incomplete", table)
+    notes = " ".join(report.stats["notes"])
+    assert "objects had only the keys that the schema names (1 row)" in notes
+    assert "max_tokens 77 of the job was not used: each row has its own max_tokens" in notes
 
 
 @pytest.mark.parametrize("row", [{"regex": "a"}, {"tools": [TOOL], "tool_choice": "required"}, {}])

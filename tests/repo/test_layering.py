@@ -35,7 +35,7 @@ LAYERS = [
     ["strict_yaml"],
     ["types"],
     ["option", "response_format", "counts", "logprobs", "matcher"],
-    ["json_schema"],
+    ["closed_schema", "json_schema"],
     ["errors", "signals", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

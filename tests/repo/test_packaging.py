@@ -52,3 +52,8 @@ def test_a_source_distribution_holds_more_than_the_package(project: dict[str, An
     folders = {line.split()[1] for line in lines if line.startswith("graft ")}
     assert folders == {"configs", "docs", "examples", "scripts", "tests"}
     assert all((ROOT / folder).is_dir() for folder in folders)
+
+
+def test_structured_output_needs_no_extra(project: dict[str, Any]) -> None:
+    assert any(need.startswith("llguidance") for need in project["dependencies"])
+    assert "grammar" not in project["optional-dependencies"]

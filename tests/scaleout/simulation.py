@@ -99,7 +99,8 @@ class Process:
 
 
 class Simulation:
-    """`seconds_of`: what a row takes. `killers`: rows that end the process that starts them. `machines`: by number of
+    """`seconds_of`: what a row takes. `killers`: rows that end the process that starts them; `raisers`: rows for
+    which it raises an exception. `machines`: by number of
     the process. `row_speed`: tokens of a row's prompt that are computed in one of these seconds."""
 
     def __init__(
@@ -109,6 +110,7 @@ class Simulation:
         machines: dict[int, Machine] | None = None,
         seconds_of: Callable[[int], float] = lambda index: 0.3,
         killers: Sequence[int] = (),
+        raisers: Sequence[int] = (),
         row_speed: float = 0.0,
     ) -> None:
         self.batch = batch
@@ -123,7 +125,7 @@ class Simulation:
         self.is_closed = False
         self._machines = machines or {}
         self._seconds_of = seconds_of
-        self._killers = set(killers)
+        self._killers, self._raisers = set(killers), set(raisers)
         self._row_speed = row_speed
         self._due: list[tuple[float, int, Callable[[], Event | None]]] = []
         self._order = itertools.count()
@@ -269,6 +271,10 @@ class Simulation:
                 process.digests[index] = row.digest()
                 process.running[index] = self._seconds_of(index) / process.machine.speed
                 process.num_begun += 1
+                if index in self._raisers:
+                    lines = f"Traceback\nValueError: row {index}\n"
+                    self._answer(process, passed, "exchange", Broken(process.id, lines))
+                    return
                 if index in self._killers:
                     self._answer(process, passed, "exchange", Died(process.id, f"row {index} killed it"))
                     return

@@ -226,3 +226,16 @@ def test_rows_that_finished_before_the_transport_ended_are_returned(monkeypatch:
         job.run(1000)
     assert num_waits < 20
     assert sorted(index for rows in simulation.delivered.values() for index in rows) == job.indices != []
+
+
+def test_a_row_that_raises_an_exception_each_time_is_left_out() -> None:
+    """As one that ends the process: with quarantine it is an error row, and all others finish."""
+    simulation = Simulation(batch=4, raisers=[5])
+    job = loaded_job(simulation, 2, quarantine=True).run(40)
+    assert job.indices == list(range(40))
+    assert job.finished.totals.errors == {"worker_died": 1}
+    error = next(json.loads(row.line) for row in job.finished.rows if row.index == 5)["error"]["message"]
+    assert error.endswith("ValueError: row 5")
+    assert len(simulation.killed) == 3
+    with pytest.raises(WorkerFailed, match="row with index 5"):
+        loaded_job(Simulation(batch=4, raisers=[5]), 2).run(40)
