@@ -88,7 +88,7 @@ def drawn(rows: int, rounds: int, path: int, logprobs: int | None) -> tuple[list
             ids = (tokens[:, :, None] + np.arange(k)).astype(np.int64)
             found = Logprobs(torch.from_numpy(values), torch.from_numpy(ids))
             output, layout = with_logprobs(output, found), LogprobLayout.of(found)
-        reports.append(Report(sequences, Download(output, None), layout, path))
+        reports.append(Report(sequences, path, Download(output, None), layout))
     return sequences, reports
 
 
@@ -98,7 +98,7 @@ def read(sequences: list[Sequence], reports: list[Report], path: int) -> list[tu
         for seq in sequences:
             seq.num_in_flight += path
             seq.rounds_in_flight += 1
-        ended += read_report(report, report.rows.wait(), frozenset((0,)), stats)
+        ended += read_report(report, report.wait(), frozenset((0,)), stats)
     return ended
 
 

@@ -303,9 +303,8 @@ class Engine(EngineBase):
             if not self._fits(self._complete_round, lambda: self._lower_batch(size, finished), finished):
                 return finished
         report = self._in_flight.popleft()
-        assert report.rows is not None
         began = time.perf_counter()
-        rows = report.rows.wait()
+        rows = report.wait()
         now = time.perf_counter()
         self.waited_seconds += now - began
         if report.max_path is None:

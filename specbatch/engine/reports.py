@@ -81,6 +81,11 @@ class Report:
             self.sequences = [self._unless_going_back(seq) for seq in self.sequences]
         self.rows, self.logprobs = transfers.download(launched.output_BZ), launched.logprobs
 
+    def wait(self) -> NDArray[np.int32]:
+        """Wait for what the launch decided; returns `rows`."""
+        assert self.rows is not None, "it was not completed"
+        return self.rows.wait()
+
     def _unless_going_back(self, seq: Sequence | None) -> Sequence | None:
         """None in place of a request that had begun the round with a token that its grammar refuses."""
         if seq is None or not seq.goes_back:
