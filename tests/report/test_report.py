@@ -406,3 +406,34 @@ def test_in_a_browser(tmp_path: Path, width: int, scheme: int) -> None:
     assert len(picture.getcolors(1 << 24)) > 50
     edge = {picture.getpixel((width - 1, y)) for y in range(2500)}
     assert edge == {background}, "nothing reaches the edge"
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        {"rows": []},
+        {"tokens": {"prompt": "many"}},
+        {"versions": 3},
+        {"notes": [1]},
+        {"session": {"seconds": None}},
+        {"speculation": {"accept_histogram": "x"}},
+        {"session": {"seconds": {}}, "config": {}},
+    ],
+)
+def test_statistics_of_wrong_types_are_an_error(tmp_path: Path, stats: dict[str, Any]) -> None:
+    path = write_results(tmp_path / "d.results.jsonl", [native(0)])
+    (tmp_path / "d.results.stats.json").write_text(json.dumps({"job": {"specbatch": "0"}, **stats}))
+    try:
+        page_of(path)
+    except InputError as exc:
+        assert "d.results.stats.json is damaged" in exc.message  # noqa: PT017
+    else:
+        assert stats["session"] == {"seconds": {}}, "only fields that are missing are no error"
+
+
+def test_the_page_has_no_secrets_of_urls(tmp_path: Path) -> None:
+    path = write_results(tmp_path / "d.results.jsonl", [native(0)])
+    stats = {"job": {"specbatch": "0"}, "input": "https://me:s3cr3t@h/d.jsonl?sig=s3cr3t"}
+    (tmp_path / "d.results.stats.json").write_text(json.dumps(stats))
+    assert "https://***@h/d.jsonl?sig=***" in page_of(path)
+    assert "s3cr3t" not in page_of(path)
