@@ -21,20 +21,20 @@ from specbatch.config import Config
 from specbatch.config_load import load_config, option_paths
 from specbatch.counts import EngineStats
 from specbatch.errors import ConfigError, InputError
+from specbatch.files.remote import fetch
+from specbatch.files.result_files import result_rows
+from specbatch.files.template_files import with_template_texts
+from specbatch.files.urls import url_of
 from specbatch.job.command import GenerateOptions, run_file_job
+from specbatch.job.crash_retry import died
 from specbatch.job.failures import MaxFailed
 from specbatch.job.first_day import with_first_day
-from specbatch.job.memory_rows import raw_rows
 from specbatch.job.pool import WorkerPool
-from specbatch.job.remote import fetch
-from specbatch.job.result_files import result_rows
-from specbatch.job.rows import RowParser
 from specbatch.job.runner import failed_row
-from specbatch.job.shard import Shard
-from specbatch.job.sources import RawRow
-from specbatch.job.suspects import died
-from specbatch.job.template_files import with_template_texts
-from specbatch.job.urls import url_of
+from specbatch.rows.memory_rows import raw_rows
+from specbatch.rows.parser import RowParser
+from specbatch.rows.shard import Shard
+from specbatch.rows.sources import RawRow
 from specbatch.signals import INTERRUPTED
 from specbatch.startup import open_pool, prepare_libraries
 

@@ -1,7 +1,7 @@
 """The configuration: a frozen, strict schema read once from YAML and `--set a.b=c`. Descriptions are part of it:
 `scripts/write_options.py` makes docs/options.md and the commented default.yaml from them.
 
-Only `cli`, `job`, `evals`, `tune` and `engine/resolve.py` import this module; below them, constructors take plain
+Only `cli`, `job`, `evals`, `tune` and `setup/resolve.py` import this module; below them, constructors take plain
 values.
 """
 
@@ -16,8 +16,8 @@ from datetime import date
 from typing import Any, Literal
 
 from specbatch.errors import FieldError, shown
-from specbatch.option import AT_LEAST_0, AT_LEAST_1, SEED, Range, option, required
-from specbatch.strict import Reader, described, join, options_of
+from specbatch.options.option import AT_LEAST_0, AT_LEAST_1, SEED, Range, option, required
+from specbatch.options.strict import Reader, described, join, options_of
 from specbatch.types import SamplingParams
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from specbatch.config import Config
-    from specbatch.engine.resolve import ResolvedRun
     from specbatch.job.pool import WorkerPool
     from specbatch.job.worker import Runtime, Worker
+    from specbatch.setup.resolve import ResolvedRun
     from specbatch.types import BatchEngine
 
 _MIN_OPEN_FILES = 64  # a job on a CPU has about 8 open; a GPU's driver and a model of many files need more
@@ -32,8 +32,8 @@ def import_engine() -> None:
     """
     allow_open_files()
     with on_signals(end_at_once):
-        import specbatch.engine.build
-        import specbatch.engine.resolve  # noqa: F401
+        import specbatch.setup.build
+        import specbatch.setup.resolve  # noqa: F401
 
 
 def allow_open_files(more: int = 0) -> None:
@@ -56,10 +56,10 @@ def runtime(console: Console) -> Runtime:
     from specbatch.job.worker import Runtime
 
     def build(run: ResolvedRun, on_progress: Callable[[str], None]) -> BatchEngine:
-        from specbatch.engine.build import build_engine
+        from specbatch.setup.build import build_engine
 
         if run.config.engine.tensor_parallel > 1:
-            from specbatch.engine.ranks import build_ranked
+            from specbatch.setup.ranks.ranked_engine import build_ranked
 
             return build_ranked(run, on_progress)
         return build_engine(run, on_progress)
@@ -101,8 +101,8 @@ def resolving(console: Console) -> Callable[[Config], ResolvedRun]:
 
     def resolve_with_bar(config: Config) -> ResolvedRun:
         import_engine()
-        from specbatch.engine.resolve import resolve
         from specbatch.job.terminal import download_bar
+        from specbatch.setup.resolve import resolve
 
         with download_bar(console) as on_progress:
             return resolve(config, progress=on_progress)

@@ -7,7 +7,7 @@ Other folders:
 
 What they share:
     conftest.py         Triton's interpreter where there is no GPU; one thread for each process
-    marks.py            slow_on_cpu: a case that only a GPU or `-m slow` runs
+    kernels/trace_marks.py            slow_on_cpu: a case that only a GPU or `-m slow` runs
     tiny_models.py      random models of a few layers, engines over them, prompts
     tiny_checkpoint.py  such a model as files on disk
     stub_engine.py      no model at all: the command line and the file job over made-up tokens

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from specbatch.models.fp8 import quantise_weight
-from specbatch.models.quantization import parse_quantization
+from specbatch.models.linears.fp8 import quantise_weight
+from specbatch.models.linears.quantization import parse_quantization
 from tests.tiny_checkpoint import RAW, random_state, write_checkpoint
 
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}

@@ -212,9 +212,9 @@ def build_engine(run: StubRun, show: Callable[[str], None] = lambda progress: No
 
 def stub_modules() -> dict[str, types.ModuleType]:
     """What stands in for the modules that need models, in sys.modules."""
-    modules = {name: types.ModuleType(name) for name in ("specbatch.engine.resolve", "specbatch.engine.build")}
-    modules["specbatch.engine.resolve"].resolve = resolve  # type: ignore[attr-defined]
-    modules["specbatch.engine.build"].build_engine = build_engine  # type: ignore[attr-defined]
+    modules = {name: types.ModuleType(name) for name in ("specbatch.setup.resolve", "specbatch.setup.build")}
+    modules["specbatch.setup.resolve"].resolve = resolve  # type: ignore[attr-defined]
+    modules["specbatch.setup.build"].build_engine = build_engine  # type: ignore[attr-defined]
     return modules
 
 

@@ -148,7 +148,7 @@ def test_an_engine_that_is_dropped_is_garbage(monkeypatch: pytest.MonkeyPatch) -
         engines.append(weakref.ref(engine))
         return engine
 
-    monkeypatch.setattr(sys.modules["specbatch.engine.build"], "build_engine", build)
+    monkeypatch.setattr(sys.modules["specbatch.setup.build"], "build_engine", build)
     llm = LLM()
     list(llm.generate(["x"]))
     del llm
@@ -212,7 +212,7 @@ def test_close_frees_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         engines.append(weakref.ref(engine))
         return engine
 
-    monkeypatch.setattr(sys.modules["specbatch.engine.build"], "build_engine", build)
+    monkeypatch.setattr(sys.modules["specbatch.setup.build"], "build_engine", build)
     with LLM() as llm:
         assert len(list(llm.generate(["x"]))) == 1
         assert engines[0]() is not None

@@ -23,21 +23,21 @@ from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, RoundExecutor
-from specbatch.engine.gathering import ChunkCost
-from specbatch.engine.lanes import LaneLimits
-from specbatch.engine.prompt_trunks import EAGER, PromptPieces, piecewise_trunks
+from specbatch.engine.overlap.lanes import LaneLimits
+from specbatch.engine.prefill.admission_batching import ChunkCost
+from specbatch.engine.prefill.models import EAGER, PromptPieces, piecewise_trunks
 from specbatch.engine.round import Round
-from specbatch.engine.round_parts import RoundParts
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_config import EagleConfig, expected_eagle_tensors
 from specbatch.models.eagle_head import EagleHead
+from specbatch.models.linears.sharded import ModelShard
 from specbatch.models.rope import RopeConfig
-from specbatch.models.sharded import ModelShard
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
+from specbatch.setup.round_parts import RoundParts
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.oracle.engine import OracleEngine
 from tests.oracle.factory import proposer_of

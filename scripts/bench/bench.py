@@ -35,13 +35,13 @@ from bench_work import Rows, UniformRows, file_jobs, file_rows, warm_up_rows
 
 from specbatch.config_load import config_to_dict, load_config
 from specbatch.draft import METHODS
-from specbatch.engine.build import build_engine
 from specbatch.engine.engine import Engine
-from specbatch.engine.ranks import build_ranked
-from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import SpecbatchError
-from specbatch.job.stats import commit, device_name, versions
 from specbatch.models.catalog import random_name
+from specbatch.results.stats import commit, device_name, versions
+from specbatch.setup.build import build_engine
+from specbatch.setup.ranks.ranked_engine import build_ranked
+from specbatch.setup.resolve import ResolvedRun, resolve
 from specbatch.tune.timing import time_phases
 from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
 

@@ -35,9 +35,9 @@ from specbatch.attention.triton import WORKSPACE_ROWS, PagedAttention, num_prefi
 from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.cache.prefix_groups import Group, GroupLimits, GroupTable
-from specbatch.job.stats import commit, versions
 from specbatch.kernels import torch as reference
 from specbatch.kernels.triton.parts.attention_tile import Tile
+from specbatch.results.stats import commit, versions
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16

@@ -25,9 +25,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "check"))
 from prompts import question_prompts
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
-from specbatch.engine.build import build_engine
-from specbatch.engine.resolve import resolve
 from specbatch.models.formats.tokenizer import load_tokenizer
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
 from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
 
 

@@ -25,8 +25,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the oracle is one of the tests' parts
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
-from specbatch.engine.build import build
-from specbatch.engine.resolve import resolve
+from specbatch.setup.build import build
+from specbatch.setup.resolve import resolve
 from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
 from tests.oracle.build import build_oracle
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specbatch.engine.resolve import ResolvedRun
 from specbatch.models import config as decoder
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_config import expected_eagle_tensors
 from specbatch.models.formats.eagle_files import EagleCheckpoint
-from specbatch.models.quantization import Quantization
-from specbatch.models.sharded import part_of_head
+from specbatch.models.linears.quantization import Quantization
+from specbatch.models.linears.sharded import part_of_head
+from specbatch.setup.resolve import ResolvedRun
 
 
 @dataclass(frozen=True)

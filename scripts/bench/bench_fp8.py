@@ -43,7 +43,7 @@ from specbatch.kernels.quantised import Quantised
 from specbatch.kernels.triton.gemm import linear as linear_now
 from specbatch.kernels.triton.scaled import ops
 from specbatch.kernels.triton.scaled.tile import ScaledTile
-from specbatch.models.fp8 import quantise_weight
+from specbatch.models.linears.fp8 import quantise_weight
 from specbatch.models.random_weights import geometries
 
 ROWS = (1, 4, 16, 64, 256, 512, 2048, 8192)

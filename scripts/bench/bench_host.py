@@ -26,11 +26,11 @@ from specbatch.engine.logprobs import LogprobLayout, Logprobs, num_top_of, read_
 from specbatch.engine.reports import Report, read_report
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download
-from specbatch.job.chat_output import Answer
-from specbatch.job.logprob_json import LogprobJson
-from specbatch.job.results_format import RowInfo, choice_of, result_line
 from specbatch.job.runner import Finished
-from specbatch.job.token_pieces import TokenPieces
+from specbatch.results.logprob_json import LogprobJson
+from specbatch.results.results_format import RowInfo, choice_of, result_line
+from specbatch.text.chat_output import Answer
+from specbatch.text.token_pieces import TokenPieces
 from specbatch.types import Completion, EngineLimits, FinishReason, Request, RngKey, SamplingParams
 
 KINDS = {"none": None, "0": 0, "1": 1, "5": 5, "20": 20}

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from specbatch import LLM
-from specbatch.job.stats import commit, device_name, versions
-from specbatch.strict_yaml import load_yaml
+from specbatch.options.strict_yaml import load_yaml
+from specbatch.results.stats import commit, device_name, versions
 
 
 def parser_of(description: str | None, kinds: Iterable[str], batch: int) -> argparse.ArgumentParser:

@@ -21,12 +21,12 @@ import torch
 from bench import parse_method
 
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine
-from specbatch.engine.dummies import dummy_batch
 from specbatch.engine.engine import Engine
-from specbatch.engine.lane_times import time_lanes
-from specbatch.engine.lanes import LaneSizes
-from specbatch.engine.resolve import resolve
+from specbatch.engine.overlap.lanes import LaneSizes
+from specbatch.setup.autotune_lanes import time_lanes
+from specbatch.setup.build import build_engine
+from specbatch.setup.dummies import dummy_batch
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 
 TARGETS = "random:smollm2-135m,random:qwen2.5-1.5b"

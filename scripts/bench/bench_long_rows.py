@@ -27,8 +27,8 @@ from specbatch.attention.invariant import InvariantAttention
 from specbatch.attention.triton import PagedAttention
 from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.job.stats import commit, versions
 from specbatch.kernels.triton.parts.attention_tile import Tile
+from specbatch.results.stats import commit, versions
 
 SHAPES = {"qwen2.5-7b": (28, 4, 128), "llama-3.2-1b": (32, 8, 64)}
 BATCHES = {

@@ -47,15 +47,15 @@ from rich.console import Console
 import specbatch
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict, load_config
-from specbatch.engine.build import build_engine
-from specbatch.engine.resolve import resolve
 from specbatch.errors import SpecbatchError
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.pool import LocalPool
-from specbatch.job.stats import commit, device_name, versions
 from specbatch.job.worker import Runtime, Worker
 from specbatch.models.download import resolve_model
 from specbatch.models.formats.tokenizer import load_tokenizer
+from specbatch.results.stats import commit, device_name, versions
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
 from specbatch.startup import model_paths, prepare_libraries
 
 MODES = {

@@ -26,18 +26,18 @@ from torch import Tensor
 
 from specbatch.batch import PagedBatch
 from specbatch.config_load import load_config
-from specbatch.engine.build import read_models
-from specbatch.engine.prompt_graphs import PromptGraphs
-from specbatch.engine.prompt_trunks import EAGER, PromptPieces, PromptTrunks, piecewise_trunks
-from specbatch.engine.prompts import PromptPacker
-from specbatch.engine.resolve import resolve
+from specbatch.engine.prefill.graphs import PromptGraphs
+from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks
+from specbatch.engine.prefill.packing import PromptPacker
 from specbatch.engine.round import Round
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.piecewise import PiecewiseTrunk, next_size, token_ladder
 from specbatch.graphs.runner import GraphRunner
-from specbatch.job.stats import commit, versions
+from specbatch.results.stats import commit, versions
+from specbatch.setup.build import read_models
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 
 SIZES = "16,64,100,128,256,300,512,700,1024,1500,2048,3000,4096"

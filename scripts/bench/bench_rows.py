@@ -25,10 +25,10 @@ from specbatch.config import DataSection
 from specbatch.config_load import load_config
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.job.pool import LocalPool
-from specbatch.job.sources import open_source
 from specbatch.job.worker import Runtime, Worker
 from specbatch.models.download import resolve_model
 from specbatch.models.formats.tokenizer import load_tokenizer
+from specbatch.rows.sources import open_source
 from specbatch.types import Completion, EngineLimits, FinishReason, Request
 
 MODEL = "builtin:smollm2-135m-instruct"

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specbatch.job.stats import commit, device_name, versions
+from specbatch.results.stats import commit, device_name, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")

@@ -34,9 +34,9 @@ from specbatch.config import Config
 from specbatch.config_load import load_config
 from specbatch.job.pool import LocalPool, WorkerPool
 from specbatch.job.runner import Finished, FinishedRow
-from specbatch.job.sources import RawRow
-from specbatch.job.stats import commit, device_name
 from specbatch.job.worker import Runtime, Worker
+from specbatch.results.stats import commit, device_name
+from specbatch.rows.sources import RawRow
 from tests import stub_engine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,10 +24,10 @@ from bench import parse_method
 from torch.profiler import ProfilerActivity, profile
 
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine
 from specbatch.engine.engine import Engine
-from specbatch.engine.ranks import build_ranked
-from specbatch.engine.resolve import resolve
+from specbatch.setup.build import build_engine
+from specbatch.setup.ranks.ranked_engine import build_ranked
+from specbatch.setup.resolve import resolve
 from specbatch.tune.timing import time_phases
 from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
 

@@ -44,8 +44,8 @@ from specbatch.kernels.triton.model import rms_norm, silu_mul
 from specbatch.kernels.triton.skinny import ops
 from specbatch.kernels.triton.skinny.tile import GemmTile
 from specbatch.models.config import ModelConfig
+from specbatch.models.linears.sharded import local_config
 from specbatch.models.random_weights import REDUCED_DRAFT_VOCAB, geometries
-from specbatch.models.sharded import local_config
 
 DTYPE = torch.bfloat16
 EPS = 1e-5

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine
-from specbatch.engine.memory import GIB
-from specbatch.engine.resolve import resolve
 from specbatch.errors import SpecbatchError
+from specbatch.setup.build import build_engine
+from specbatch.setup.memory import GIB
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 
 METHODS = {

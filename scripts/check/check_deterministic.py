@@ -35,7 +35,7 @@ import torch
 
 from specbatch import LLM
 from specbatch.evals.data import DATA_FOLDER
-from specbatch.job.stats import commit, versions
+from specbatch.results.stats import commit, versions
 
 PREFIXES = (1, 511, 2048, 4097)
 _IDS = 500  # token ids are below, so that each model has them

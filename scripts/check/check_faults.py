@@ -33,7 +33,7 @@ _CHILD = """
 import signal, sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
-from specbatch.engine import build
+from specbatch.setup import build
 original = build.build_engine
 def build_engine(*arguments):
     engine = original(*arguments)

@@ -34,10 +34,10 @@ from torch import Tensor
 import specbatch
 from specbatch.batch import PagedBatch
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine
-from specbatch.engine.resolve import resolve
-from specbatch.job.stats import commit, device_name, versions
 from specbatch.models.decoder import Decoder
+from specbatch.results.stats import commit, device_name, versions
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
 
 VARIANTS = {
     "none": [],

@@ -27,9 +27,9 @@ from prompts import question_prompts
 from transformers import AutoModelForCausalLM
 
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine
-from specbatch.engine.resolve import resolve
-from specbatch.job.stats import commit, device_name, versions
+from specbatch.results.stats import commit, device_name, versions
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
 from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
 
 # Name -> options on top of the model and the data type.

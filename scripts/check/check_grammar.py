@@ -44,8 +44,8 @@ import torch
 from grammar_host import TREES, Host, read_schemas
 
 from specbatch import LLM
-from specbatch.job.stats import commit, device_name, versions
-from specbatch.strict_yaml import load_yaml
+from specbatch.options.strict_yaml import load_yaml
+from specbatch.results.stats import commit, device_name, versions
 
 BUILT_IN = "builtin:smollm2-135m-instruct"
 

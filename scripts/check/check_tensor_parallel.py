@@ -17,7 +17,7 @@ runs; each has processes of its own.
 - `memory`: what is left for the KV cache, and how many GPUs each known geometry needs.
 - `sums` (CUDA): microseconds of each algorithm by bytes: `LIMITS` in specbatch/parallel/algorithms.py follows from it.
 - `best` (CUDA): microseconds to find the best tokens of a batch, from all logits and from the best token of each part
-  of the vocabulary: `_GATHERED_BYTES` in specbatch/models/sharded.py follows from it.
+  of the vocabulary: `_GATHERED_BYTES` in specbatch/models/linears/sharded.py follows from it.
 - `norms` (CUDA): microseconds of a sum with the norm after it, in two kernels and in one.
 
 `--only kill,sums` runs some of them.
@@ -45,15 +45,15 @@ import torch
 
 from specbatch import LLM
 from specbatch.counts import EngineStats
-from specbatch.engine.memory import GIB
 from specbatch.kernels import ops_for
 from specbatch.models.config import expected_tensors
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linear import Linear
+from specbatch.models.linears.linear import Linear
+from specbatch.models.linears.sharded import GatheredLinear, VocabShare, local_config
 from specbatch.models.random_weights import geometries
-from specbatch.models.sharded import GatheredLinear, VocabShare, local_config
 from specbatch.parallel.algorithms import buffer_bytes, limits_for
 from specbatch.parallel.shares import even_shares
+from specbatch.setup.memory import GIB
 
 if TYPE_CHECKING:
     from specbatch.parallel.cuda import CudaGroup  # needs Triton, which need not exist where CUDA does not

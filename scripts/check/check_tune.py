@@ -31,12 +31,12 @@ from tune_cells import run_cell
 from specbatch.config_load import load_config
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.build import build
-from specbatch.engine.resolve import resolve
 from specbatch.errors import SpecbatchError
-from specbatch.job.rows import RowParser
-from specbatch.job.sources import open_source
-from specbatch.job.stats import commit, device_name, versions
+from specbatch.results.stats import commit, device_name, versions
+from specbatch.rows.parser import RowParser
+from specbatch.rows.sources import open_source
+from specbatch.setup.build import build
+from specbatch.setup.resolve import resolve
 from specbatch.tune.command import Tuned, tune_file
 from specbatch.tune.live import repeated
 from specbatch.tune.output import live_comparisons

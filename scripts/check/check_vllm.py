@@ -65,9 +65,9 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     from drafttrain.prompts import read_lines
 
     from specbatch.config_load import load_config
-    from specbatch.engine.resolve import resolve
-    from specbatch.job.rows import Prompt
-    from specbatch.job.tokenizer import TextProcessor
+    from specbatch.rows.parser import Prompt
+    from specbatch.rows.tokenizer import TextProcessor
+    from specbatch.setup.resolve import resolve
     from specbatch.types import EngineLimits, SamplingParams
 
     plan = resolve(load_config(None, [f"model.target={args.model}", "speculation.method=none"]))
@@ -165,8 +165,8 @@ def _runs_in_vllm(args: argparse.Namespace, stop: list[int]) -> Callable[[list[l
 def _runs_in_ours(args: argparse.Namespace) -> Callable[[list[list[int]]], int]:
     """The same, in an engine of the same limits."""
     from specbatch.config_load import load_config
-    from specbatch.engine.build import build
-    from specbatch.engine.resolve import resolve
+    from specbatch.setup.build import build
+    from specbatch.setup.resolve import resolve
     from specbatch.types import Request, RngKey, SamplingParams
 
     drafts = ["method=none"]
@@ -198,7 +198,7 @@ def _counters(llm: Any) -> tuple[int, int]:
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """By file: acceptance lengths, texts that are equal, margins where the others part."""
-    from specbatch.job.stats import RowTotals
+    from specbatch.results.stats import RowTotals
 
     theirs = json.loads(args.vllm.read_text(encoding="utf-8"))
     totals: dict[str, RowTotals] = defaultdict(RowTotals)

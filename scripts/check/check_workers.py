@@ -37,7 +37,7 @@ from check_faults import count_rows, write_lines
 from worker_faults import Faults
 from worker_jobs import ENGINES, Jobs, Session, different, environment, mixed_rows
 
-from specbatch.job.stats import commit, device_name, versions
+from specbatch.results.stats import commit, device_name, versions
 
 _NUM_ROWS = {"stub": 20_000, "tiny": 2_000, "smollm2": 60}
 _KILLED_ROWS = {"stub": 1_000, "tiny": 300, "smollm2": 60}

@@ -16,9 +16,9 @@ import torch
 from specbatch.cache.rule_table import RuleTable
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.none import MAX_ROOM, NoDraft
-from specbatch.engine.grammar import GrammarState
-from specbatch.engine.grammar_round import GrammarRound
-from specbatch.engine.node_masks import NodeMasks
+from specbatch.engine.constrained.mask_table import NodeMasks
+from specbatch.engine.constrained.round import GrammarRound
+from specbatch.engine.constrained.state import GrammarState
 from specbatch.engine.transfers import Download, Transfers
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint

@@ -27,9 +27,9 @@ from specbatch.cli.endings import user_errors
 from specbatch.config_load import load_config
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.pool import LocalPool
-from specbatch.job.shard import Shard
 from specbatch.job.terminal import print_notes
 from specbatch.job.worker import Runtime, Worker
+from specbatch.rows.shard import Shard
 from specbatch.scaleout import cluster
 from specbatch.types import Completion, Request
 from tests.stub_engine import StubEngine, StubRun, resolve

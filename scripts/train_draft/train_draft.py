@@ -38,13 +38,13 @@ from drafttrain.target import FrozenTarget
 from drafttrain.trainer import Trainer, TrainSettings, described
 
 from specbatch.config_load import load_config
-from specbatch.engine.resolve import ResolvedRun, resolve
-from specbatch.engine.resolve_data import has_chat_template
 from specbatch.errors import ConfigError, InputError, SpecbatchError
-from specbatch.job.files import disk_errors
-from specbatch.job.template_files import with_template_texts
-from specbatch.job.tokenizer import TextProcessor
+from specbatch.files.local import disk_errors
+from specbatch.files.template_files import with_template_texts
 from specbatch.models.eagle_config import eagle_config, expected_eagle_tensors
+from specbatch.rows.tokenizer import TextProcessor
+from specbatch.setup.data import has_chat_template
+from specbatch.setup.resolve import ResolvedRun, resolve
 
 SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
 STAGES = ("answers", "training", "evaluation")

@@ -138,7 +138,7 @@ def generate(
             raise InputError("no input is given", _FIRST_RUN)
         from specbatch.job.command import GenerateOptions, run_file_job
         from specbatch.job.failures import MaxFailed
-        from specbatch.job.shard import Shard
+        from specbatch.rows.shard import Shard
 
         part = None if shard is None else Shard.parse(shard)
         config = given.load()
@@ -272,8 +272,8 @@ def tune(
 
         # All checks that need no torch are done.
         import_engine()
-        from specbatch.engine.build import build
-        from specbatch.job.stats import commit, device_name, versions
+        from specbatch.results.stats import commit, device_name, versions
+        from specbatch.setup.build import build
         from specbatch.tune.command import tune_file
         from specbatch.tune.output import write_tuned
 
@@ -307,7 +307,7 @@ def show_config(
     """Print the configuration with every `auto` decided. The reasons go to stderr."""
     with user_errors() as console:
         if schema:
-            from specbatch.job.schema import schemas
+            from specbatch.results.schema import schemas
 
             print_data(f"{json.dumps(schemas(), indent=2)}\n")
             return

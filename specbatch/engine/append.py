@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from specbatch.batch import NO_TOKEN
-from specbatch.engine.grammar import GrammarState
+from specbatch.engine.constrained.state import GrammarState
 from specbatch.engine.rules import make_rules
 from specbatch.engine.sequence import Sequence
 from specbatch.types import EngineLimits, FinishReason, Request

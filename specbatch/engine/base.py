@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from specbatch.counts import EngineStats
 from specbatch.engine.append import new_sequence
-from specbatch.engine.gathering import ChunkCost
 from specbatch.engine.logprobs import read_records
+from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, MemoryShortage, ModelError

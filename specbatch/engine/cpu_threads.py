@@ -4,7 +4,7 @@ An OpenMP barrier ends when its slowest thread arrives. On a busy core that thre
 spin. One thread for each core that is free avoids both. So the number of threads follows what other processes leave:
 down at once, up after a few quiet seconds.
 
-Only numbers of threads that give the same bits are used: `models/packed.py` checks the matrix products, `agreeing` the
+Only numbers of threads that give the same bits are used: `models/linears/packed.py` checks the matrix products, `agreeing` the
 attention. What the user set (OMP_NUM_THREADS, MKL_NUM_THREADS) is never changed.
 """
 
@@ -25,7 +25,7 @@ from specbatch.attention.cpu import TorchAttention
 from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.models.config import ModelConfig
-from specbatch.models.packed import thread_counts
+from specbatch.models.linears.packed import thread_counts
 
 _WINDOW_SECONDS = 1.0
 _QUIET_WINDOWS = 3  # with room for more threads, before their number goes up

@@ -26,16 +26,16 @@ from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.base import EngineBase
 from specbatch.engine.batch_groups import BatchGroups
+from specbatch.engine.constrained.policy import Grammars
+from specbatch.engine.constrained.tree import MAX_FORCED
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundExecutor
-from specbatch.engine.gathering import ChunkCost, RoundsOfRows
-from specbatch.engine.grammar_tree import MAX_FORCED
-from specbatch.engine.grammars import Grammars
-from specbatch.engine.lanes import Batch, Lanes
 from specbatch.engine.logprobs import LogprobLayout, num_top_of, with_logprobs
-from specbatch.engine.prompt_graphs import PromptGraphs
-from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
-from specbatch.engine.prompts import PromptPacker
+from specbatch.engine.overlap.lanes import Batch, Lanes
+from specbatch.engine.prefill.admission_batching import ChunkCost, RoundsOfRows
+from specbatch.engine.prefill.graphs import PromptGraphs
+from specbatch.engine.prefill.models import EAGER, PromptTrunks
+from specbatch.engine.prefill.packing import PromptPacker
 from specbatch.engine.reports import Report, Scored, read_report
 from specbatch.engine.round import Round
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
@@ -43,7 +43,7 @@ from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Transfers
 from specbatch.kernels.out_of_memory import is_out_of_memory
-from specbatch.marks import marked
+from specbatch.kernels.trace_marks import marked
 from specbatch.types import Completion, FinishReason
 
 # What cannot be made smaller is tried so often: other programs may take memory for a moment.

@@ -20,10 +20,10 @@ from specbatch.batch import ALL_EDITS, Edits
 from specbatch.cache.prefix_groups import Group
 from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.schedule import ByBatch
-from specbatch.engine.grammar_graphs import PARTS, GrammarGraphs
-from specbatch.engine.grammar_round import GrammarRound
-from specbatch.engine.lanes import LaneSizes
+from specbatch.engine.constrained.graphs import PARTS, GrammarGraphs
+from specbatch.engine.constrained.round import GrammarRound
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS, LogprobLayout, with_logprobs
+from specbatch.engine.overlap.lanes import LaneSizes
 from specbatch.engine.round import Round
 from specbatch.engine.round_key import RoundKey
 from specbatch.engine.round_results import Verified

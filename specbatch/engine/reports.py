@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from specbatch.batch import Output
 from specbatch.counts import EngineStats
 from specbatch.engine.append import append_tokens
+from specbatch.engine.constrained.round import GrammarRound
 from specbatch.engine.executor import Begun
-from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import LogprobLayout, Logprobs, ReadLogprobs
-from specbatch.engine.prompts import ScoredToken
+from specbatch.engine.prefill.packing import ScoredToken
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download, Transfers
 from specbatch.logprobs import TokenLogprob

@@ -22,14 +22,14 @@ from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.engine.acceptance import Acceptance, Decision, with_forced
+from specbatch.engine.constrained.round import GrammarRound
 from specbatch.engine.edits import edited_logits
-from specbatch.engine.grammar_round import GrammarRound
 from specbatch.engine.logprobs import Logprobs
-from specbatch.engine.prompt_chunk import PromptChunk
-from specbatch.engine.prompt_trunks import EAGER, PromptTrunks
+from specbatch.engine.overlap.two_lanes import TwoLanes
+from specbatch.engine.prefill.chunk import PromptChunk
+from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.round_results import Forwarded, Verified
-from specbatch.engine.two_lanes import TwoLanes
-from specbatch.marks import marked
+from specbatch.kernels.trace_marks import marked
 from specbatch.models.decoder import Decoder, Trunk
 
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.

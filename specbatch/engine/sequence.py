@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbatch.counts import SpeculationCounts
-from specbatch.engine.grammar import GrammarState
+from specbatch.engine.constrained.state import GrammarState
 from specbatch.engine.rules import Rules
 from specbatch.logprobs import TokenLogprob
 from specbatch.types import NO_MARGIN, Margin, Request

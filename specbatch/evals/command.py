@@ -32,14 +32,14 @@ from specbatch.evals.report import (
 from specbatch.evals.runner import Interrupted, Runner
 from specbatch.evals.schema import Task
 from specbatch.evals.score import read_results, sample_line
-from specbatch.job.files import write_whole
-from specbatch.job.jsonl import encode_line
+from specbatch.files.jsonl import encode_line
+from specbatch.files.local import write_whole
+from specbatch.files.paths import files_read
+from specbatch.files.template_files import with_template_texts
 from specbatch.job.output import OK, SOME_FAILED
-from specbatch.job.paths import files_read
-from specbatch.job.stats import write_report
-from specbatch.job.template_files import with_template_texts
 from specbatch.job.terminal import print_notes, print_table
 from specbatch.job.worker import Runtime
+from specbatch.results.stats import write_report
 from specbatch.signals import INTERRUPTED
 from specbatch.types import SamplingParams
 

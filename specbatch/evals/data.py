@@ -9,8 +9,8 @@ from typing import Any
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, InputError, RowError
 from specbatch.evals.schema import DataSource, Task
-from specbatch.job.sources import open_source
-from specbatch.strict import nearest
+from specbatch.options.strict import nearest
+from specbatch.rows.sources import open_source
 
 DATA_FOLDER = Path(__file__).parent / "data"
 

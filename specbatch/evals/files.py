@@ -9,7 +9,7 @@ from pathlib import Path
 from specbatch.errors import InputError
 from specbatch.evals.plan import Plan
 from specbatch.evals.schema import Task
-from specbatch.job.paths import (
+from specbatch.files.paths import (
     Written,
     check_can_write,
     check_written,

@@ -13,8 +13,8 @@ from specbatch.errors import ConfigError
 from specbatch.evals.filters import Filter
 from specbatch.evals.metrics import metric_name
 from specbatch.evals.schema import DataSource, Task
-from specbatch.job.template_variables import variables_of
-from specbatch.strict import Reader, read_mapping, read_text
+from specbatch.options.strict import Reader, read_mapping, read_text
+from specbatch.text.template_variables import variables_of
 
 
 def find_tasks(names: Iterable[str], files: Iterable[Path]) -> list[Task]:

@@ -15,7 +15,7 @@ from specbatch.evals.data import example_rows, task_rows
 from specbatch.evals.prompts import Messages, prompts
 from specbatch.evals.schema import Task
 from specbatch.evals.templates import Renderer
-from specbatch.job.jsonl import encode_line
+from specbatch.files.jsonl import encode_line
 from specbatch.types import SamplingParams
 
 

@@ -16,9 +16,9 @@ from specbatch.evals.metrics import metric_name
 from specbatch.evals.plan import Plan
 from specbatch.evals.sandbox import ISOLATED
 from specbatch.evals.score import Scores, accuracy, standard_error
-from specbatch.job.stats import commit
-from specbatch.job.stats_types import SCHEMA_VERSION
+from specbatch.files.stats_types import SCHEMA_VERSION
 from specbatch.job.terminal import acceptance_text
+from specbatch.results.stats import commit
 
 _SHOWN_MARGINS = 4
 

@@ -22,18 +22,18 @@ from specbatch.evals.files import answers_path, differing_paths, prompts_path, r
 from specbatch.evals.plan import Plan, plan_config, stop_tokens
 from specbatch.evals.report import Measured
 from specbatch.evals.score import read_results, score
-from specbatch.job.chat_template import ChatTemplate
+from specbatch.files.local import disk_errors, write_whole
+from specbatch.files.paths import stats_path_of
 from specbatch.job.command import GenerateOptions, run_file_job
-from specbatch.job.files import disk_errors, write_whole
-from specbatch.job.paths import stats_path_of
 from specbatch.job.plan import with_shared_tokens
 from specbatch.job.pool import LocalPool
-from specbatch.job.rows import RowParser
-from specbatch.job.sources import source_of_lines
 from specbatch.job.terminal import print_notes
-from specbatch.job.tokenizer import TextProcessor
 from specbatch.job.worker import Runtime, Worker
+from specbatch.rows.parser import RowParser
+from specbatch.rows.sources import source_of_lines
+from specbatch.rows.tokenizer import TextProcessor
 from specbatch.signals import INTERRUPTED
+from specbatch.text.chat_template import ChatTemplate
 from specbatch.types import BatchEngine
 
 _PROGRESS_SECONDS = 5.0

@@ -10,7 +10,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specbatch.errors import ConfigError, InputError
-from specbatch.job.bounds import Bounded, OutOfBounds
+from specbatch.text.bounds import Bounded, OutOfBounds
 
 Row = Mapping[str, Any]
 

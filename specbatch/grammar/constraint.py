@@ -8,7 +8,7 @@ from typing import Literal
 
 from specbatch.errors import FieldError
 from specbatch.grammar.formats import with_exact_formats
-from specbatch.response_format import schema_of
+from specbatch.schemas.response_format import schema_of
 from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 
 # JSON as `json.dumps` writes it: the `x-guidance` of a schema, in llguidance's words.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from specbatch.json_schema import all_schemas
+from specbatch.schemas.json_schema import all_schemas
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _BY_4 = "(?:0[48]|[2468][048]|[13579][26])"  # from 04 to 96

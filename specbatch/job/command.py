@@ -18,29 +18,29 @@ from rich.markup import escape
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
+from specbatch.files.paths import ELSEWHERE, check_input_name, files_read, partial_path, stats_path_of
+from specbatch.files.remote import RemoteOutput
+from specbatch.files.template_files import with_template_texts
+from specbatch.files.urls import url_of
+from specbatch.job.crash_retry import count_crash
 from specbatch.job.failures import FailureWatch, MaxFailed
-from specbatch.job.fingerprint import INPUT_FACTS
 from specbatch.job.first_day import with_first_day
 from specbatch.job.generate import FileJob
 from specbatch.job.output import already_finished, checked_output, is_finished, verdict
-from specbatch.job.paths import ELSEWHERE, check_input_name, files_read, partial_path, stats_path_of
 from specbatch.job.plan import RowPlan, has_grammars, with_shared_tokens
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress
-from specbatch.job.remarks import Remarks, draft_remarks
-from specbatch.job.remote import RemoteOutput
-from specbatch.job.results import ResultFile
-from specbatch.job.retry import reopen_without_errors
-from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.runner import failed_row
-from specbatch.job.shard import Shard, part_of
-from specbatch.job.sources import RawRow, Source, input_stem, open_source
-from specbatch.job.stats import build_report, write_report
-from specbatch.job.suspects import count_crash
-from specbatch.job.template_files import with_template_texts
 from specbatch.job.terminal import closing_table, input_bar, print_notes, print_table
-from specbatch.job.urls import url_of
+from specbatch.job.warnings import Remarks, draft_remarks
 from specbatch.job.worker import Description
+from specbatch.results.fingerprint import INPUT_FACTS
+from specbatch.results.results import ResultFile
+from specbatch.results.retry import reopen_without_errors
+from specbatch.results.stats import build_report, write_report
+from specbatch.rows.parser import RowParser, with_checked_fields
+from specbatch.rows.shard import Shard, part_of
+from specbatch.rows.sources import RawRow, Source, input_stem, open_source
 from specbatch.signals import INTERRUPTED
 from specbatch.types import SamplingParams
 

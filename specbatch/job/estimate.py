@@ -22,7 +22,7 @@ from specbatch.counts import EngineStats
 from specbatch.errors import InputError, RowError
 from specbatch.job.row_queue import RowPreparer
 from specbatch.job.runner import Finished, RowRunner
-from specbatch.job.sources import RawRow, Source
+from specbatch.rows.sources import RawRow, Source
 from specbatch.types import EngineLimits
 
 _DRAWS = 40  # simulations

@@ -15,18 +15,18 @@ from rich.table import Table
 
 from specbatch.config import Config
 from specbatch.errors import InputError
+from specbatch.files.stats_types import SCHEMA_VERSION
+from specbatch.files.template_files import with_template_texts
 from specbatch.job.estimate import Estimate, FileTokens, Trial, count_tokens, estimate, run_trial
 from specbatch.job.plan import with_shared_tokens
 from specbatch.job.progress import duration
-from specbatch.job.results import ResultFile
-from specbatch.job.rows import RowParser, with_checked_fields
 from specbatch.job.runner import RowRunner
-from specbatch.job.shard import part_of
-from specbatch.job.sources import RawRow, open_source
-from specbatch.job.stats_types import SCHEMA_VERSION
-from specbatch.job.template_files import with_template_texts
 from specbatch.job.terminal import input_bar, print_notes
 from specbatch.job.worker import Runtime, Worker
+from specbatch.results.results import ResultFile
+from specbatch.rows.parser import RowParser, with_checked_fields
+from specbatch.rows.shard import part_of
+from specbatch.rows.sources import RawRow, open_source
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 _TRIAL_BATCHES, _MIN_TRIAL_ROWS = 2, 8  # rows of a trial: full batches, at least

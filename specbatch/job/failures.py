@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from specbatch.errors import InputError, TooManyFailed
 from specbatch.job.runner import Finished
-from specbatch.job.stats import RowTotals
+from specbatch.results.stats import RowTotals
 
 FIRST_ROWS = 100  # if all of these fail, so will most others
 _MIN_ROWS = 1000  # finished rows that a share is taken of, if the length of the input is not known

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.config import Config
-from specbatch.job.partial import read_header
-from specbatch.job.paths import partial_path, read_stats, stats_path_of
+from specbatch.files.paths import partial_path, read_stats, stats_path_of
+from specbatch.results.partial import read_header
 
 
 def with_first_day(config: Config, today: date, output: Path | None = None) -> Config:

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from specbatch.errors import InputError, RowError, TooManyFailed
+from specbatch.job.crash_retry import MAX_DEATHS, died, refusal
 from specbatch.job.eta import Work
 from specbatch.job.failures import FailureWatch
-from specbatch.job.partial import RowDeaths
 from specbatch.job.plan import RowPlan
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress, Snapshot
-from specbatch.job.remarks import Remarks, low_acceptance_warning
-from specbatch.job.results import ResultFile
 from specbatch.job.runner import Finished
-from specbatch.job.sources import RawRow, Source
-from specbatch.job.stats import Session
-from specbatch.job.suspects import MAX_DEATHS, died, refusal
+from specbatch.job.warnings import Remarks, low_acceptance_warning
+from specbatch.results.partial import RowDeaths
+from specbatch.results.results import ResultFile
+from specbatch.results.stats import Session
+from specbatch.rows.sources import RawRow, Source
 from specbatch.signals import INTERRUPTED, on_signals
 
 _KEPT = "finished rows whose input line is the same are kept"

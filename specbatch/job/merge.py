@@ -17,21 +17,21 @@ from typing import Any
 from rich.console import Console
 
 from specbatch.errors import InputError
-from specbatch.job.files import FileFacts
-from specbatch.job.fingerprint import ModelFiles, differences
-from specbatch.job.margins import MarginTotals
+from specbatch.files.local import FileFacts
+from specbatch.files.paths import ELSEWHERE, partial_path, stats_path_of
+from specbatch.files.remote import RemoteOutput
+from specbatch.files.result_files import identity, is_table, open_results, result_suffix
+from specbatch.files.stats_types import SCHEMA_VERSION
+from specbatch.files.urls import url_of
 from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict
-from specbatch.job.paths import ELSEWHERE, partial_path, stats_path_of
-from specbatch.job.remote import RemoteOutput
-from specbatch.job.result_files import identity, is_table, open_results, result_suffix
-from specbatch.job.results import ResultFile
-from specbatch.job.results_format import line_index
-from specbatch.job.shard import whole_path
-from specbatch.job.shard_files import FinishedShard, model_records, read_shards
-from specbatch.job.stats import RowTotals, write_report
-from specbatch.job.stats_types import SCHEMA_VERSION
 from specbatch.job.terminal import closing_table, print_notes, print_table
-from specbatch.job.urls import url_of
+from specbatch.results.fingerprint import ModelFiles, differences
+from specbatch.results.margins import MarginTotals
+from specbatch.results.results import ResultFile
+from specbatch.results.results_format import line_index
+from specbatch.results.shard_files import FinishedShard, model_records, read_shards
+from specbatch.results.stats import RowTotals, write_report
+from specbatch.rows.shard import whole_path
 
 _OF_EACH = ("rows", "session", "commit", "device", "longest_row", "notes")  # statistics that each shard keeps
 

@@ -10,10 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from specbatch.errors import InputError
-from specbatch.job.files import disk_errors, file_facts, force_to_disk, replace_durably, unlink_quietly
-from specbatch.job.fingerprint import ModelRecord, differences
-from specbatch.job.jsonl import encode_line
-from specbatch.job.paths import (
+from specbatch.files.jsonl import encode_line
+from specbatch.files.local import disk_errors, file_facts, force_to_disk, replace_durably, unlink_quietly
+from specbatch.files.paths import (
     ELSEWHERE,
     check_can_write,
     check_written,
@@ -26,8 +25,9 @@ from specbatch.job.paths import (
     stats_path_of,
     usable,
 )
-from specbatch.job.result_files import is_packed, result_suffix, write_lines
+from specbatch.files.result_files import is_packed, result_suffix, write_lines
 from specbatch.job.terminal import print_notes
+from specbatch.results.fingerprint import ModelRecord, differences
 
 OK, SOME_FAILED = 0, 1  # exit codes
 _OR_OVERWRITE = f"--overwrite replaces it; {ELSEWHERE}"

@@ -21,9 +21,9 @@ from typing import Any
 
 from specbatch.config import Config
 from specbatch.errors import InputError
-from specbatch.job.jsonl import encode_line
-from specbatch.job.rows import Prompt, RowParser, has_grammar
-from specbatch.job.sources import RawRow, Source
+from specbatch.files.jsonl import encode_line
+from specbatch.rows.parser import Prompt, RowParser, has_grammar
+from specbatch.rows.sources import RawRow, Source
 
 # Of a prompt: 64 token ids, or text of about that number of tokens. Prompts that share less are no group.
 _BLOCK_BYTES, _BLOCK_TOKENS = 256, 64

@@ -9,15 +9,15 @@ from typing import Protocol
 
 from specbatch.config import Config
 from specbatch.counts import EngineStats
-from specbatch.job.crashes import RunningRows
-from specbatch.job.fingerprint import ModelRecord
-from specbatch.job.paths import running_path
-from specbatch.job.results import ResultFile
+from specbatch.files.paths import running_path
+from specbatch.job.crash_retry import HeldRows
 from specbatch.job.runner import Finished, Load, RowRunner
-from specbatch.job.sources import RawRow
-from specbatch.job.stats import WorkerLine
-from specbatch.job.suspects import HeldRows
 from specbatch.job.worker import Description, Worker
+from specbatch.results.crashes import RunningRows
+from specbatch.results.fingerprint import ModelRecord
+from specbatch.results.results import ResultFile
+from specbatch.results.stats import WorkerLine
+from specbatch.rows.sources import RawRow
 
 
 @dataclass(slots=True)

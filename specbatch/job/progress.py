@@ -13,7 +13,7 @@ from rich.table import Column
 from rich.text import Text
 
 from specbatch.job.eta import Forecast, Work
-from specbatch.job.stats import WorkerLine
+from specbatch.results.stats import WorkerLine
 
 _LIVE_SECONDS = 0.2
 _PLAIN_SECONDS = 5.0

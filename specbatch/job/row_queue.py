@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from specbatch.errors import RowError
-from specbatch.job.chat_output import AnswerReader
-from specbatch.job.choices import ChoiceTokens
-from specbatch.job.results_format import RowInfo
-from specbatch.job.rows import Prompt, RowParser
-from specbatch.job.sources import RawRow
-from specbatch.job.tokenizer import TextProcessor
+from specbatch.results.results_format import RowInfo
+from specbatch.rows.choice_scoring import ChoiceTokens
+from specbatch.rows.parser import Prompt, RowParser
+from specbatch.rows.sources import RawRow
+from specbatch.rows.tokenizer import TextProcessor
+from specbatch.text.chat_output import AnswerReader
 from specbatch.types import GRAMMAR_FIELDS, EngineLimits
 
 _BATCH = 32  # rows that are tokenized in one call

@@ -10,19 +10,19 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, RowError
-from specbatch.job.chat_output import AnswerReader
-from specbatch.job.choices import choice_scores
+from specbatch.files.jsonl import encode_line
 from specbatch.job.energy import EnergyMeter, gpu_uuid
-from specbatch.job.jsonl import encode_line
-from specbatch.job.logprob_json import LogprobJson
-from specbatch.job.partial import RowDeaths
-from specbatch.job.remarks import Remark, remark_on
-from specbatch.job.results_format import Choice, RowInfo, choice_of, error_line, failed_choice, result_line
 from specbatch.job.row_queue import PreparedRow, RowPreparer, RowQueue
-from specbatch.job.rows import Prompt, RowParser
-from specbatch.job.sources import RawRow
-from specbatch.job.stats import RowTotals
-from specbatch.job.tokenizer import TextProcessor
+from specbatch.job.warnings import Remark, remark_on
+from specbatch.results.logprob_json import LogprobJson
+from specbatch.results.partial import RowDeaths
+from specbatch.results.results_format import Choice, RowInfo, choice_of, error_line, failed_choice, result_line
+from specbatch.results.stats import RowTotals
+from specbatch.rows.choice_scoring import choice_scores
+from specbatch.rows.parser import Prompt, RowParser
+from specbatch.rows.sources import RawRow
+from specbatch.rows.tokenizer import TextProcessor
+from specbatch.text.chat_output import AnswerReader
 from specbatch.types import (
     GRAMMAR_FIELDS,
     NO_MARGIN,

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config import Config
-from specbatch.job.fingerprint import ModelFiles, job_fingerprint
 from specbatch.job.runner import Finished, Load, RowRunner
-from specbatch.job.shard import Shard
-from specbatch.job.sources import RawRow
-from specbatch.job.stats import commit, device_name, versions
-from specbatch.job.tokenizer import TextProcessor
+from specbatch.results.fingerprint import ModelFiles, job_fingerprint
+from specbatch.results.stats import commit, device_name, versions
+from specbatch.rows.shard import Shard
+from specbatch.rows.sources import RawRow
+from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import BatchEngine
 
 if TYPE_CHECKING:
-    from specbatch.engine.resolve import ResolvedRun
+    from specbatch.setup.resolve import ResolvedRun
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from specbatch.cache.pages import KVCache, KVScales
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
 from specbatch.models.layers import Rotary
-from specbatch.models.linear import Summed
-from specbatch.models.sharded import GatheredLinear
+from specbatch.models.linears.linear import Summed
+from specbatch.models.linears.sharded import GatheredLinear
 from specbatch.models.stages import FIRST, Stages, Turn, completed
 from specbatch.models.weight_loader import WeightLoader
 

@@ -19,7 +19,7 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.key_offset import key_offset
 from specbatch.models.layers import RMSNorm, Rotary
-from specbatch.models.linear import Summed, traceable_parts
+from specbatch.models.linears.linear import Summed, traceable_parts
 from specbatch.models.stages import FIRST, Stages, Turn
 from specbatch.models.weight_loader import WeightLoader
 

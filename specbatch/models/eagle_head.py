@@ -25,7 +25,7 @@ from specbatch.cache.pages import KVCache
 from specbatch.models.decoder import Decoder, PagedModel
 from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
 from specbatch.models.eagle_config import EagleConfig, layer_prefix, target_ids_of
-from specbatch.models.linear import Summed
+from specbatch.models.linears.linear import Summed
 from specbatch.models.stages import completed
 from specbatch.models.weight_loader import WeightLoader
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from specbatch.marks import marked
+from specbatch.kernels.trace_marks import marked
 from specbatch.parallel.group import Group
 
 T = TypeVar("T")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from specbatch.kernels import ops_for
 from specbatch.models.config import Activation
-from specbatch.models.fp8 import (
+from specbatch.models.layers import RMSNorm
+from specbatch.models.linears.fp8 import (
     Fp8Linear,
     Fp8Weight,
     JoinedLinear,
@@ -22,13 +23,12 @@ from specbatch.models.fp8 import (
     joined_weights,
     quantise_weight,
 )
-from specbatch.models.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
-from specbatch.models.layers import RMSNorm
-from specbatch.models.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
-from specbatch.models.packed import PackedGatedLinear, PackedLinear, is_packable
-from specbatch.models.quantization import ON_LOAD, Quantization
-from specbatch.models.scaled import ScaledGatedLinear, ScaledLinear
-from specbatch.models.sharded import Embedding, GatheredLinear, ModelShard, SummedLinear, part_of, scale_part_of
+from specbatch.models.linears.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
+from specbatch.models.linears.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
+from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear, is_packable
+from specbatch.models.linears.quantization import ON_LOAD, Quantization
+from specbatch.models.linears.scaled import ScaledGatedLinear, ScaledLinear
+from specbatch.models.linears.sharded import Embedding, GatheredLinear, ModelShard, SummedLinear, part_of, scale_part_of
 from specbatch.parallel.group import Group
 
 

@@ -5,7 +5,7 @@ Memory that the others read is allocated, and made known to them, before the fir
 address. Two passes at the same time (`models/stages.py`) have an inbox, a mailbox and a buffer each: an operation
 signals by words that belong to them.
 
-One-shot sums are a kernel of this project (`kernels/triton/one_shot.py`), as are the sums of what copy engines brought
+One-shot sums are a kernel of this project (`kernels/triton/ranks/one_shot.py`), as are the sums of what copy engines brought
 (`copies.py`). Two-shot sums are torch's (`torch.ops.symm_mem`), and the rest is NCCL's.
 """
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specbatch.marks import marked
+from specbatch.kernels.trace_marks import marked
 from specbatch.parallel.algorithms import (
     ALIGNMENT,
     MAILBOX,
@@ -37,7 +37,7 @@ from specbatch.parallel.group import Group, Norm, in_order
 from specbatch.parallel.multicast import disable_multicast
 
 if TYPE_CHECKING:
-    from specbatch.kernels.triton.one_shot import Inbox  # needs Triton
+    from specbatch.kernels.triton.ranks.one_shot import Inbox  # needs Triton
 
 _FIRST_CONTACT = timedelta(minutes=5)  # until all ranks have started
 _ALONE = -1  # the number of a pass at whose time there is no other
@@ -220,7 +220,8 @@ class TorchCollectives:
     `torch.distributed`: several engines of a process have one each."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
-        from specbatch.kernels.triton import one_shot, received  # Triton need not exist where CUDA does not
+        from specbatch.kernels.triton.ranks import one_shot  # Triton need not exist where CUDA does not
+        from specbatch.kernels.triton.ranks import peer_add as received
 
         disable_multicast()
         self._kernel, self._add_received = one_shot, received.add_received

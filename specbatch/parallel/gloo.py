@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specbatch.marks import marked
+from specbatch.kernels.trace_marks import marked
 from specbatch.parallel.group import Group
 
 _FIRST_CONTACT = timedelta(minutes=5)  # until all ranks have started

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from specbatch.job.stats import RowTotals
 from specbatch.report.rows import Row
+from specbatch.results.stats import RowTotals
 
 T = TypeVar("T")
 _NUM_WINDOWS = 240  # at most; then pairs of them become one

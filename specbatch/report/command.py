@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from specbatch.errors import InputError
-from specbatch.job.files import write_whole
-from specbatch.job.paths import Written, check_can_write, check_written, output_file, stats_path_of, unless
+from specbatch.files.local import write_whole
+from specbatch.files.paths import Written, check_can_write, check_written, output_file, stats_path_of, unless
 from specbatch.job.terminal import print_notes
 from specbatch.report.collect import summarize
 from specbatch.report.others import eval_section, tune_section

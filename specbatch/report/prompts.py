@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import InputError, RowError
-from specbatch.job.files import identify_input
-from specbatch.job.fingerprint import INPUT_FACTS
-from specbatch.job.jsonl import decode_line, numbered_lines, open_lines
+from specbatch.files.jsonl import decode_line, numbered_lines, open_lines
+from specbatch.files.local import identify_input
 from specbatch.report.rows import Results
+from specbatch.results.fingerprint import INPUT_FACTS
 
 _LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 

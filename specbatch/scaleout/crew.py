@@ -11,8 +11,8 @@ from typing import Any
 
 from specbatch.config import Config
 from specbatch.errors import SpecbatchError, WorkerFailed
-from specbatch.job.fingerprint import differences
 from specbatch.job.worker import Description, Loaded, Slice
+from specbatch.results.fingerprint import differences
 from specbatch.scaleout.members import Member, PoolWorker
 from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply, Transport, WorkerId
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from specbatch.job.runner import Load
-from specbatch.job.stats import WorkerLine
 from specbatch.job.worker import Description, Loaded
+from specbatch.results.stats import WorkerLine
 from specbatch.scaleout.rows import Holding
 from specbatch.scaleout.transport import WorkerId
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from specbatch.config import Config
 from specbatch.counts import EngineStats
-from specbatch.job.fingerprint import ModelRecord
-from specbatch.job.partial import RowDeaths
 from specbatch.job.pool import PoolState
-from specbatch.job.results import ResultFile
 from specbatch.job.runner import Finished, Load
-from specbatch.job.sources import RawRow
 from specbatch.job.worker import Description, Slice
+from specbatch.results.fingerprint import ModelRecord
+from specbatch.results.partial import RowDeaths
+from specbatch.results.results import ResultFile
+from specbatch.rows.sources import RawRow
 from specbatch.scaleout.crew import Crew, Handlers, PoolLimits
 from specbatch.scaleout.members import PoolWorker, merged
 from specbatch.scaleout.rows import PoolRows

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, islice
 
+from specbatch.job.crash_retry import ALONE_DEATHS, MAX_DEATHS
 from specbatch.job.runner import FinishedRow
-from specbatch.job.sources import RawRow
-from specbatch.job.suspects import ALONE_DEATHS, MAX_DEATHS
+from specbatch.rows.sources import RawRow
 
 _PORTIONS = 3  # in which a worker gets the rows that it may have
 _BLOCK = 8  # rows that stay together at the end of a file: they can begin alike

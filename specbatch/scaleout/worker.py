@@ -47,8 +47,8 @@ class SharingWorker:
 
 
 def _with_share(config: Config, share: float) -> Config:
-    from specbatch.engine.memory import MEMORY_FRACTION
-    from specbatch.engine.resolve_device import resolve_device
+    from specbatch.setup.device import resolve_device
+    from specbatch.setup.memory import MEMORY_FRACTION
 
     engine = config.engine
     whole = engine.memory_fraction or MEMORY_FRACTION[resolve_device(engine.device, []).type]

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from specbatch.config import Config, ScheduleSection
-from specbatch.engine.build import Built
-from specbatch.engine.resolve import ResolvedRun
 from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
-from specbatch.job.fingerprint import ModelFiles, job_fingerprint
-from specbatch.job.rows import RowParser
-from specbatch.job.stats import device_name, versions
 from specbatch.job.terminal import print_notes
-from specbatch.job.tokenizer import TextProcessor
+from specbatch.results.fingerprint import ModelFiles, job_fingerprint
+from specbatch.results.stats import device_name, versions
+from specbatch.rows.parser import RowParser
+from specbatch.rows.tokenizer import TextProcessor
+from specbatch.setup.build import Built
+from specbatch.setup.resolve import ResolvedRun
 from specbatch.tune.costs import KINDS, CostModel
 from specbatch.tune.live import Live, drift, file_seconds, plans_to_run, run_plans, winner
 from specbatch.tune.predict import Forecast

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from specbatch.draft.schedule import Schedule, shapes_of
-from specbatch.job.tokenizer import TextProcessor
+from specbatch.rows.tokenizer import TextProcessor
 from specbatch.tune.predict import Forecast
 from specbatch.tune.profile import Prediction
 from specbatch.tune.search import Plan, SearchResult

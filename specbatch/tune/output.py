@@ -14,10 +14,10 @@ from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.draft.schedule import shapes_of
 from specbatch.errors import InputError, TuningError
-from specbatch.job.files import write_whole
-from specbatch.job.stats import device_name
-from specbatch.job.stats_types import SCHEMA_VERSION
+from specbatch.files.local import write_whole
+from specbatch.files.stats_types import SCHEMA_VERSION
 from specbatch.job.terminal import print_table
+from specbatch.results.stats import device_name
 from specbatch.tune.command import Tuned
 from specbatch.tune.live import speedups
 from specbatch.tune.plots import Caption, plot_acceptance, plot_comparisons, plot_throughput

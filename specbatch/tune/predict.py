@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from specbatch.cache.pages import PagePool
 from specbatch.draft.schedule import Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.gathering import RoundsOfRows
+from specbatch.engine.prefill.admission_batching import RoundsOfRows
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import TuningError

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from specbatch.draft.none import MAX_ROOM
 from specbatch.draft.schedule import Schedule
 from specbatch.draft.shape import num_lookahead
-from specbatch.engine.gathering import ChunkCost
+from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.errors import TuningError
 from specbatch.tune.trace import Trace
 

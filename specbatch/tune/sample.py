@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from specbatch.errors import InputError, RowError
-from specbatch.job.rows import RowParser
-from specbatch.job.sources import RawRow, Source
-from specbatch.job.tokenizer import TextProcessor
+from specbatch.rows.parser import RowParser
+from specbatch.rows.sources import RawRow, Source
+from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, Request, RngKey
 
 _MAX_DRAWN = 1024

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from specbatch.config import Config
 from specbatch.errors import ConfigError, InputError
-from specbatch.job.paths import (
+from specbatch.files.paths import (
     Written,
     check_can_write,
     check_input_name,
@@ -23,9 +23,9 @@ from specbatch.job.paths import (
     output_file,
     unless,
 )
-from specbatch.job.rows import RowParser, with_checked_fields
-from specbatch.job.sources import Source, open_source
-from specbatch.job.template_files import with_template_texts
+from specbatch.files.template_files import with_template_texts
+from specbatch.rows.parser import RowParser, with_checked_fields
+from specbatch.rows.sources import Source, open_source
 from specbatch.tune.sample import check_enough
 
 _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}

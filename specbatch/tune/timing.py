@@ -22,11 +22,11 @@ from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.base import check_finite
-from specbatch.engine.dummies import dummy_batch, dummy_requests, fits
 from specbatch.engine.engine import Engine
 from specbatch.engine.round import Round
 from specbatch.engine.round_results import Verified
 from specbatch.graphs.runner import GraphRunner
+from specbatch.setup.dummies import dummy_batch, dummy_requests, fits
 from specbatch.tune.costs import Measurement
 from specbatch.tune.session import Session
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.resolve import ResolvedRun
 from specbatch.errors import TuningError
-from specbatch.job.files import write_whole
+from specbatch.files.local import write_whole
+from specbatch.setup.resolve import ResolvedRun
 from specbatch.tune.costs import Measurement
 from specbatch.tune.report import duration
 from specbatch.tune.sample import MIN_ROWS, Sample

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import specbatch.engine.resolve as resolving
+import specbatch.setup.resolve as resolving
 from specbatch.attention.flashinfer import FlashInferAttention
 from specbatch.cache.pages import KVScales
 from specbatch.config import Config, EngineSection
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.resolve_kv_dtype import check_flashinfer
-from specbatch.engine.resolve_speculation import check_mask_size
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.config import ModelConfig
+from specbatch.setup.kv_dtype import check_flashinfer
+from specbatch.setup.speculation import check_mask_size
 from specbatch.types import SamplingParams
 from tests import fake_flashinfer
 from tests.marks import slow_on_cpu

@@ -16,11 +16,11 @@ from specbatch.config import KVDtypeName
 from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
-from specbatch.engine.memory import CachedModel, Rows, plan_cache
-from specbatch.engine.resolve import resolve
-from specbatch.engine.resolve_kv_dtype import resolve_kv_dtype
 from specbatch.errors import ConfigError
 from specbatch.kernels import torch as reference
+from specbatch.setup.kv_dtype import resolve_kv_dtype
+from specbatch.setup.memory import CachedModel, Rows, plan_cache
+from specbatch.setup.resolve import resolve
 from specbatch.types import SamplingParams
 from tests.marks import slow_on_cpu
 from tests.tiny_models import CPU, num_target_layers, random_prompts, round_of, run, tiny_config, tiny_device_engine

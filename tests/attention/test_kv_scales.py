@@ -17,13 +17,13 @@ from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import KVScales
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine
-from specbatch.engine.resolve import resolve
 from specbatch.errors import ModelError
 from specbatch.models.config import expected_tensors
 from specbatch.models.decoder import Decoder
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.weight_loader import WeightLoader
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.oracle.spans import Span, batch_of
 from tests.tiny_checkpoint import write_checkpoint

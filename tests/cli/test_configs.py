@@ -22,9 +22,9 @@ from specbatch.config_load import (
     packaged_configs,
     packaged_tasks,
 )
-from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError
 from specbatch.evals.load import load_task
+from specbatch.setup.resolve import resolve
 from tests import processes
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent

@@ -15,7 +15,6 @@ from transformers import LlamaForCausalLM
 from specbatch.cache.pages import PagePool
 from specbatch.draft.network import EagleNet
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.build import build_decoder
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import ModelError
 from specbatch.models.eagle_config import EagleKind, default_aux_layers, target_ids_of
@@ -23,6 +22,7 @@ from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import LAYER_IDS, open_eagle_head
 from specbatch.models.weight_loader import WeightLoader
+from specbatch.setup.build import build_decoder
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.eagle_reference import (
     LAYERS,

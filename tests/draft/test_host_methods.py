@@ -18,10 +18,10 @@ from specbatch.draft.host import HostSequence, HostTrees
 from specbatch.draft.ngram import HostNgramDraft, NgramDraft, NgramIndex
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.resolve import resolve
 from specbatch.engine.sequence import Sequence as EngineSequence
 from specbatch.errors import ConfigError
 from specbatch.kernels import ops_for
+from specbatch.setup.resolve import resolve
 from specbatch.types import Completion, SamplingParams
 from tests.draft.suffix_automaton import SuffixAutomaton, SuffixDraft
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle

@@ -11,9 +11,9 @@ from specbatch.config_load import config_to_dict, load_config
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode, padded_sizes
-from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import (
     num_target_layers,

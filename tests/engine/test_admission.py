@@ -6,7 +6,7 @@ import pytest
 
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
-from specbatch.engine.gathering import ChunkCost, RoundsOfRows
+from specbatch.engine.prefill.admission_batching import ChunkCost, RoundsOfRows
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.types import Request, RngKey, SamplingParams

@@ -14,12 +14,12 @@ from specbatch.cache.prefix_groups import Group, GroupLimits
 from specbatch.config import EngineSection
 from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
-from specbatch.engine import resolve_cascade
 from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode
-from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError
+from specbatch.setup import cascade as resolve_cascade
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.graphs import Replays
 from tests.marks import slow_on_cpu

@@ -15,7 +15,7 @@ from specbatch.grammar.constraint import constraint_of
 from specbatch.grammar.reasoning import AfterReasoning
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.engine.graphs import Replays
-from tests.engine.test_grammar import COMPILER, GRAMMARS, SHAPES, TOKENIZER
+from tests.engine.test_constrained import COMPILER, GRAMMARS, SHAPES, TOKENIZER
 from tests.grammar.tiny_tokenizer import END
 from tests.tiny_models import (
     num_target_layers,

@@ -23,7 +23,7 @@ from specbatch.engine.cpu_threads import (
     read_cpu,
 )
 from specbatch.models.config import ModelConfig
-from specbatch.models.packed import PackedGatedLinear, PackedLinear, thread_counts
+from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear, thread_counts
 from specbatch.startup import bound_spinning
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.oracle.sampling import distribution

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
-from specbatch.engine.build import build_engine
-from specbatch.engine.resolve import resolve
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.processors import BadWords, processors_of
 

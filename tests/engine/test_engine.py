@@ -15,7 +15,7 @@ import torch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine import round
 from specbatch.engine.engine import Engine
-from specbatch.engine.trial import trial_prompt, trial_round
+from specbatch.setup.trial import trial_prompt, trial_round
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.engine.graphs import assert_close_logprobs
 from tests.marks import slow_on_cpu

@@ -10,10 +10,10 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.build import build_engine
 from specbatch.engine.executor import GraphMode
-from specbatch.engine.memory import GIB
-from specbatch.engine.resolve import resolve
+from specbatch.setup.build import build_engine
+from specbatch.setup.memory import GIB
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.gpu_memory import release
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_oracle

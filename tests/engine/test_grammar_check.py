@@ -11,16 +11,16 @@ import torch
 
 from specbatch.batch import NO_TOKEN
 from specbatch.cache.rule_table import RuleTable
-from specbatch.engine.grammar import GrammarState
-from specbatch.engine.grammar_check import find_forced, refused_nodes
-from specbatch.engine.grammar_tree import GrammarTree
-from specbatch.engine.node_masks import NodeMasks, WantedMasks
+from specbatch.engine.constrained.check import find_forced, refused_nodes
+from specbatch.engine.constrained.mask_table import NodeMasks, WantedMasks
+from specbatch.engine.constrained.state import GrammarState
+from specbatch.engine.constrained.tree import GrammarTree
 from specbatch.engine.transfers import Transfers
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint, constraint_of
 from specbatch.grammar.reasoning import AfterReasoning
 from specbatch.types import SamplingParams
-from tests.engine.test_grammar import GRAMMARS
+from tests.engine.test_constrained import GRAMMARS
 from tests.grammar.tiny_tokenizer import END, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

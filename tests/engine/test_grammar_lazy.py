@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from specbatch.engine.constrained.mask_table import NodeMasks
 from specbatch.engine.engine import Engine
-from specbatch.engine.node_masks import NodeMasks
 from specbatch.engine.round import Round
 from specbatch.grammar.constraint import constraint_of
 from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
 from tests.engine.graphs import Replays
-from tests.engine.test_grammar import COMPILER, GRAMMARS, ROWS, SHAPES, TOKENIZER, requests
+from tests.engine.test_constrained import COMPILER, GRAMMARS, ROWS, SHAPES, TOKENIZER, requests
 from tests.grammar.tiny_tokenizer import END
 from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_engine, tiny_oracle
 

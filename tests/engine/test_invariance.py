@@ -17,7 +17,7 @@ from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
 from specbatch.logprobs import TokenLogprobs
 from specbatch.models.layers import RMSNorm, Rotary
-from specbatch.models.packed import PackedGatedLinear, PackedLinear
+from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear
 from specbatch.types import Margin, SamplingParams
 from tests.oracle.spans import Span, batch_of
 from tests.tiny_models import CPU, random_prompts, run, tiny_engine

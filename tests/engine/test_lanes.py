@@ -17,21 +17,21 @@ from hypothesis import strategies as st
 from specbatch.config_load import load_config
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
-from specbatch.engine import lane_times
-from specbatch.engine.dummies import dummy_batch
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, PaddedSize, padded_sizes
-from specbatch.engine.lane_times import LaneTimes, chosen, median_times, time_lanes, with_lanes_that_gain
-from specbatch.engine.lanes import MIN_LANE, NEVER, LaneLimits, Lanes, LaneSizes
-from specbatch.engine.memory import CachePlan
-from specbatch.engine.resolve import resolve
-from specbatch.engine.resolve_lanes import Job, lane_limits, resolve_mode
-from specbatch.engine.round_parts import Rounds
+from specbatch.engine.overlap.lanes import MIN_LANE, NEVER, LaneLimits, Lanes, LaneSizes
 from specbatch.engine.sequence import Sequence
-from specbatch.engine.sizing import Sized
 from specbatch.errors import ConfigError
 from specbatch.models.stages import TwoPasses, completed
 from specbatch.parallel.group import Group
+from specbatch.setup import autotune_lanes as lane_times
+from specbatch.setup.autotune_lanes import LaneTimes, chosen, median_times, time_lanes, with_lanes_that_gain
+from specbatch.setup.dummies import dummy_batch
+from specbatch.setup.lanes import Job, lane_limits, resolve_mode
+from specbatch.setup.memory import CachePlan
+from specbatch.setup.resolve import resolve
+from specbatch.setup.round_parts import Rounds
+from specbatch.setup.sizing import Sized
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.parallel.threads import on_ranks
 from tests.tiny_models import CPU, random_prompts, round_of, run, tiny_device_engine, tiny_engine

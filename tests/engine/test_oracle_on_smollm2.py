@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
-from specbatch.engine.build import build
-from specbatch.engine.resolve import resolve
+from specbatch.setup.build import build
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.oracle.build import build_oracle
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import Begun, Launched
-from specbatch.engine.prompt_trunks import EAGER
+from specbatch.engine.prefill.models import EAGER
 from specbatch.engine.round import Round
 from specbatch.errors import MemoryShortage
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.engine.graphs import Replays, Shortage
-from tests.engine.test_grammar import requests as grammar_requests
+from tests.engine.test_constrained import requests as grammar_requests
 from tests.grammar.tiny_tokenizer import END
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 

@@ -18,9 +18,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from specbatch.engine.build import build_decoder
 from specbatch.models.decoder import Decoder
 from specbatch.models.formats.checkpoint import open_checkpoint
+from specbatch.setup.build import build_decoder
 from tests.oracle.spans import Span, batch_of
 
 CPU = torch.device("cpu")

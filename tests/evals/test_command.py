@@ -23,9 +23,9 @@ from specbatch.counts import SpeculationCounts
 from specbatch.errors import ConfigError, SpecbatchError
 from specbatch.evals.command import EvalOptions, evaluate
 from specbatch.evals.sandbox import Verdict
-from specbatch.job.stats import commit as stats_commit
 from specbatch.job.worker import Runtime
 from specbatch.logprobs import TokenLogprob, TokenLogprobs
+from specbatch.results.stats import commit as stats_commit
 from specbatch.types import BatchEngine, Completion, FinishReason, Request, SamplingParams
 from tests import processes
 from tests.evals.test_evals import ROWS, write_task
@@ -458,8 +458,8 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_speculation_changes_nothing_on_a_real_engine(run: Eval) -> None:
-    from specbatch.engine.build import build_engine
-    from specbatch.engine.resolve import resolve as resolve_really
+    from specbatch.setup.build import build_engine
+    from specbatch.setup.resolve import resolve as resolve_really
 
     def sets(*more: str) -> Config:
         options = [

@@ -30,7 +30,7 @@ from specbatch.evals.prompts import prompts
 from specbatch.evals.runner import counts_since
 from specbatch.evals.schema import Task
 from specbatch.evals.score import accuracy
-from specbatch.job.sources import RawRow, Source
+from specbatch.rows.sources import RawRow, Source
 
 # Made with lm-eval 0.4.13 itself: prompts of its task gsm8k, and what its filters and exact_match made of answers.
 GOLDEN: dict[str, Any] = json.loads(

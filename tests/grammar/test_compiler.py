@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from specbatch.engine.grammar import GrammarState
+from specbatch.engine.constrained.state import GrammarState
 from specbatch.errors import FieldError, RowError
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint, constraint_of

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from specbatch.cache.rule_table import RuleTable
-from specbatch.engine.grammar import GrammarState
-from specbatch.engine.grammar_tree import GrammarTree, grow
-from specbatch.engine.node_masks import NodeMasks, WantedMasks
+from specbatch.engine.constrained.mask_table import NodeMasks, WantedMasks
+from specbatch.engine.constrained.state import GrammarState
+from specbatch.engine.constrained.tree import GrammarTree, grow
 from specbatch.engine.transfers import Transfers
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint

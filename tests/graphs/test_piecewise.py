@@ -12,12 +12,12 @@ from specbatch.config_load import load_config
 from specbatch.draft import NoDraft
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.build import build_engine
 from specbatch.engine.engine import Engine
-from specbatch.engine.resolve import resolve
 from specbatch.graphs.piecewise import PiecewiseTrunk, token_ladder
 from specbatch.graphs.runner import GraphRunner
 from specbatch.graphs.traced import CompiledPieces, is_attention
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.graphs import Replays
 from tests.tiny_models import (
@@ -65,7 +65,7 @@ def test_ladder(largest: int, expected: list[int]) -> None:
 
 def test_a_whole_graph_is_captured_when_many_chunks_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then they are computed in pieces."""
-    monkeypatch.setattr("specbatch.engine.prompt_graphs.CAPTURE_AFTER", 2)
+    monkeypatch.setattr("specbatch.engine.prefill.graphs.CAPTURE_AFTER", 2)
     engine = tiny_device_engine(**SETTINGS, piece_sizes=SIZES, piece_runner=Replays(never), graph_tokens=64)
     (trunk,), found = trunks_of(engine), []
     for length in (9, 12, 17, 40):  # of one shape
@@ -103,7 +103,7 @@ def test_texts_are_the_same(
 ) -> None:
     """Packed prompts, some found in the prefix cache; some longer than a chunk, and so in pieces of other lengths.
     `whole`: chunks of whole prompts of up to as many tokens are padded as a whole."""
-    monkeypatch.setattr("specbatch.engine.prompt_graphs.CAPTURE_AFTER", 1)
+    monkeypatch.setattr("specbatch.engine.prefill.graphs.CAPTURE_AFTER", 1)
     prompts = random_prompts(10, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
     expected = run(tiny_oracle(method, shape, **SETTINGS), prompts, params)
     runner = Replays(never) if captured else None
@@ -227,7 +227,7 @@ def test_graphs_give_the_same_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """float64 with the reference kernels, float32 with Triton's; with whole graphs (`whole` tokens) and without."""
-    monkeypatch.setattr("specbatch.engine.prompt_graphs.CAPTURE_AFTER", 0)
+    monkeypatch.setattr("specbatch.engine.prefill.graphs.CAPTURE_AFTER", 0)
     prompts = random_prompts(10, shared=10) + random_prompts(2, seed=3, longest=1, shared=70)
     settings, cuda = SETTINGS | {"dtype": dtype}, torch.device("cuda")
     runner = GraphRunner(cuda)
@@ -268,7 +268,7 @@ def test_graphs_have_the_bits_of_launches(method: str, shape: DraftShape) -> Non
 @pytest.mark.parametrize("method", ["none", "eagle3"])
 def test_auto(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole graphs for short prompts, pieces for those whose tokens are scored; texts are those of launches."""
-    monkeypatch.setattr("specbatch.engine.prompt_graphs.CAPTURE_AFTER", 0)
+    monkeypatch.setattr("specbatch.engine.prefill.graphs.CAPTURE_AFTER", 0)
     draft = [f"speculation.draft=random:{method}", "speculation.num_steps=3"] if method != "none" else []
     sets = ["model.target=random:tiny", "model.dtype=float32", "engine.device=cuda", f"speculation.method={method}"]
     sets += [*draft, "engine.kv_cache_tokens=8192", "engine.prefill_chunk_tokens=256", "engine.max_batch_size=4"]

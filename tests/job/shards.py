@@ -14,10 +14,10 @@ from rich.console import Console
 
 from specbatch.errors import InputError
 from specbatch.job.merge import MergeOptions, merge_files
-from specbatch.job.shard import Shard
+from specbatch.rows.shard import Shard
+from tests.files.test_jsonl import BAD_LINES, BAD_ROWS
 from tests.job.test_generate import Run
-from tests.job.test_jsonl import BAD_LINES, BAD_ROWS
-from tests.job.test_openai_batch import BAD_REQUESTS
+from tests.rows.test_openai_batch import BAD_REQUESTS
 
 
 class Shards(Run):

@@ -21,9 +21,9 @@ import zstandard
 
 from specbatch.config import DataSection
 from specbatch.errors import InputError
-from specbatch.job import jsonl
-from specbatch.job.jsonl import BadRow
-from specbatch.job.sources import open_source
+from specbatch.files import jsonl
+from specbatch.files.jsonl import BadRow
+from specbatch.rows.sources import open_source
 from specbatch.types import Completion
 from tests.job.test_generate import CONFIG, Run
 from tests.stub_engine import StubEngine

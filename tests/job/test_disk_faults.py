@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from specbatch.errors import InputError
-from specbatch.job.shard import Shard
+from specbatch.rows.shard import Shard
 from tests.job.shards import Shards
 from tests.job.test_failures import Broken, rows
 

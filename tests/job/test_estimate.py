@@ -17,14 +17,14 @@ from rich.console import Console
 from specbatch.errors import InputError
 from specbatch.job.estimate import FileTokens, Trial, count_tokens, draw_lengths, estimate
 from specbatch.job.estimate_command import EstimateOptions, estimate_file, estimate_table
-from specbatch.job.results import ResultFile
 from specbatch.job.row_queue import RowPreparer
-from specbatch.job.rows import RowParser
 from specbatch.job.runner import Finished
-from specbatch.job.sources import open_source
 from specbatch.job.terminal import table_text
-from specbatch.job.tokenizer import TextProcessor
 from specbatch.job.worker import Runtime
+from specbatch.results.results import ResultFile
+from specbatch.rows.parser import RowParser
+from specbatch.rows.sources import open_source
+from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import Completion, EngineLimits, FinishReason
 from tests.job.test_generate import CONFIG, Run
 from tests.stub_engine import VOCAB, StubEngine, StubRun, StubTokenizer, resolve

@@ -22,12 +22,12 @@ from specbatch.job.generate import FileJob
 from specbatch.job.plan import RowPlan
 from specbatch.job.pool import LocalPool
 from specbatch.job.progress import JobProgress
-from specbatch.job.remarks import Remarks
-from specbatch.job.results import ResultFile
-from specbatch.job.rows import RowParser
-from specbatch.job.shard import Shard, part_of
-from specbatch.job.sources import open_source
+from specbatch.job.warnings import Remarks
 from specbatch.job.worker import Runtime, Worker
+from specbatch.results.results import ResultFile
+from specbatch.rows.parser import RowParser
+from specbatch.rows.shard import Shard, part_of
+from specbatch.rows.sources import open_source
 from specbatch.types import BatchEngine, Completion, EngineLimits, FinishReason, Request, RngKey, SamplingParams
 from tests.stub_engine import resolve
 from tests.tiny_models import random_prompts, tiny_device_engine, tiny_engine

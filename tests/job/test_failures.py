@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from specbatch.errors import InputError, TooManyFailed
+from specbatch.files.paths import partial_path
+from specbatch.files.result_files import result_rows
 from specbatch.job.failures import FIRST_ROWS, MaxFailed
-from specbatch.job.paths import partial_path
-from specbatch.job.result_files import result_rows
-from specbatch.job.shard import Shard
+from specbatch.rows.shard import Shard
 from specbatch.types import Completion, FinishReason, Request
 from tests.job.shards import native
 from tests.job.test_generate import Run
@@ -183,7 +183,7 @@ def test_limits_that_are_none(text: str) -> None:
 
 
 def test_a_share_of_an_unknown_number_of_rows() -> None:
-    from specbatch.job.stats import RowTotals
+    from specbatch.results.stats import RowTotals
 
     limit = MaxFailed.parse("1%")
     assert not limit.is_exceeded(RowTotals(ok=90, failed=9), None, ended=False)

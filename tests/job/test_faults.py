@@ -15,10 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import specbatch.engine.build
-import specbatch.job.command  # noqa: F401  imported here, processes that are forked need not import them again
 from specbatch import cli
-from specbatch.job.paths import partial_path
+from specbatch.files.paths import partial_path
 from tests.processes import Command
 
 ROWS = 16

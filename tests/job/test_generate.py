@@ -20,14 +20,14 @@ from rich.console import Console
 
 from specbatch.config import Config, DataSection, EngineSection, SpeculationSection
 from specbatch.errors import InputError, ModelError
+from specbatch.files.paths import partial_path
 from specbatch.job.command import GenerateOptions, run_file_job
-from specbatch.job.paths import partial_path
 from specbatch.job.pool import LocalPool
-from specbatch.job.results import ResultFile
 from specbatch.job.worker import Runtime, Worker
+from specbatch.results.results import ResultFile
 from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
-from tests.job.test_jsonl import BAD_LINES, BAD_ROWS
-from tests.job.test_openai_batch import BAD_REQUESTS
+from tests.files.test_jsonl import BAD_LINES, BAD_ROWS
+from tests.rows.test_openai_batch import BAD_REQUESTS
 from tests.stub_engine import EOS, StubEngine, StubRun, build_engine, resolve, stub_tokens
 
 RAW = DataSection(prompts_as_chat=False)

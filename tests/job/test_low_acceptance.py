@@ -12,12 +12,12 @@ from specbatch.cli import app
 from specbatch.config import SpeculationSection
 from specbatch.config_load import load_config
 from specbatch.counts import SpeculationCounts
-from specbatch.engine.resolve import resolve
-from specbatch.engine.resolve_speculation import low_acceptance, resolve_speculation
 from specbatch.errors import ConfigError
-from specbatch.job.remarks import low_acceptance_warning
+from specbatch.job.warnings import low_acceptance_warning
 from specbatch.models.formats.eagle_files import LAYER_IDS
 from specbatch.models.formats.tokenizer import byte_tokenizer
+from specbatch.setup.resolve import resolve
+from specbatch.setup.speculation import low_acceptance, resolve_speculation
 from tests.eagle_reference import head_tensors, random_target, write_head
 
 

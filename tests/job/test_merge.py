@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from specbatch.errors import InputError
+from specbatch.files.jsonl import encode_line
+from specbatch.files.paths import partial_path, sorted_path
 from specbatch.job import merge
-from specbatch.job.jsonl import encode_line
 from specbatch.job.output import write_in_order
-from specbatch.job.paths import partial_path, sorted_path
-from specbatch.job.results import ResultFile
-from specbatch.job.shard import Shard
+from specbatch.results.results import ResultFile
+from specbatch.rows.shard import Shard
 from tests.job.shards import Shards, native, openai
 
 SUMS = ("rows", "tokens", "speculation")

@@ -19,8 +19,8 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.errors import InputError
 from specbatch.job.plan import RowPlan, prefix_of, shared_tokens, start_order, with_shared_tokens
-from specbatch.job.rows import RowParser
-from specbatch.job.sources import RawRow, open_source
+from specbatch.rows.parser import RowParser
+from specbatch.rows.sources import RawRow, open_source
 from specbatch.types import Request, SamplingParams
 from tests.job.test_generate import CONFIG, Run
 from tests.stub_engine import StubEngine

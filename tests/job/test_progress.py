@@ -12,7 +12,7 @@ from rich.console import Console
 
 from specbatch.job.eta import Work
 from specbatch.job.progress import JobProgress, Snapshot, duration, worker_lines
-from specbatch.job.stats import WorkerLine
+from specbatch.results.stats import WorkerLine
 
 
 def snapshot(tokens: int, total: int | None = 1_200_000) -> Snapshot:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from specbatch.config import DataSection
 from specbatch.errors import RowError
-from specbatch.job.results_format import RowInfo
 from specbatch.job.row_queue import PreparedRow, RowPreparer, RowQueue
-from specbatch.job.rows import RowParser
-from specbatch.job.sources import RawRow
-from specbatch.job.tokenizer import TextProcessor
+from specbatch.results.results_format import RowInfo
+from specbatch.rows.parser import RowParser
+from specbatch.rows.sources import RawRow
+from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams
 from tests.stub_engine import StubTokenizer
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from specbatch.counts import EngineStats, SpeculationCounts
-from specbatch.job.stats import RowTotals, Session, build_report
 from specbatch.job.terminal import acceptance_text, print_table
+from specbatch.results.stats import RowTotals, Session, build_report
 
 
 def printed(terminal: bool) -> list[str]:

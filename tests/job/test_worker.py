@@ -7,8 +7,8 @@ import json
 import pytest
 
 from specbatch.config import Config, DataSection, EngineSection
-from specbatch.job.sources import RawRow
 from specbatch.job.worker import Runtime, Worker
+from specbatch.rows.sources import RawRow
 from specbatch.types import Completion
 from tests.stub_engine import StubEngine, resolve
 

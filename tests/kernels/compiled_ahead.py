@@ -95,7 +95,7 @@ def rounds(gpu: FakeGpu) -> None:
     """Of an engine, with real weights. The reference kernels are replaced by Triton's."""
     kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
     from specbatch.draft.shape import DraftShape
-    from specbatch.engine.compile_ahead import compile_kernels
+    from specbatch.setup.compile_ahead import compile_kernels
 
     _follow_cuda()
     for method, shape in (("none", None), ("eagle3", DraftShape(2, 2, 4)), ("draft_model", DraftShape(2, 1, 3))):
@@ -117,7 +117,7 @@ def rounds(gpu: FakeGpu) -> None:
 def _compiled_for_prompts(parts: Any) -> int:
     """Of one prompt in a chunk, of lengths that the start does not compute."""
     from specbatch.engine.round import Round
-    from specbatch.engine.trial import trial_prompt
+    from specbatch.setup.trial import trial_prompt
 
     num_ends: list[int] = []
     prefill = Round.prefill
@@ -140,11 +140,11 @@ def _compiled_for_prompts(parts: Any) -> int:
 def ranks(gpu: FakeGpu) -> None:
     """Rounds of a rank: nothing is sent, and the other rank is not there."""
     kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
-    from specbatch.engine import compile_ahead
-    from specbatch.engine.compile_ahead import compile_kernels
-    from specbatch.kernels.triton import one_shot
-    from specbatch.models.sharded import GatheredLinear
+    from specbatch.kernels.triton.ranks import one_shot
+    from specbatch.models.linears.sharded import GatheredLinear
     from specbatch.parallel.cuda import CudaGroup, TorchCollectives
+    from specbatch.setup import compile_ahead
+    from specbatch.setup.compile_ahead import compile_kernels
 
     class Alone(TorchCollectives):
         def __init__(self) -> None:
@@ -181,7 +181,7 @@ def failed_rounds(gpu: FakeGpu) -> None:
     kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
     from triton.runtime.cache import FileCacheManager
 
-    from specbatch.engine.compile_ahead import compile_kernels
+    from specbatch.setup.compile_ahead import compile_kernels
 
     def put(*args: Any, **rest: Any) -> str:
         raise OSError(28, "No space left on device")
@@ -219,7 +219,7 @@ def _parts(method: str, shape: Any, group: Any = None, hidden: int = 32, num_lay
     from specbatch.attention.triton import PagedAttention
     from specbatch.draft import DraftParts, make_method
     from specbatch.draft.schedule import ByBatch
-    from specbatch.engine.round_parts import RoundParts
+    from specbatch.setup.round_parts import RoundParts
     from tests.tiny_models import num_target_layers, tiny_config, tiny_decoder, tiny_draft_net
 
     def attention(config: Any, device: torch.device) -> Any:

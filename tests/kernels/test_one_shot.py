@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from specbatch.kernels import ops_for
 from tests.kernels.batches import DEVICE, DTYPES
 
-one_shot = pytest.importorskip("specbatch.kernels.triton.one_shot")
+one_shot = pytest.importorskip("specbatch.kernels.triton.ranks.one_shot")
 
 SIZE = 3
 CAPACITY = 3 * one_shot.BLOCK_BYTES

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from specbatch.cli import app
 from specbatch.config_load import load_config
-from specbatch.engine.resolve import resolve
+from specbatch.setup.resolve import resolve
 from tests.tiny_checkpoint import write_checkpoint
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine
-from specbatch.engine.resolve import resolve
 from specbatch.kernels import ops_for
 from specbatch.models.decoder import Decoder
 from specbatch.models.formats.checkpoint import open_checkpoint
-from specbatch.models.fp8 import Fp8Linear, Fp8Weight, quantise_weight
-from specbatch.models.linear import DenseLinear
-from specbatch.models.scaled import ScaledLinear
+from specbatch.models.linears.fp8 import Fp8Linear, Fp8Weight, quantise_weight
+from specbatch.models.linears.linear import DenseLinear
+from specbatch.models.linears.scaled import ScaledLinear
 from specbatch.models.weight_loader import WeightLoader
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.coins import plain_logits
 from tests.fp8_checkpoints import FORMATS, fp8_checkpoint

@@ -7,7 +7,7 @@ import torch
 
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
-from specbatch.models.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
+from specbatch.models.linears.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
 
 CUDA = torch.device("cuda")
 # (output, input) features: SmolLM2, Qwen2.5 0.5B and 1.5B, Llama-3.2-1B, Llama-3-8B, Qwen3-8B; their LM heads last

@@ -14,8 +14,8 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import expected_tensors, num_layer_weights
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linear import DenseGatedLinear, DenseLinear, Linear
-from specbatch.models.packed import PackedGatedLinear, PackedLinear
+from specbatch.models.linears.linear import DenseGatedLinear, DenseLinear, Linear
+from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear
 from specbatch.models.weight_loader import WeightLoader
 from tests.oracle.spans import Span, batch_of
 from tests.tiny_models import CPU, VOCAB, RandomTensors, attention_of, tiny_config

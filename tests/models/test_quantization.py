@@ -15,26 +15,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine
-from specbatch.engine.memory import CachedModel, Rows
-from specbatch.engine.resolve import resolve
-from specbatch.engine.resolve_cache import CacheRequest
-from specbatch.engine.resolve_model import resolve_quantization, saved_bytes
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.quantised import E4M3_MAX
 from specbatch.kernels.torch.fp8 import quantise
 from specbatch.models.formats.checkpoint import open_checkpoint
-from specbatch.models.fp8 import Fp8Linear, Fp8Weight, SiluGatedLinear, quantise_weight
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linear import Summed
-from specbatch.models.packed import PackedLinear
-from specbatch.models.quantization import ON_LOAD, Quantization, chosen, parse_quantization
+from specbatch.models.linears.fp8 import Fp8Linear, Fp8Weight, SiluGatedLinear, quantise_weight
+from specbatch.models.linears.linear import Summed
+from specbatch.models.linears.packed import PackedLinear
+from specbatch.models.linears.quantization import ON_LOAD, Quantization, chosen, parse_quantization
+from specbatch.models.linears.scaled import ScaledGatedLinear, ScaledLinear
+from specbatch.models.linears.sharded import ModelShard
 from specbatch.models.random_weights import random_config
-from specbatch.models.scaled import ScaledGatedLinear, ScaledLinear
-from specbatch.models.sharded import ModelShard
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
+from specbatch.setup.build import build_engine
+from specbatch.setup.cache import CacheRequest
+from specbatch.setup.memory import CachedModel, Rows
+from specbatch.setup.model import resolve_quantization, saved_bytes
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.fp8_checkpoints import BLOCKS, FORMATS, INPUTS, MODELOPT, WEIGHTS, compressed, fp8_checkpoint
 from tests.tiny_checkpoint import RAW, write_checkpoint

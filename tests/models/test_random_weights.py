@@ -13,8 +13,6 @@ from typer.testing import CliRunner
 from specbatch.cli import app
 from specbatch.config import Config
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine
-from specbatch.engine.resolve import resolve
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import random_name
 from specbatch.models.config import ModelConfig, expected_tensors
@@ -28,6 +26,8 @@ from specbatch.models.random_weights import (
     open_random_model,
     random_config,
 )
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 
 CPU = torch.device("cpu")

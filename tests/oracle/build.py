@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from specbatch.cache.pages import PagePool
-from specbatch.engine.build import read_models
-from specbatch.engine.resolve import ResolvedRun
+from specbatch.setup.build import read_models
+from specbatch.setup.resolve import ResolvedRun
 from tests.oracle.engine import OracleEngine
 from tests.oracle.factory import proposer_of
 

@@ -28,9 +28,6 @@ from torch import Tensor
 from specbatch.config_load import load_config
 from specbatch.counts import EngineStats
 from specbatch.draft.shape import DraftShape
-from specbatch.engine import resolve_ranks
-from specbatch.engine.ranks import OtherRanks, RankedEngine
-from specbatch.engine.resolve_prefill import resolve_prompt_graphs
 from specbatch.errors import ConfigError, ModelError, SpecbatchError
 from specbatch.kernels import ops_for
 from specbatch.models.layers import RMSNorm
@@ -39,6 +36,9 @@ from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_
 from specbatch.parallel.cuda import CudaGroup, named_group
 from specbatch.parallel.group import Group, Norm
 from specbatch.parallel.multicast import disable_multicast
+from specbatch.setup.prefill import resolve_prompt_graphs
+from specbatch.setup.ranks import limits as resolve_ranks
+from specbatch.setup.ranks.ranked_engine import OtherRanks, RankedEngine
 from specbatch.types import SamplingParams
 from tests.coins import plain_logits
 from tests.engine.graphs import Replays

@@ -14,19 +14,19 @@ from torch import Tensor
 from specbatch.batch import NO_TOKEN
 from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.build import build_engine
-from specbatch.engine.ranks import RankedEngine, build_ranked
-from specbatch.engine.resolve import resolve
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint
 from specbatch.grammar.spec import MatcherSpec
 from specbatch.kernels import ops_for
-from specbatch.models import sharded
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linear import Linear
+from specbatch.models.linears import sharded
+from specbatch.models.linears.linear import Linear
 from specbatch.parallel import algorithms
 from specbatch.parallel.cuda import CudaGroup, TorchCollectives
 from specbatch.parallel.shares import even_shares
+from specbatch.setup.build import build_engine
+from specbatch.setup.ranks.ranked_engine import RankedEngine, build_ranked
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_checkpoint import write_checkpoint
 from tests.tiny_models import random_prompts, run, tiny_device_engine

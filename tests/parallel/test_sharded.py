@@ -11,8 +11,8 @@ import torch
 from specbatch.batch import NO_TOKEN
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels import ops_for
-from specbatch.models.linear import Linear
-from specbatch.models.sharded import GatheredLinear, ModelShard, VocabShare, part_of
+from specbatch.models.linears.linear import Linear
+from specbatch.models.linears.sharded import GatheredLinear, ModelShard, VocabShare, part_of
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
 from specbatch.parallel.shares import even_shares

@@ -13,10 +13,10 @@ from specbatch.kernels import ops_for
 from specbatch.kernels.torch.fp8 import quantise, quantise_part
 from specbatch.models.decoder import Decoder
 from specbatch.models.formats.checkpoint import open_checkpoint
-from specbatch.models.fp8 import quantise_weight
-from specbatch.models.quantization import ON_LOAD
-from specbatch.models.scaled import ScaledLinear
-from specbatch.models.sharded import ModelShard, check_group_borders
+from specbatch.models.linears.fp8 import quantise_weight
+from specbatch.models.linears.quantization import ON_LOAD
+from specbatch.models.linears.scaled import ScaledLinear
+from specbatch.models.linears.sharded import ModelShard, check_group_borders
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
 from tests.coins import plain_logits

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specbatch.config_load import load_config
-from specbatch.engine.resolve import ResolvedRun, resolve
+from specbatch.setup.resolve import ResolvedRun, resolve
 
 TINY = ["--target", "random:tiny", "--set", "engine.device=cpu", "--set", "model.dtype=float64"]
 TINY += ["--set", "engine.kv_cache_tokens=4096"]

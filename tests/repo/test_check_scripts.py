@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from specbatch.engine.gathering import ChunkCost
+from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.tune import live
 from specbatch.tune.command import Tuned, tune_file
 from specbatch.tune.predict import predict

@@ -92,7 +92,7 @@ def test_a_trace_without_names_is_an_error(tmp_path: Path) -> None:
 def test_names_are_in_traces_of_the_profiler_alone() -> None:
     import torch
 
-    from specbatch.marks import marked
+    from specbatch.kernels.trace_marks import marked
 
     with marked("target"):
         torch.ones(1)

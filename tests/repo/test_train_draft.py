@@ -24,11 +24,7 @@ from specbatch.config_load import load_config
 from specbatch.draft.network import EagleNet
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.build import build_decoder
-from specbatch.engine.resolve import ResolvedRun, resolve
-from specbatch.engine.resolve_speculation import resolve_speculation
 from specbatch.errors import InputError
-from specbatch.job.tokenizer import TextProcessor
 from specbatch.models.config import expected_tensors
 from specbatch.models.eagle_config import default_aux_layers
 from specbatch.models.eagle_head import EagleHead
@@ -37,6 +33,10 @@ from specbatch.models.formats.eagle_files import open_eagle_head
 from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.models.weight_loader import WeightLoader
+from specbatch.rows.tokenizer import TextProcessor
+from specbatch.setup.build import build_decoder
+from specbatch.setup.resolve import ResolvedRun, resolve
+from specbatch.setup.speculation import resolve_speculation
 from specbatch.types import SamplingParams
 from tests.oracle.engine import OracleEngine
 from tests.oracle.neural import NeuralProposer

@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 from specbatch.cli import app
 from specbatch.errors import InputError
-from specbatch.job.files import identify_input
-from specbatch.job.jsonl import encode_line
-from specbatch.job.partial import PartialLines, header_line
-from specbatch.job.result_files import write_lines
+from specbatch.files.jsonl import encode_line
+from specbatch.files.local import identify_input
+from specbatch.files.result_files import write_lines
 from specbatch.report import charts
 from specbatch.report.collect import Sample, Summary, Window, Windows, summarize
 from specbatch.report.command import ReportOptions, write_page
 from specbatch.report.rows import Results
+from specbatch.results.partial import PartialLines, header_line
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00\x1b\ud800\u202e</pre></style>"
 

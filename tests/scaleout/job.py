@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbatch.config import Config
-from specbatch.job.partial import RowDeaths
-from specbatch.job.rows import RowParser
+from specbatch.job.crash_retry import died as died_each_time
+from specbatch.job.crash_retry import refusal
 from specbatch.job.runner import Finished, failed_row
-from specbatch.job.sources import RawRow
-from specbatch.job.suspects import died as died_each_time
-from specbatch.job.suspects import refusal
+from specbatch.results.partial import RowDeaths
+from specbatch.rows.parser import RowParser
+from specbatch.rows.sources import RawRow
 from specbatch.scaleout.crew import PoolLimits
 from specbatch.scaleout.pool import Pool
 from tests.scaleout.simulation import Simulation, batch_config, raw_row

@@ -12,8 +12,8 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.counts import EngineStats
 from specbatch.job.runner import Finished, FinishedRow, Load
-from specbatch.job.sources import RawRow
 from specbatch.job.worker import Description, Loaded, Slice
+from specbatch.rows.sources import RawRow
 from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply, WorkerId
 
 MAX_WAITS = 20_000  # of a job: more is a job that does not end

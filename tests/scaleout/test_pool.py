@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specbatch.errors import SpecbatchError, WorkerFailed
-from specbatch.job.results import ResultFile
+from specbatch.results.results import ResultFile
 from specbatch.scaleout.crew import PoolLimits
 from tests.scaleout.job import exchanges, indices, loaded_job
 from tests.scaleout.simulation import (

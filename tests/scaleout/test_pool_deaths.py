@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specbatch.errors import SpecbatchError, WorkerFailed
-from specbatch.job.partial import RowDeaths
-from specbatch.job.results import ResultFile
+from specbatch.results.partial import RowDeaths
+from specbatch.results.results import ResultFile
 from specbatch.scaleout.crew import PoolLimits
 from specbatch.scaleout.transport import Event
 from tests.scaleout.job import exchanges, indices, loaded_job

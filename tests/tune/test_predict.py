@@ -14,7 +14,7 @@ import pytest
 from specbatch.cache.pages import PagePool
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.gathering import ChunkCost, RoundsOfRows
+from specbatch.engine.prefill.admission_batching import ChunkCost, RoundsOfRows
 from specbatch.engine.scheduler import Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import TuningError

@@ -11,8 +11,8 @@ from specbatch.counts import SpeculationCounts
 from specbatch.draft import DraftMethod, DraftParts, NoDraft, make_method
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.dummies import dummy_batch
 from specbatch.errors import ModelError
+from specbatch.setup.dummies import dummy_batch
 from specbatch.tune import timing
 from specbatch.tune.costs import CostModel, Measurement
 from specbatch.tune.replay import Replayer

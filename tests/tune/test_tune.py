@@ -24,12 +24,12 @@ from specbatch.config import Config
 from specbatch.config_load import load_config
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
-from specbatch.engine import resolve_speculation
-from specbatch.engine.resolve import ResolvedRun, resolve
 from specbatch.errors import ConfigError, SpecbatchError
-from specbatch.job.chat_fields import NO_CHAT_FIELDS, ChatFields
-from specbatch.job.rows import Prompt
-from specbatch.job.sources import RawRow
+from specbatch.rows.chat_fields import NO_CHAT_FIELDS, ChatFields
+from specbatch.rows.parser import Prompt
+from specbatch.rows.sources import RawRow
+from specbatch.setup import speculation as resolve_speculation
+from specbatch.setup.resolve import ResolvedRun, resolve
 from specbatch.tune import command as command_module
 from specbatch.tune import live as live_module
 from specbatch.tune.command import _limits, _resolve_widest, _shared, part_seconds

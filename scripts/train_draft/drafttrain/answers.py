@@ -12,13 +12,13 @@ import torch
 from rich.console import Console
 
 from specbatch.config_load import load_config
-from specbatch.engine.build import build_engine
-from specbatch.engine.resolve import resolve
 from specbatch.errors import InputError
+from specbatch.files.paths import stats_path_of
 from specbatch.job.command import GenerateOptions, run_file_job
-from specbatch.job.paths import stats_path_of
 from specbatch.job.pool import LocalPool
 from specbatch.job.worker import Runtime, Worker
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
 from specbatch.startup import model_paths
 
 INTERRUPTED = 130

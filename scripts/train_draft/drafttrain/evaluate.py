@@ -17,7 +17,7 @@ from drafttrain.answers import run_rows
 from drafttrain.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, InputError
-from specbatch.job.stats import RowTotals
+from specbatch.results.stats import RowTotals
 
 _PLAIN = ("none", "ngram")
 

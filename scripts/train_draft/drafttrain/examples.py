@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.unroll import StepRows
 from specbatch.config import DataSection
 from specbatch.errors import InputError, RowError
-from specbatch.job.rows import Prompt
-from specbatch.job.tokenizer import TextProcessor
+from specbatch.rows.parser import Prompt
+from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams
 
 LENGTH_STEP = 64  # padded lengths are multiples: few different shapes, and aligned masks

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.answers import run_rows
 from drafttrain.prompts import Messages, read_lines, write_job
 from specbatch.errors import ConfigError, RowError
-from specbatch.job.tokenizer import TextProcessor
+from specbatch.rows.tokenizer import TextProcessor
 
 _MARK = "\u2042specbatch\u2042"  # in the place of the user's words
 _TEMPERATURE, _TOP_P = 1.0, 0.95  # wide, but for the tail from which small models do not come back

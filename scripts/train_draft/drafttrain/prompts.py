@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import InputError
-from specbatch.job.paths import partial_path
+from specbatch.files.paths import partial_path
 
 Messages = list[dict[str, Any]]
 

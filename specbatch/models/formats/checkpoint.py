@@ -27,7 +27,7 @@ from specbatch.models.formats.tensor_files import (
     is_stored_rotary,
     open_tensors,
 )
-from specbatch.models.quantization import Quantization, parse_quantization, same_scale
+from specbatch.models.linears.quantization import Quantization, parse_quantization, same_scale
 
 
 @dataclass

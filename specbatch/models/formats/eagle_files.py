@@ -30,7 +30,7 @@ from specbatch.models.formats.tensor_files import (
     is_stored_rotary,
     open_tensors,
 )
-from specbatch.models.quantization import parse_quantization
+from specbatch.models.linears.quantization import parse_quantization
 
 _FILE = "config.json of the draft head"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

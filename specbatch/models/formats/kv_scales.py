@@ -14,7 +14,7 @@ from typing import Any
 from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.models.formats.tensor_files import TensorSource
-from specbatch.models.quantization import quantization_section
+from specbatch.models.linears.quantization import quantization_section
 
 # An older name has one scale for both.
 _K_NAMES, _V_NAMES = ("k_scale", "k_proj.k_scale", "kv_scale"), ("v_scale", "v_proj.v_scale", "kv_scale")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from specbatch.engine.build import build_decoder
 from specbatch.errors import ModelError
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_config import EagleKind, default_aux_layers, expected_eagle_tensors
@@ -19,6 +18,7 @@ from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import LAYER_IDS, EagleCheckpoint, open_eagle_head
 from specbatch.models.weight_loader import WeightLoader
+from specbatch.setup.build import build_decoder
 from tests.eagle_reference import LAYERS, VOCAB, E, Reference, head_tensors, random_target, write_head
 from tests.tiny_models import CPU, attention_of
 

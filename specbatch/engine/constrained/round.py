@@ -1,0 +1,232 @@
+"""The draft trees of one round under the grammars of its requests.
+
+After drafting, the trees come to the host: forbidden nodes leave them, forced ones are added (`grammar_tree.grow`). The
+target runs over what is left, and its own choices come to the host: of greedy requests, nodes at which the grammar
+refuses the choice get a mask (`grammar_check`). The masks of sampled requests are computed while the target runs.
+Acceptance reads them from the table of rules. So a round has three parts, which the host joins: draft, forward, accept.
+
+A round is left open while its target runs: the host does what comes between two rounds, and closes it when it is about
+to launch the next. The tokens of a closed round are read while the next one's drafts are computed; in plain decoding,
+where the host changes no tree, while its target runs.
+
+Shape suffixes: B requests, N nodes, D drafts of a chain, W words of a mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbatch.counts import GrammarCounts
+from specbatch.draft.host import HostTrees, ancestry
+from specbatch.draft.method import DraftMethod, DraftTrees
+from specbatch.engine.constrained.check import find_forced, refused_nodes
+from specbatch.engine.constrained.mask_table import NodeMasks, WantedMasks
+from specbatch.engine.constrained.state import GrammarState
+from specbatch.engine.constrained.tree import GrammarTree, grow
+from specbatch.engine.sequence import Sequence
+from specbatch.engine.transfers import Download, Transfers
+
+_Tree = tuple[int, GrammarState, GrammarTree]  # of a request with a grammar: index, state, tree
+
+
+class GrammarRound:
+    """`sequences`: of the batch, without its padding. `read`: reads what was launched before this round, after which
+    requests may be finished. `fixed_shapes`: of the round. Trees keep the size of `method` then, else they have as many
+    nodes as they need. `all_masks`: compute the masks of
+    all nodes, whatever the target chooses."""
+
+    def __init__(
+        self,
+        sequences: Seq[Sequence],
+        method: DraftMethod,
+        masks: NodeMasks,
+        transfers: Transfers,
+        read: Callable[[], object],
+        *,
+        fixed_shapes: bool,
+        all_masks: bool = False,
+    ) -> None:
+        self._sequences = sequences
+        self._read = read
+        self.method = method
+        self._masks = masks
+        self._transfers = transfers
+        self._fixed_shapes = fixed_shapes
+        self._all_masks = all_masks
+        self._trees: list[_Tree] = []
+        self._to_check: tuple[Download, list[_Tree]] | None = None
+        self.counts = GrammarCounts()
+
+    @property
+    def num_requests(self) -> int:
+        """Those that have a grammar and go on."""
+        return sum(seq.grammar is not None and not seq.is_finished for seq in self._sequences)
+
+    def of_padding(self) -> GrammarRound:
+        """Of a batch that is all padding."""
+        nothing = functools.partial(list[None])
+        fixed = self._fixed_shapes
+        return type(self)([], self.method, self._masks, self._transfers, nothing, fixed_shapes=fixed)
+
+    def reshape(self, trees: DraftTrees) -> DraftTrees:
+        """The trees to verify. The host waits for the drafts, unless no other tree is possible."""
+        if self._fixed_shapes and self.method.num_nodes == 1:
+            return trees
+        is_chain, is_drawn = trees.parents_BN is None, trees.probs_BDW is not None
+        drafted = self._drafted(trees)
+        began = time.perf_counter()
+        grown = [self._grow(i, tokens, parents, is_drawn) for i, (tokens, parents) in enumerate(drafted)]
+        self.counts.tree_seconds += time.perf_counter() - began
+        lines = [tree.tokens + (tree.forbidden if is_drawn else []) for tree in grown]
+        width = trees.tokens_BN.shape[1] if self._fixed_shapes else max(map(len, lines))
+        host = HostTrees(
+            _padded(lines, width, 0),
+            np.array([len(tree.tokens) for tree in grown], dtype=np.int64),
+            None if is_chain else _padded([tree.parents for tree in grown], width, -2),
+        )
+        upload = self._transfers.upload
+        made = DraftTrees(upload(host.tokens_BN), upload(host.num_nodes_B), max_path=width)
+        if is_drawn:
+            num_drafts = np.array([len(line) - 1 for line in lines], dtype=np.int64)
+            probs = self._probs(trees.probs_BDW, grown, lines, width - 1)
+            return dataclasses.replace(made, probs_BDW=probs, num_drafts_B=upload(num_drafts))
+        if is_chain:
+            return made
+        parents_BN, depths_BN, mask_BNW = ancestry(host, -(-width // 32))
+        max_path = self.method.max_path if self._fixed_shapes else int(depths_BN.max()) + 1
+        return dataclasses.replace(
+            made,
+            parents_BN=upload(parents_BN[:, :, 0]),
+            depths_BN=upload(depths_BN[:, :, 0]),
+            mask_BNW=upload(mask_BNW),
+            max_path=max_path,
+        )
+
+    def _drafted(self, trees: DraftTrees) -> list[tuple[list[int], list[int] | None]]:
+        """Tokens and parents (None: of a chain) of each tree."""
+
+        def download(tensor: Tensor | None) -> Download | None:
+            return None if tensor is None else self._transfers.download(tensor)
+
+        drafts, counts, links = map(download, (trees.tokens_BN, trees.num_nodes_B, trees.parents_BN))
+        self._follow()  # meanwhile
+        assert drafts is not None
+        tokens = drafts.wait().tolist()
+        sizes = [len(line) for line in tokens] if counts is None else counts.wait().tolist()
+        parents = [None] * len(tokens) if links is None else links.wait().tolist()
+        return [
+            (line[:size], None if above is None else above[:size])
+            for line, size, above in zip(tokens, sizes, parents, strict=True)
+        ]
+
+    def _follow(self) -> None:
+        """Go to the end of what is committed."""
+        self._read()
+        began = time.perf_counter()
+        for seq in self._sequences:
+            if seq.grammar is not None and not seq.is_finished:
+                seq.grammar.follow(seq.tokens, seq.num_prompt)
+        self.counts.advance_seconds += time.perf_counter() - began
+
+    def _grow(self, index: int, tokens: list[int], parents: list[int] | None, is_drawn: bool) -> GrammarTree:
+        seq = self._sequences[index] if index < len(self._sequences) else None
+        if seq is None or seq.grammar is None or not goes_on(seq):
+            return GrammarTree.of(tokens, parents)
+        seq.grammar.begin_checked()
+        room = seq.max_length - len(seq.tokens)  # tokens after the root that count
+        max_depth = min(room, self.method.max_path - 1) if self._fixed_shapes else room
+        max_nodes = self.method.num_nodes + (0 if self._fixed_shapes else min(seq.num_forced_room, room))
+        # Where drafts are drawn, a forced token has no probability: it has to be accepted without a draw.
+        tree = grow(seq.grammar, tokens, parents, max_nodes, max_depth, all_sure=is_drawn)
+        self.counts.forced += len(tree.drafts) - 1 - tree.num_drafts
+        self.counts.forbidden += len(tokens) - 1 - tree.num_drafts
+        self._trees.append((index, seq.grammar, tree))
+        return tree
+
+    def _probs(
+        self, probs_BDW: Tensor | None, grown: Seq[GrammarTree], lines: Seq[list[int]], num_drafts: int
+    ) -> Tensor:
+        """What the drafts of the new chains were drawn from: nothing for forced ones, which are accepted without a
+        draw. Drafts of the old chain come first in the new one, the one that is forbidden last."""
+        assert probs_BDW is not None
+        drawn = [tree.num_drafts + (len(line) > len(tree.tokens)) for tree, line in zip(grown, lines, strict=True)]
+        drawn_B = self._transfers.upload(np.array(drawn, dtype=np.int64))
+        kept_BDW = torch.nn.functional.pad(probs_BDW, (0, 0, 0, max(0, num_drafts - probs_BDW.shape[1])))
+        index = torch.arange(num_drafts, device=kept_BDW.device)
+        return torch.where((index < drawn_B[:, None])[:, :, None], kept_BDW[:, :num_drafts], 0.0)
+
+    def look_ahead(self, choice_BN: Tensor) -> None:
+        """While the target computes `choice_BN`, what greedy requests choose without masks: write the masks of sampled
+        requests to the table, and find out what the check needs besides."""
+        choices = self._transfers.download(choice_BN) if any(map(self._is_checked, self._sequences)) else None
+        if self._fixed_shapes and self.method.num_nodes == 1:
+            self._follow()
+            for i, seq in enumerate(self._sequences):
+                if seq.grammar is not None and goes_on(seq):
+                    seq.grammar.begin_checked()
+                    self._trees.append((i, seq.grammar, GrammarTree.of(seq.tokens[-1:], None)))
+        began = time.perf_counter()
+        checked = [one for one in self._trees if self._is_checked(self._sequences[one[0]])]
+        others = [one for one in self._trees if not self._is_checked(self._sequences[one[0]])]
+        self.counts.masks += self._masks.write(
+            [
+                WantedMasks(self._sequences[i].req_idx, state, tree, nodes_that_go_on(state, tree))
+                for i, state, tree in others
+            ]
+        )
+        if choices is not None:
+            self._to_check = choices, checked
+            for _, state, tree in checked:
+                if choices.is_there:
+                    break
+                find_forced(state, tree)
+        self.counts.mask_seconds += time.perf_counter() - began
+
+    def check(self) -> None:
+        """Write masks where a grammar refuses what the target has chosen. The device waits for this."""
+        if self._to_check is None:
+            return
+        choices, trees = self._to_check
+        rows = choices.wait().tolist()
+        began = time.perf_counter()
+        wanted = []
+        for i, state, tree in trees:
+            if nodes := refused_nodes(state, tree, rows[i]):
+                wanted.append(WantedMasks(self._sequences[i].req_idx, state, tree, nodes))
+                self.counts.refused += len(nodes)
+        self.counts.masks += self._masks.write(wanted)
+        self.counts.check_seconds += time.perf_counter() - began
+
+    def _is_checked(self, seq: Sequence) -> bool:
+        return is_checked(seq, all_masks=self._all_masks)
+
+
+def goes_on(seq: Sequence) -> bool:
+    """Whether what a round does with a request with a grammar counts."""
+    return not (seq.is_finished or seq.goes_back or seq.grammar is None or seq.grammar.failure is not None)
+
+
+def is_checked(seq: Sequence, *, all_masks: bool) -> bool:
+    """Whether it gets masks only where its grammar refuses what it chooses."""
+    return seq.grammar is not None and seq.request.params.temperature == 0 and not all_masks
+
+
+def nodes_that_go_on(state: GrammarState, tree: GrammarTree) -> list[int]:
+    """Nothing of what comes after the others counts."""
+    return [node for node, token in enumerate(tree.tokens) if not node or not state.is_end(token)]
+
+
+def _padded(lines: Seq[list[int]], width: int, fill: int) -> np.ndarray:
+    """(B, width) int64."""
+    found = np.full((len(lines), width), fill, dtype=np.int64)
+    for row, line in zip(found, lines, strict=True):
+        row[: len(line)] = line
+    return found

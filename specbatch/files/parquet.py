@@ -1,0 +1,125 @@
+"""Results as a parquet table, and back.
+
+A column for each field of a result line. Its type follows from `line_types`, not from the values, so all files have the
+same types: text and numbers are plain columns, `usage`, `speculation` and `error` are structs, and what has no fixed
+shape (`logprobs`, `choices`, `metadata`, `response`) is JSON text. An `id` that is not text is its JSON text, too.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Union
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from specbatch.files.jsonl import encode_line
+from specbatch.files.line_types import BatchLine, NativeLine
+from specbatch.results.results_format import index_of
+
+_REST = "other"  # JSON text of fields that have no column: none today
+_MARK = {b"specbatch": b"results"}
+_SCALARS = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+_JSON_TEXT = {"id", "custom_id"}  # text as it is; other values as JSON
+
+
+def write_parquet(file: BinaryIO, lines: Iterable[bytes], group_rows: int, group_bytes: int) -> None:
+    """`lines`: result lines. A row group is written after this number of rows or bytes."""
+    with pq.ParquetWriter(file, schema(), compression="zstd", version="2.6", write_statistics=True) as writer:
+        rows: list[dict[str, Any]] = []
+        size = 0
+        for line in lines:
+            rows.append(_row(json.loads(line)))
+            size += len(line)
+            if len(rows) >= group_rows or size >= group_bytes:
+                writer.write_table(pa.Table.from_pylist(rows, schema()))
+                rows, size = [], 0
+        if rows:
+            writer.write_table(pa.Table.from_pylist(rows, schema()))
+
+
+def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+    """The result lines of a table that `write_parquet` wrote. Raises ValueError for other tables."""
+    with pq.ParquetFile(path) as file:
+        if (file.schema_arrow.metadata or {}).get(b"specbatch") != _MARK[b"specbatch"]:
+            raise ValueError(f"{path} was not written by specbatch")
+        for batch in file.iter_batches(batch_size=256):
+            yield from map(_line, batch.to_pylist())
+
+
+@cache
+def schema() -> pa.Schema:
+    """The columns of every result table."""
+    hints = {**typing.get_type_hints(NativeLine), **typing.get_type_hints(BatchLine)}
+    hints["index"] = int  # a Batch line has it in its id
+    columns = [pa.field(name, pa.string() if name in _JSON_TEXT else _type(hint)) for name, hint in hints.items()]
+    return pa.schema([*columns, pa.field(_REST, pa.string())], metadata=_MARK)
+
+
+def _type(hint: Any) -> pa.DataType:
+    """Of a field with this annotation; text for JSON."""
+    hint = _bare(hint)
+    if typing.is_typeddict(hint):
+        return pa.struct([pa.field(name, _type(kind)) for name, kind in typing.get_type_hints(hint).items()])
+    if hint == list[int]:
+        return pa.list_(pa.field("element", pa.int64()))  # the name that parquet gives it
+    return _SCALARS.get(hint, pa.string())
+
+
+def _bare(hint: Any) -> Any:
+    """The annotation without `None`; a Literal is text."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
+    return str if typing.get_origin(hint) is Literal else hint
+
+
+@cache
+def _is_json() -> frozenset[str]:
+    """The columns with JSON text."""
+    hints = {**typing.get_type_hints(NativeLine), **typing.get_type_hints(BatchLine)}
+    texts = {name for name, hint in hints.items() if _type(hint) == pa.string() and _bare(hint) is not str}
+    return frozenset(texts - _JSON_TEXT)
+
+
+def _row(line: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {name: line.pop(name, None) for name in schema().names if name != _REST}
+    row["index"] = index_of({"id": row["id"]} if row["index"] is None else row)
+    for name in _is_json():
+        row[name] = None if row[name] is None else _json_text(row[name])
+    for name in _JSON_TEXT:
+        if row[name] is not None:
+            row[name] = _utf8(row[name]) if isinstance(row[name], str) else _json_text(row[name])
+    for name in ("text", "reasoning_content"):
+        if row[name] is not None:
+            row[name] = _utf8(row[name])
+    row[_REST] = _json_text(line) if line else None
+    return row
+
+
+def _line(row: dict[str, Any]) -> dict[str, Any]:
+    rest = row.pop(_REST)
+    is_batch = row["finish_reason"] is None
+    kind: Any = BatchLine if is_batch else NativeLine
+    line: dict[str, Any] = {}
+    for name in typing.get_type_hints(kind):
+        value = row[name]
+        if value is None and name not in kind.__required_keys__:
+            continue
+        if isinstance(value, dict):  # a struct has all its fields
+            value = {key: item for key, item in value.items() if item is not None or key == "acceptance_length"}
+        line[name] = json.loads(value) if name in _is_json() and value is not None else value
+    return {**line, **(json.loads(rest) if rest else {})}
+
+
+def _json_text(value: Any) -> str:
+    return encode_line(value).decode()[:-1]
+
+
+def _utf8(text: str) -> str:
+    """Half of a surrogate pair has no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()

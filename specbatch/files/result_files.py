@@ -1,0 +1,156 @@
+"""Files of finished results: JSON lines (plain, .gz, .zst) and parquet, written from JSON lines and read back as such.
+
+While a job runs, its partial file has plain JSON lines. The finished file is written once, in a stream. The same lines
+give the same bytes: gzip has no time and no name in its header, and the settings of each writer are fixed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from specbatch.files.jsonl import encode_line
+from specbatch.files.local import FileFacts, create_like, file_facts
+
+RESULT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # with any other name: plain JSON lines
+_BUFFER = 1 << 20
+_GZIP_LEVEL = 6
+_ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 10_000, 32 << 20  # of parquet: this is held in memory
+_GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"  # first bytes
+_MAX_LINE_BYTES = 64 << 20
+
+
+def result_suffix(path: Path) -> str:
+    """The ending of a name that says the format, such as ".jsonl.gz"; "": none."""
+    return next((suffix for suffix in RESULT_SUFFIXES if path.name.endswith(suffix)), "")
+
+
+def write_lines(path: Path, lines: Iterable[bytes], suffix: str, *models: Path) -> dict[str, Any]:
+    """Write a new file, flushed to the operating system, in the format of `suffix` (see `result_suffix`); returns what
+    identifies the file: bytes, rows and sha256. The memory that this takes does not grow with the lines. `models`: see
+    `create_like`."""
+    facts = FileFacts()
+    with create_like(path, *models) as file:
+        if suffix == ".parquet":
+            from specbatch.files.parquet import write_parquet
+
+            write_parquet(file, _counted(lines, facts), _ROW_GROUP_ROWS, _ROW_GROUP_BYTES)
+        else:
+            with _packed(file, suffix) as out:
+                for line in _counted(lines, facts):
+                    out.write(line)
+    return identity(path, facts)
+
+
+def identity(path: Path, lines: FileFacts) -> dict[str, Any]:
+    """What identifies a result file whose lines were counted."""
+    if lines.num_bytes == path.stat().st_size and not is_packed(path):
+        return lines.of_results()
+    return {**file_facts(path).of_results(), "rows": lines.num_newlines}
+
+
+@contextlib.contextmanager
+def open_results(path: Path) -> Iterator[Iterator[bytes]]:
+    """The result lines of a file, whatever its name. A damaged one raises OSError, EOFError, ValueError or
+    zlib.error."""
+    begin = _first_bytes(path)
+    if begin == _PARQUET:
+        from specbatch.files.parquet import read_parquet
+
+        yield map(encode_line, read_parquet(path))
+    elif begin.startswith(_GZIP):
+        with gzip.open(path, "rb") as file:
+            yield iter(file)
+    elif begin == _ZSTD:
+        import io
+
+        import pyarrow as pa
+
+        with pa.input_stream(str(path), compression="zstd") as stream:
+            yield iter(io.BufferedReader(stream, _BUFFER))
+    else:
+        with path.open("rb", _BUFFER) as file:
+            yield iter(file)
+
+
+def result_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The results of a finished job, in the order of the input."""
+    with open_results(path) as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def first_line(path: Path) -> bytes | None:
+    """The first result line; b"": there is none. None: the file is packed and cannot be read."""
+    if not is_packed(path):
+        with path.open("rb") as file:
+            return file.readline(_MAX_LINE_BYTES)
+    try:
+        with open_results(path) as lines:
+            return next(lines, b"")
+    except (OSError, EOFError, ValueError, zlib.error):  # Arrow's errors are ValueErrors and OSErrors
+        return None
+
+
+def is_table(path: Path) -> bool:
+    return _first_bytes(path) == _PARQUET
+
+
+def is_packed(path: Path) -> bool:
+    """Whether its content is compressed or parquet."""
+    return _first_bytes(path).startswith((_GZIP, _ZSTD, _PARQUET))
+
+
+def is_torn_pack(path: Path) -> bool:
+    """Whether it is the beginning of a compressed file or a table, too short to show which."""
+    begin = _first_bytes(path)
+    return len(begin) < 4 and any(mark.startswith(begin) for mark in (_GZIP, _ZSTD, _PARQUET))
+
+
+def _first_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(4)
+
+
+def _counted(lines: Iterable[bytes], facts: FileFacts) -> Iterator[bytes]:
+    for line in lines:
+        facts.add(line)
+        yield line
+
+
+@contextlib.contextmanager
+def _packed(file: BinaryIO, suffix: str) -> Iterator[Any]:
+    if suffix.endswith(".gz"):
+        with gzip.GzipFile("", "wb", _GZIP_LEVEL, file, mtime=0) as packed:
+            yield packed
+    elif suffix.endswith(".zst"):
+        import pyarrow as pa
+
+        # Arrow closes what it writes to; the caller closes `file` itself.
+        with pa.CompressedOutputStream(pa.PythonFile(_Unclosed(file), "w"), "zstd") as packed:
+            yield packed
+    else:
+        yield file
+
+
+class _Unclosed:
+    """A file that stays open when Arrow closes it."""
+
+    closed = False
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.flush()

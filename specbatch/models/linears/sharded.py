@@ -1,0 +1,233 @@
+"""A decoder whose weights are divided among ranks (tensor parallelism; Shoeybi et al. 2019, "Megatron-LM").
+
+A rank holds some heads of each attention, a part of each MLP's inner features and a part of the vocabulary. The layers
+that read what is divided (`o_proj`, `down_proj`) give a part of a sum, which the ranks add up: twice in a layer. The
+embedding of a token is on one rank, and each rank's logits are those of its part of the vocabulary. Where only the most
+likely token is asked for, ranks exchange their best one; else all logits.
+
+Of a draft head each rank has the whole vocabulary: a sum, or logits that are gathered, would take as long as they save.
+Its `fc` layer reads hidden states that each rank has whole, and is divided by its inputs.
+
+Shape suffixes: T packed tokens, I input features, O output features, V vocabulary (of a rank: a part of it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specbatch.batch import NO_TOKEN
+from specbatch.kernels.quantised import GROUP
+from specbatch.kernels.torch.sampling import finite_peak, is_possible
+from specbatch.models.config import ModelConfig
+from specbatch.models.layers import RMSNorm
+from specbatch.models.linears.linear import Linear, Summed
+from specbatch.parallel.group import Group
+from specbatch.parallel.shares import HeadShare, even_shares, head_shares
+
+# On a GPU, logits of fewer bytes are gathered whole. With 8 MiB both ways take 55 us on two H200s
+# (docs/bench/2026-11-26-h200x2-best-tokens.json).
+_GATHERED_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class ModelShard:
+    """What one rank holds of a decoder. `config`: with the rank's number of heads and inner features; the vocabulary's
+    size is that of the model. `vocab` None: each rank has all of it."""
+
+    group: Group
+    config: ModelConfig
+    heads: HeadShare
+    inner: range
+    vocab: VocabShare | None
+
+    @staticmethod
+    def of(config: ModelConfig, group: Group, *, divides_vocab: bool = True) -> ModelShard:
+        """`config`: of the whole model. Raises ValueError where a rank would have no head."""
+        rank, size = group.rank, group.size
+        heads = head_shares(config.num_heads, config.num_kv_heads, size)[rank]
+        inner = even_shares(config.intermediate_size, size)[rank]
+        parts = even_shares(config.vocab_size, size)
+        vocab = VocabShare(parts[rank], len(parts[0])) if divides_vocab else None
+        return ModelShard(group, local_config(config, rank, size), heads, inner, vocab)
+
+    @staticmethod
+    def of_head(config: ModelConfig, group: Group | None) -> ModelShard | None:
+        """Of a draft head. None: all of it, because there are no ranks, or more than it has heads for."""
+        if group is None or part_of_head(config, group.rank, group.size) is None:
+            return None
+        return ModelShard.of(config, group, divides_vocab=False)
+
+
+class VocabShare(NamedTuple):
+    """`width`: logits that each rank computes, of the largest part."""
+
+    tokens: range
+    width: int
+
+
+def local_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
+    """The sizes of a rank's part. Raises ValueError where it would have no head."""
+    heads = head_shares(config.num_heads, config.num_kv_heads, size)[rank]
+    inner = even_shares(config.intermediate_size, size)[rank]
+    return replace(config, num_heads=len(heads.query), num_kv_heads=len(heads.kv), intermediate_size=len(inner))
+
+
+def part_of_head(config: ModelConfig, rank: int, size: int) -> ModelConfig | None:
+    """The sizes of a rank's part of a draft head. None: each rank has all of it, see `ModelShard.of_head`."""
+    try:
+        return local_config(config, rank, size)
+    except ValueError:
+        return None
+
+
+def part_of(name: str, tensor: Tensor, shard: ModelShard) -> Tensor:
+    """The rank's part of a checkpoint's tensor, as a copy: the whole one can be freed. A bias that is added to a sum
+    over ranks is the first rank's; it is zero on the others."""
+    parts = name.split(".")
+    layer, kind = (parts[-2], parts[-1]) if len(parts) > 1 else (name, "")
+    if (inputs := _inputs_of_part(layer, shard, tensor.shape[-1])) is not None:
+        if kind == "bias":
+            return tensor.clone() if shard.group.rank == 0 else torch.zeros_like(tensor)
+        return tensor[:, inputs.start : inputs.stop].clone()
+    outputs = _outputs_of_part(layer, shard)
+    return tensor if outputs is None else tensor[outputs.start : outputs.stop].clone()
+
+
+def scale_part_of(layer: str, scale_OG: Tensor, shard: ModelShard) -> Tensor:
+    """The rank's part of a weight's scales: (O, 1), or (O, G) for groups of inputs, which `check_group_borders` has
+    found to be on one rank each."""
+    kind = layer.rpartition(".")[2]
+    inputs = _inputs_of_part(kind, shard, scale_OG.shape[1])
+    if inputs is not None and scale_OG.shape[1] > 1:
+        return scale_OG[:, inputs.start // GROUP : -(-inputs.stop // GROUP)].clone()
+    outputs = _outputs_of_part(kind, shard)
+    return scale_OG if outputs is None else scale_OG[outputs.start : outputs.stop].clone()
+
+
+def check_group_borders(layers: Sequence[str], config: ModelConfig, size: int) -> None:
+    """Layers with a scale for each GROUP of inputs. Raises ValueError if a group would be on two ranks."""
+    heads = [part.query.stop * config.head_dim for part in head_shares(config.num_heads, config.num_kv_heads, size)]
+    inner = [part.stop for part in even_shares(config.intermediate_size, size)]
+    for layer, ends in (("o_proj", heads), ("down_proj", inner)):
+        cut = next((end for end in ends[:-1] if end % GROUP), None)
+        if cut is not None and any(name.endswith(f".{layer}") for name in layers):
+            raise ValueError(f"{layer} has {ends[-1]} inputs, and {cut} of them is no multiple of {GROUP}")
+
+
+def _inputs_of_part(layer: str, shard: ModelShard, num_inputs: int) -> range | None:
+    """Of a layer whose inputs are divided. `num_inputs`: of the whole layer."""
+    if layer == "fc":
+        return even_shares(num_inputs, shard.group.size)[shard.group.rank]
+    if layer == "down_proj":
+        return shard.inner
+    return _features(shard.heads.query, shard.config.head_dim) if layer == "o_proj" else None
+
+
+def _outputs_of_part(layer: str, shard: ModelShard) -> range | None:
+    """Of a layer whose outputs are divided."""
+    head_dim = shard.config.head_dim
+    return {
+        "q_proj": _features(shard.heads.query, head_dim),
+        "k_proj": _features(shard.heads.kv, head_dim),
+        "v_proj": _features(shard.heads.kv, head_dim),
+        "gate_proj": shard.inner,
+        "up_proj": shard.inner,
+        **({} if shard.vocab is None else dict.fromkeys(("embed_tokens", "lm_head"), shard.vocab.tokens)),
+    }.get(layer)
+
+
+def _features(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+class SummedLinear(Linear):
+    """A layer whose input features are divided. A residual is added to the sum. `has_whole_input`: the rank is given
+    all features, and takes its own."""
+
+    def __init__(self, part: Linear, group: Group, *, has_whole_input: bool = False) -> None:
+        self._part, self._group, self._has_whole_input = part, group, has_whole_input
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return self._group.sum(self._part(self._own(x_TI)))
+
+    def start_with_residual(
+        self, x_TI: Tensor, residual_TO: Tensor, next_norm: RMSNorm | None = None
+    ) -> Callable[[], Summed]:
+        part_TO = self._part(self._own(x_TI))
+        if next_norm is None:
+            total = self._group.start_sum(part_TO, residual_TO)
+            return lambda: Summed(total())
+        both = self._group.start_normed_sum(part_TO, residual_TO, next_norm)
+        return lambda: Summed(*both())
+
+    def _own(self, x_TI: Tensor) -> Tensor:
+        if not self._has_whole_input:
+            return x_TI
+        own = even_shares(x_TI.shape[1], self._group.size)[self._group.rank]
+        return x_TI[:, own.start : own.stop].contiguous()
+
+
+class GatheredLinear(Linear):
+    """A layer whose output features are divided: the LM head. `total`: features of all ranks."""
+
+    def __init__(self, part: Linear, group: Group, vocab: VocabShare, total: int) -> None:
+        self._part, self._group, self._vocab, self._total = part, group, vocab, total
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        y_TO = self._part(x_TI)
+        width = self._vocab.width
+        parts = self._group.gather(torch.nn.functional.pad(y_TO, (0, width - y_TO.shape[1])))
+        if width * self._group.size == self._total:
+            return parts.transpose(0, 1).reshape(len(x_TI), self._total)
+        sizes = even_shares(self._total, self._group.size)
+        return torch.cat([part[:, : len(own)] for part, own in zip(parts, sizes, strict=True)], dim=1)
+
+    def exchanges_best(self, x_TI: Tensor) -> bool:
+        """Whether `best` is what to use where it suffices."""
+        return x_TI.device.type == "cpu" or len(x_TI) * self._total * x_TI.itemsize >= _GATHERED_BYTES
+
+    def best(self, x_TI: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor]:
+        """`argmax_and_margin` of the logits, as `kernels.torch.sampling` has it; NO_TOKEN where they are not finite. Of
+        each row the ranks exchange three numbers."""
+        y_TO = self._part(x_TI)
+        token_T, margin_T = ops.argmax_and_margin(y_TO)
+        wide = torch.promote_types(y_TO.dtype, torch.float32)
+        assert self._total <= 1 << 24, "float32 does not hold the number of each token"
+        token_T = token_T + self._vocab.tokens.start
+        found_3T = torch.stack((y_TO.amax(dim=1).to(wide), margin_T.to(wide), token_T.to(wide)))
+        return best_of_parts(*self._group.gather(found_3T).unbind(dim=1))
+
+
+def best_of_parts(peak_GT: Tensor, margin_GT: Tensor, token_GT: Tensor) -> tuple[Tensor, Tensor]:
+    """(T,) int64 and (T,) float32: `argmax_and_margin` of rows whose G parts have these largest values (NaN where there
+    is one), margins and tokens. Margins and tokens count only where their part's largest value is that of the row."""
+    peak_T = peak_GT.amax(dim=0)
+    token_T = torch.where(peak_GT == peak_T, token_GT, torch.inf).amin(dim=0)
+    to_others_GT = torch.where(is_possible(peak_GT), peak_T - peak_GT, torch.inf)
+    margin_T = torch.where(token_GT == token_T, margin_GT, to_others_GT).amin(dim=0)
+    is_finite = finite_peak(peak_T)
+    return (
+        torch.where(is_finite, token_T, NO_TOKEN).long(),
+        torch.where(is_finite, margin_T, torch.inf).float(),
+    )
+
+
+class Embedding:
+    """The embeddings of tokens. `shard` None: this process holds all of them."""
+
+    def __init__(self, weight_VE: Tensor, shard: ModelShard | None = None) -> None:
+        self._weight, self._shard = weight_VE, shard
+
+    def __call__(self, tokens_T: Tensor) -> Tensor:
+        if self._shard is None or self._shard.vocab is None:
+            return self._weight[tokens_T]
+        own = tokens_T - self._shard.vocab.tokens.start
+        is_own = (own >= 0) & (own < len(self._weight))
+        # Zeros of the other ranks are added, which changes no bit but the sign of a zero.
+        return self._shard.group.sum(self._weight[torch.where(is_own, own, 0)] * is_own[:, None])

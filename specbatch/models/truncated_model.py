@@ -1,0 +1,42 @@
+"""A decoder without most of its layers, for a run that only shows which kernels there are."""
+
+from __future__ import annotations
+
+from copy import copy
+
+from specbatch.batch import LogitsIndices
+from specbatch.models.decoder import Decoder
+from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
+from specbatch.models.layers import RMSNorm
+from specbatch.models.linears.linear import Summed
+from specbatch.models.stages import Stages
+
+
+class _Skipped:
+    """Takes the place of a layer, so that the numbers of layers stay as they are."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        self.first_norm = layer.first_norm  # so that the layer before it ends as it does
+
+    def stages(
+        self,
+        x: Summed,
+        step: ForwardPass,
+        logits_indices: LogitsIndices | None = None,
+        *,
+        next_norm: RMSNorm | None = None,
+    ) -> Stages[Summed]:
+        yield
+        return x
+
+
+def outlined(decoder: Decoder) -> Decoder:
+    """The same decoder with one layer of each window and the last layer. The others launch the same kernels."""
+    other, last = copy(decoder), len(decoder.layers) - 1
+    first_of_window = {layer.attention.window: i for i, layer in reversed(list(enumerate(decoder.layers)))}
+    kept = {*first_of_window.values(), last}
+    other.layers = [
+        layer if i in kept else _Skipped(layer)  # type: ignore[misc]
+        for i, layer in enumerate(decoder.layers)
+    ]
+    return other

@@ -1,0 +1,225 @@
+"""One strict reader of dataclasses: YAML -> options of a run, and eval tasks.
+
+Every mistake is a ConfigError that names the full path, the legal values and the nearest name. Nothing is guessed, and
+nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union
+
+from specbatch.errors import ConfigError, FieldError, cut, shown
+from specbatch.options.strict_yaml import YamlProblem, load_yaml
+
+_KINDS: Mapping[Any, str] = {
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    Mapping: "a mapping",
+}
+_LISTS: Mapping[Any, str] = {str: "text or a list of texts", int: "a list of integers"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a field of a dataclass may hold."""
+
+    name: str
+    kind: Any  # str, int, float, bool, a Literal, a dataclass, Mapping; of a list, its elements'
+    nullable: bool
+    is_list: bool
+    is_required: bool
+    legal: Callable[[str, Any], None] | None  # see `specbatch.options.option.option`
+    read: Callable[[Reader, Any, str], Any] | None
+
+    def wanted(self) -> str:
+        """The type in words."""
+        if self.is_list:
+            return _LISTS.get(self.kind, "a list of mappings")
+        kind = _KINDS[typing.get_origin(self.kind) or self.kind]
+        limits = getattr(self.legal, "words", "")
+        return f"{kind}{' ' if limits else ''}{limits}{' or null' if self.nullable else ''}"
+
+
+@functools.cache
+def options_of(cls: Any) -> Mapping[str, Option]:
+    """The options of a dataclass by name. A field with `in_file: False` in its metadata is none."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: _option(f, hints[f.name]) for f in dataclasses.fields(cls) if f.metadata.get("in_file", True)}
+
+
+def _option(field: dataclasses.Field[Any], annotation: Any) -> Option:
+    is_union = typing.get_origin(annotation) in (Union, types.UnionType)
+    kinds = typing.get_args(annotation) if is_union else (annotation,)
+    (kind,) = (k for k in kinds if k is not type(None))
+    is_list = typing.get_origin(kind) is tuple
+    return Option(
+        name=field.name,
+        kind=typing.get_args(kind)[0] if is_list else kind,
+        nullable=type(None) in kinds,
+        is_list=is_list,
+        is_required=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
+        legal=field.metadata.get("legal"),
+        read=field.metadata.get("read"),
+    )
+
+
+def option_paths(cls: Any, prefix: str = "") -> list[str]:
+    """Every option's full path, in the order of the fields."""
+    paths: list[str] = []
+    for name, option in options_of(cls).items():
+        is_section = dataclasses.is_dataclass(option.kind) and not option.is_list
+        paths += option_paths(option.kind, f"{prefix}{name}.") if is_section else [prefix + name]
+    return paths
+
+
+class Reader:
+    """Reads mappings into the dataclass `root` and the dataclasses in it."""
+
+    def __init__(
+        self,
+        root: Any,
+        explain: Callable[[str, Mapping[str, Option], str, Any], str | None] | None = None,
+    ) -> None:
+        """`explain(prefix, options, key, value)`: a hint for an unknown name, or None for the usual one."""
+        self._root = root
+        self._explain = explain
+
+    def read(self, cls: Any, tree: Any, path: str) -> Any:
+        """An instance of the dataclass `cls` from the mapping `tree`; null is an empty one. Raises ConfigError."""
+        if tree is None:
+            tree = {}
+        if not isinstance(tree, Mapping):
+            raise ConfigError(f"{path} must be a mapping of options, not {described(tree)}")
+        options = options_of(cls)
+        values: dict[str, Any] = {}
+        for key, value in tree.items():
+            if key not in options:
+                self.refuse(cls, path, key, value)
+            values[key] = self.value(options[key], value, join(path, str(key)))
+        missing = [join(path, name) for name, option in options.items() if option.is_required and name not in values]
+        if missing:
+            raise ConfigError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
+        return cls(**values)
+
+    def value(self, option: Option, value: Any, path: str) -> Any:
+        """`value` as the dataclass holds it. Raises ConfigError; FieldError where one value is wrong by itself."""
+        if value is None and option.nullable:
+            return None
+        if not option.is_list:
+            return self._one(option, value, path)
+        if option.kind is str and isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list | tuple):
+            raise FieldError("invalid_type", f"{path} must be {option.wanted()}, not {described(value)}")
+        element = dataclasses.replace(option, is_list=False, nullable=False)
+        return tuple(self._one(element, item, f"{path}[{i}]") for i, item in enumerate(value))
+
+    def refuse(self, cls: Any, path: str, key: Any, value: Any) -> NoReturn:
+        """Raise the error for a name that `cls`, the dataclass at `path`, does not have."""
+        options = options_of(cls)
+        name = cut(str(key))
+        full = join(path, name)
+        hint = self._explain(path, options, name, value) if self._explain is not None else None
+        if hint is None and (near := nearest(name, options)):
+            hint = f"did you mean {join(path, near)}?"
+        if hint is None:  # the right option in the wrong section is the next likeliest mistake
+            elsewhere = [p for p in option_paths(self._root) if p.rsplit(".", 1)[-1] == name]
+            hint = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(options) or 'none'}"
+        raise ConfigError(f"unknown option {full}", hint)
+
+    def _one(self, option: Option, value: Any, path: str) -> Any:
+        kind = option.kind
+        if option.read is not None:
+            return option.read(self, value, path)
+        if dataclasses.is_dataclass(kind):
+            return self.read(kind, value, path)
+        if typing.get_origin(kind) is Literal:
+            return choose(typing.get_args(kind), value, path)
+        if typing.get_origin(kind) is Mapping:
+            if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+                raise ConfigError(f"{path} must be a mapping with names as keys, not {described(value)}")
+            return value
+        return _scalar(option, value, path)
+
+
+def _scalar(option: Option, value: Any, path: str) -> Any:
+    kind = option.kind
+    is_right = isinstance(value, int | float if kind is float else kind)
+    if not is_right or (isinstance(value, bool) and kind is not bool):
+        raise FieldError("invalid_type", f"{path} must be {option.wanted()}, not {shown(value)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise FieldError("invalid_value", f"{path} must be a finite number, not {value}")
+    if option.legal is not None:
+        option.legal(path, value)
+    return kind(value)
+
+
+def choose(choices: Iterable[str], value: Any, path: str) -> str:
+    """`value`, one of the texts `choices`. Raises FieldError."""
+    names = list(choices)
+    if isinstance(value, str) and value in names:
+        return value
+    if value is False and "off" in names:  # YAML reads off so
+        return "off"
+    near = nearest(cut(str(value)).lower(), names)
+    raise FieldError(
+        "invalid_value",
+        f"{path} must be one of {', '.join(names)}, not {shown(value)}",
+        f"did you mean {near}?" if near else None,
+    )
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that `name` is probably a slip of the pen for."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return near[0] if near else None
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def described(value: Any) -> str:
+    """A value of the wrong type, for a message."""
+    return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else shown(value)
+
+
+def read_text(path: Path, what: str, names: Iterable[str] = ()) -> str:
+    """The text of a YAML file. Raises ConfigError, with the nearest file of its folder or of `names`, which mean
+    other files."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as exc:
+        folder = path.parent
+        files = {p.name: p for p in folder.glob("*.y*ml")} if folder.is_dir() else {}
+        others = list(names)
+        near = nearest(path.name, [*files, *others])
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8 text"
+        hint = f"did you mean {files.get(near, near)}?" if near else None
+        if hint is None and others:
+            hint = f"give a file, or one of these names: {', '.join(others)}"
+        raise ConfigError(f"cannot read the {what} {path}: {reason}", hint) from exc
+
+
+def read_mapping(text: str, name: str) -> dict[str, Any]:
+    """The mapping that a YAML text holds; an empty text is an empty mapping. Raises ConfigError, with `name`."""
+    try:
+        tree = load_yaml(text)
+    except YamlProblem as exc:
+        raise ConfigError(f"{name} is not valid YAML: {exc}") from exc
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name} must hold a mapping of options, not {described(tree)}")
+    return tree

@@ -1,0 +1,64 @@
+"""`--retry-errors`: a finished job becomes an unfinished one that lacks only the rows that failed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specbatch.errors import InputError
+from specbatch.files.local import disk_errors, narrow_mode, open_locked, unlink_quietly
+from specbatch.files.paths import partial_path, sorted_path
+from specbatch.files.result_files import open_results
+from specbatch.results.partial import PartialLines, header_line
+from specbatch.results.results import LONGEST_ROW, MARGINS, MODELS
+from specbatch.results.results_format import line_index
+from specbatch.rows.sources import Source
+
+_BUFFER = 1 << 20
+
+
+def reopen_without_errors(output: Path, report: Mapping[str, Any], source: Source) -> None:
+    """Write the partial file of the job that `output` and its statistics `report` are the result of, without the rows
+    that failed. All other rows keep their bytes. The output stays until the job is finished again."""
+    temporary, partial = sorted_path(output), partial_path(output)
+    other = InputError(f"another process is writing {output}", "wait for it")
+    with disk_errors(partial):
+        # A session that was killed here has left the file, but not the lock.
+        if (opened := open_locked(temporary, os.O_RDWR)) is None:
+            raise other
+        with os.fdopen(opened, "r+b", buffering=_BUFFER) as file:
+            try:
+                narrow_mode(opened, output)
+                os.ftruncate(opened, 0)
+                file.writelines(_partial_lines(output, report, source))
+                file.flush()
+                os.fsync(opened)
+                try:
+                    os.link(temporary, partial)  # as a whole or not at all, and not over that of another process
+                except FileExistsError as exc:
+                    raise other from exc
+            finally:
+                unlink_quietly(temporary)
+
+
+def _partial_lines(output: Path, report: Mapping[str, Any], source: Source) -> Iterator[bytes]:
+    header = header_line(report["job"])
+    lines = PartialLines(header)
+    yield header
+    yield lines.record({MODELS: report.get("weights", {})})
+    if (longest := report.get("longest_row")) is not None:
+        yield lines.record({LONGEST_ROW: longest})
+    if (margins := report.get("margins")) is not None:  # result lines have none, or rounded ones
+        yield lines.record({MARGINS: margins})
+    rows = source.rows()
+    with open_results(output) as results:
+        for result in results:
+            index = line_index(result)
+            row = next((row for row in rows if row.index >= index), None)
+            if row is None or row.index != index:
+                raise InputError(f"{output} has a result of row {index}, which the input {source.name} does not have")
+            if not json.loads(result).get("error"):
+                yield lines.row(row.digest(), result)

@@ -1,0 +1,355 @@
+"""Prompts -> token ids, and token ids -> text up to a stop string."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from specbatch.config import DataSection
+from specbatch.errors import ConfigError, FieldError, RowError
+from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.constraint import Constraint, constraint_of
+from specbatch.grammar.reasoning import Reasoning
+from specbatch.grammar.spec import MatcherSpec
+from specbatch.grammar.tool_calls import arguments_schema, calls_of
+from specbatch.matcher import GrammarMatcher
+from specbatch.results.results_format import Doubt
+from specbatch.rows.chat_fields import NO_CHAT_FIELDS, ChatFields
+from specbatch.rows.choice_scoring import FIELD as SCORE_CHOICES
+from specbatch.rows.choice_scoring import ChoiceTokens, tokens_of_ids, tokens_of_text
+from specbatch.rows.parser import Prompt
+from specbatch.setup.data import runs_prompts_as_chat
+from specbatch.text.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, thinking_after
+from specbatch.text.chat_template import ChatTemplate
+from specbatch.text.stop_strings import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
+from specbatch.text.token_pieces import TokenPieces
+from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck, check_unicode
+
+# A prompt with more characters than both of these is too long without being tokenized: that could take minutes and
+# gigabytes.
+_MAX_CHARS_PER_TOKEN, _MAX_CHARS = 64, 1 << 20
+_MAX_STOP_SETS = 256  # whose tokens are kept; rows can have their own
+_MARK_TOKENS = 16  # at most, in which a prompt's last mark is
+
+
+class TextProcessor:
+    """The tokenizer of a run with its `data` options. `tokenizer` is a transformers tokenizer.
+
+    Raises ConfigError or ModelError if prompts run as chat and the chat template is missing or cannot work.
+    """
+
+    def __init__(self, tokenizer: Any, data: DataSection) -> None:
+        self._tokenizer = tokenizer
+        self._chat = ChatTemplate(tokenizer, data)
+        self._separate_reasoning = data.separate_reasoning
+        self._as_chat = runs_prompts_as_chat(data, tokenizer)
+        self._chat.examine()
+        is_asked_for = data.chat_template is not None or (data.system_prompt is not None and self._chat.exists)
+        if self._as_chat or is_asked_for:
+            self._chat.check()
+        self._token_texts: dict[int, str] = {}
+        self._own_texts = TokenTexts(self.decode, self.token_text)
+        self._is_plain = adds_its_own_text(tokenizer)
+        self._stop_tokens: dict[frozenset[str], StopTokens] = {}  # by the last characters of stop strings
+        special = set(getattr(tokenizer, "all_special_tokens", ()))
+        self._marks = {tokenizer.convert_tokens_to_ids(mark): mark for mark in MARKS if mark in special}
+        known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+        self._mark_ids = {mark: known[mark] for mark in MARKS if mark in known}
+        self._grammars = GrammarCompiler(tokenizer)
+        self._bos = getattr(tokenizer, "bos_token_id", None)
+        self._template_marks = (*(mark for mark in special if mark), *self._chat.marks)
+
+    @property
+    def printed_day(self) -> str | None:
+        """See ChatTemplate."""
+        return self._chat.printed_day
+
+    def encode(self, prompt: Prompt, limits: EngineLimits) -> list[int]:
+        """The prompt as token ids within `limits`. Raises RowError."""
+        (ids,) = self.encode_batch([prompt], limits)
+        if isinstance(ids, RowError):
+            raise ids
+        return ids
+
+    def encode_batch(self, prompts: Sequence[Prompt], limits: EngineLimits) -> list[list[int] | RowError]:
+        """Each prompt as token ids within `limits`, or its error. The interpreter is free while text is tokenized."""
+        found: list[list[int] | RowError] = []
+        texts: dict[bool, dict[int, str]] = {False: {}, True: {}}  # whether special tokens are added -> prompt -> text
+        for number, prompt in enumerate(prompts):
+            try:
+                if prompt.chat.given and not self._is_chat(prompt):
+                    raise RowError("invalid_value", f"{prompt.chat.given[0]} is for chats, and this prompt is not one")
+                if prompt.kind == "token_ids":
+                    found.append(list(prompt.content))
+                    continue
+                text, add_special_tokens = self._text(prompt)
+                _check_text(text, limits)
+                texts[add_special_tokens][number] = text
+                found.append([])
+            except RowError as exc:
+                found.append(exc)
+        for add_special_tokens, by_number in texts.items():
+            encoded = self._tokenize(list(by_number.values()), add_special_tokens)
+            for number, ids in zip(by_number, encoded, strict=True):
+                found[number] = ids
+        return [
+            ids if isinstance(ids, RowError) else _within(limits, prompt, ids)
+            for prompt, ids in zip(prompts, found, strict=True)
+        ]
+
+    def doubts(self, prompt: Prompt, token_ids: Sequence[int]) -> list[Doubt]:
+        """How a prompt, which `encode` has made `token_ids` of, can be other than it was meant."""
+        if prompt.kind == "messages":
+            chat = prompt.chat
+            left_out = self._chat.leaves_out_text(prompt.content, chat.kwargs, bool(chat.tools))
+            return ["text_left_out"] if left_out else []
+        if prompt.kind != "prompt":
+            return []
+        if self._is_chat(prompt):
+            return ["two_templates"] if prompt.content.lstrip().startswith(self._template_marks) else []
+        has_two = self._adds_bos and list(token_ids[:2]) == [self._bos, self._bos]
+        return ["two_bos"] if has_two else []
+
+    @functools.cached_property
+    def _adds_bos(self) -> bool:
+        return self._bos is not None and self._tokenize(["a"], True)[0][:1] == [self._bos]
+
+    def stop_late(self) -> None:
+        """To be called by a thread that waits for one in `encode_batch`: ends a chat template that does not end."""
+        self._chat.stop_late()
+
+    def close(self) -> None:
+        """Stop what prepares a row in the background: no row is wanted any longer."""
+        self._grammars.close()
+
+    def answer_reader(self, prompt: Prompt, token_ids: Sequence[int]) -> AnswerReader:
+        """What reads the answers to `prompt`, which `encode` has made `token_ids` of."""
+        if not self._is_chat(prompt):
+            return AnswerReader()
+        chat, facts = prompt.chat, self._chat.facts
+        separate = self._separate_reasoning if chat.separate_reasoning is None else chat.separate_reasoning
+        thinking: Thinking = "none"
+        if facts.thinks if separate is None else separate:
+            end = self._tokenizer.decode(list(token_ids[-_MARK_TOKENS:]), skip_special_tokens=False)
+            thinking = thinking_after(end)
+            if thinking == "marked" and (chat.required or _constraint(prompt.params) is not None):
+                thinking = "closed"  # see `matcher`: the text of a grammar can have the end mark in it
+        calls = self._chat.tool_facts.calls if chat.tools else None
+        return AnswerReader(thinking, calls, chat.tool_names, None if chat.parallel_tool_calls else 1)
+
+    def matcher(self, prompt: Prompt, thinking: Thinking = "none") -> tuple[GrammarMatcher, MatcherSpec] | None:
+        """Of an output that begins, and what it is made of; None: it may be any text. Reasoning (see `answer_reader`)
+        is any text, where its end is a token. Raises RowError for a grammar that cannot be used."""
+        constraint = _constraint(prompt.params)
+        if prompt.chat.required:
+            if constraint is not None:
+                raise RowError("invalid_value", f"tool_choice and {constraint.option} are given; give one of them")
+            constraint = self._required_calls(prompt)
+        if constraint is None:
+            return None
+        begin, end = (self._mark_ids.get(mark) for mark in REASONING_MARKS)
+        if thinking == "open" and end is None:
+            message = f"{constraint.option}: the prompt begins the model's reasoning, and </think> is not a token"
+            hint = "give chat_template_kwargs that switch the reasoning off, or separate_reasoning: false"
+            raise RowError("unsupported_parameter", f"{message}; {hint}")
+        spec = MatcherSpec(constraint)
+        if not (thinking == "none" or end is None or (thinking != "open" and begin is None)):
+            reasoning = Reasoning(None if thinking == "open" else begin, end, len(self._tokenizer))
+            spec = MatcherSpec(constraint, reasoning)
+        try:
+            return spec.make(self._grammars), spec
+        except RowError:
+            self._check_parameters(prompt.chat)
+            raise
+
+    def _required_calls(self, prompt: Prompt) -> Constraint:
+        if (calls := self._chat.tool_facts.calls) is None:
+            message = "tool_choice must be none or auto: the format of this model's calls is not known"
+            raise RowError("unsupported_parameter", message)
+        if prompt.params.ignore_eos:
+            raise RowError("invalid_value", "ignore_eos and tool_choice are given, but a complete call has to end")
+        chat = prompt.chat
+        return calls_of(chat.required, calls, several=chat.parallel_tool_calls, tokens=self._mark_ids)
+
+    def _check_parameters(self, chat: ChatFields) -> None:
+        """Raises RowError for the first required tool whose parameters alone cannot be compiled: an error of the whole
+        grammar has its own lines in it, and not the tool."""
+        for i, tool in enumerate(chat.tools):
+            if tool in chat.required:
+                constraint = Constraint(f"tools[{i}].function.parameters", "json_schema", arguments_schema(tool))
+                self._grammars.matcher(constraint)
+
+    def check_grammar(self, params: SamplingParams) -> None:
+        """Raises ConfigError for the grammar of a configuration."""
+        try:
+            if (constraint := _constraint(params)) is not None:
+                self._grammars.matcher(constraint)
+        except RowError as exc:
+            raise ConfigError(f"sampling.{exc.message}") from exc
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens, exactly as the tokenizer joins it. Marks of reasoning and of tool calls stay,
+        also where they are special tokens."""
+        start = 0
+        texts: list[str] = []
+        for end, token in enumerate(token_ids if self._marks else ()):
+            if token in self._marks:
+                texts += [self._decode(token_ids[start:end]), self._marks[token]]
+                start = end + 1
+        return "".join([*texts, self._decode(token_ids[start:])]) if texts else self._decode(token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token, special tokens included."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            self._token_texts[token_id] = text  # bounded by the vocabulary
+        return text
+
+    @functools.cached_property
+    def pieces(self) -> TokenPieces:
+        """The bytes that each token adds to the text of `decode`."""
+        return TokenPieces.of(self._tokenizer, self.decode, self.token_text, self._marks)
+
+    def bad_words(self, params: SamplingParams, limits: EngineLimits) -> tuple[tuple[int, ...], ...]:
+        """`params.bad_words` as token ids, without and with a space before them. Raises RowError for these and for all
+        other rules that the engine cannot follow."""
+        from specbatch.engine.rules import make_rules  # here, because it imports torch
+
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                _check_vocabulary("bad_words", ids, limits)
+                words[tuple(ids)] = None
+        try:
+            make_rules(params, tuple(words), limits)
+        except FieldError as exc:
+            raise RowError(exc.type, exc.message) from exc
+        return tuple(words)
+
+    def choice_tokens(self, prompt: Prompt, limits: EngineLimits) -> list[ChoiceTokens | RowError]:
+        """`prompt` with each of its choices, or why that one cannot be scored. Raises RowError if none can."""
+        errors: dict[int, RowError] = {}
+        for i, choice in enumerate(prompt.choices):
+            what = f"{SCORE_CHOICES}[{i}]"
+            try:
+                _check_text(choice, limits, what)
+                if not choice:  # white space at the end of the prompt would be scored as this choice
+                    raise RowError("invalid_value", f"{what} must be a text that is not empty")
+            except RowError as exc:
+                errors[i] = exc
+        numbers = [i for i in range(len(prompt.choices)) if i not in errors]
+        choices = [prompt.choices[i] for i in numbers]
+        if prompt.kind == "token_ids":
+            tokens = tokens_of_ids(prompt.content, choices, lambda texts: self._tokenize(texts, False))
+        else:
+            text, add_special_tokens = self._text(prompt)
+            tokens = tokens_of_text(text, choices, lambda texts: self._tokenize(texts, add_special_tokens))
+        found = dict(zip(numbers, tokens, strict=True))
+        for i, one in found.items():
+            if isinstance(error := _within(limits, prompt, one.token_ids), RowError):
+                errors[i] = RowError(error.type, f"{SCORE_CHOICES}[{i}]: {error.message}")
+            elif not one.is_scored:
+                errors[i] = RowError("invalid_value", f"{SCORE_CHOICES}[{i}] adds no token to the prompt")
+        if len(errors) == len(prompt.choices):
+            raise errors[0]
+        return [errors.get(i) or found[i] for i in range(len(prompt.choices))]
+
+    def stop_check(self, params: SamplingParams) -> StopCheck | None:
+        if not params.stop:
+            return None
+        last_chars = frozenset(stop[-1] for stop in params.stop)
+        if last_chars not in self._stop_tokens:
+            if len(self._stop_tokens) >= _MAX_STOP_SETS:
+                self._stop_tokens.clear()
+            self._stop_tokens[last_chars] = StopTokens(self._own_texts, last_chars, plain=self._is_plain)
+        return StopChecker(self._own_texts, params.stop, self._stop_tokens[last_chars], params.min_tokens)
+
+    def final_text(self, completion: Completion, params: SamplingParams) -> str:
+        """The completion's text before its stop string, or without the token that stopped it; with
+        `include_stop_str_in_output` the text up to that."""
+        ids, include = completion.token_ids, params.include_stop_str_in_output
+        if completion.finish_reason != FinishReason.STOP:
+            return self.decode(ids)
+        if params.stop:
+            # As `StopChecker`: a character that the first tokens leave unfinished is not theirs.
+            num_old = len(self.decode(ids[: params.min_tokens]).rstrip("\ufffd")) if params.min_tokens else 0
+            if (cut := cut_at_stop(self.decode(ids), params.stop, num_old, include)) is not None:
+                return cut
+        return self.decode(ids if include else ids[:-1])
+
+    def chat_text(self, messages: list[dict[str, Any]], chat: ChatFields = NO_CHAT_FIELDS) -> str:
+        """The messages as the chat template writes them, with the beginning of the answer. Raises RowError."""
+        return self._chat.write(messages, chat.kwargs, chat.tools)
+
+    def _is_chat(self, prompt: Prompt) -> bool:
+        return prompt.kind == "messages" or (prompt.kind == "prompt" and self._as_chat and not prompt.raw)
+
+    def _text(self, prompt: Prompt) -> tuple[str, bool]:
+        """The text to tokenize, and whether the tokenizer adds special tokens to it. Raises RowError."""
+        if prompt.kind == "prompt" and not prompt.content:
+            raise RowError("empty_prompt", "the prompt is empty")
+        if not self._is_chat(prompt):
+            return prompt.content, True
+        messages = prompt.content if prompt.kind == "messages" else [{"role": "user", "content": prompt.content}]
+        # The template writes the special tokens: the tokenizer must not add them again (double BOS).
+        return self.chat_text(messages, prompt.chat), False
+
+    def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        encoded = self._tokenizer(
+            texts, add_special_tokens=add_special_tokens, return_attention_mask=False, return_token_type_ids=False
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+
+def _check_text(text: str, limits: EngineLimits, what: str = "the prompt") -> None:
+    max_chars = max(_MAX_CHARS_PER_TOKEN * limits.max_prompt_tokens, _MAX_CHARS)
+    if len(text) > max_chars:
+        raise RowError("prompt_too_long", f"{what} has {len(text):,} characters, more than {max_chars:,}")
+    try:
+        check_unicode(what, text)
+    except FieldError as exc:
+        raise RowError(exc.type, exc.message) from exc
+
+
+def _within(limits: EngineLimits, prompt: Prompt, ids: list[int]) -> list[int] | RowError:
+    """`ids`, or the first reason why they cannot run."""
+    try:
+        if not ids:
+            raise RowError("empty_prompt", "the prompt has no tokens")
+        # Text too: a tokenizer can have tokens that were added without a larger embedding.
+        _check_vocabulary("the prompt", ids, limits)
+        if len(ids) > limits.max_prompt_tokens:
+            raise RowError(
+                "prompt_too_long",
+                f"the prompt has {len(ids)} tokens, more than the {limits.max_prompt_tokens} that fit",
+            )
+        _check_vocabulary("stop_token_ids", prompt.params.stop_token_ids, limits)
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(prompt.params, name)
+            if (wanted or 0) > limits.max_logprobs:
+                raise RowError("invalid_value", f"{name} must be <= {limits.max_logprobs}, not {wanted}")
+    except RowError as exc:
+        return exc
+    return ids
+
+
+def _check_vocabulary(what: str, ids: Sequence[int], limits: EngineLimits) -> None:
+    if ids and max(ids) >= limits.vocab_size:
+        token = next(token for token in ids if token >= limits.vocab_size)
+        raise RowError("invalid_type", f"{what}: {token} is not a token id (0 .. {limits.vocab_size - 1})")
+
+
+def _constraint(params: SamplingParams) -> Constraint | None:
+    try:
+        return constraint_of(params)
+    except FieldError as exc:
+        raise RowError(exc.type, exc.message) from exc

@@ -1,0 +1,354 @@
+"""The composition root: a resolved run (`resolve.py`) -> Engine. Weights are read here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+import torch
+
+from specbatch.attention.cpu import TorchAttention
+from specbatch.attention.flashinfer import FlashInferAttention
+from specbatch.attention.interface import AttentionBackend
+from specbatch.attention.invariant import InvariantAttention
+from specbatch.attention.triton import PagedAttention
+from specbatch.cache.pages import KVScales, PagePool
+from specbatch.draft import DraftParts, make_method
+from specbatch.draft.network import DraftNet, EagleNet, ModelNet
+from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
+from specbatch.engine.engine import Engine
+from specbatch.engine.executor import RoundExecutor
+from specbatch.engine.logprobs import num_top_of
+from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
+from specbatch.errors import ConfigError, ModelError
+from specbatch.graphs.runner import GraphRunner
+from specbatch.kernels import ops_for
+from specbatch.kernels.out_of_memory import is_out_of_memory
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
+from specbatch.models.eagle_head import EagleHead
+from specbatch.models.formats.eagle_files import EagleCheckpoint
+from specbatch.models.formats.tensor_files import TensorSource
+from specbatch.models.linears.invariant import InvariantGemm
+from specbatch.models.linears.packed import is_packable
+from specbatch.models.linears.quantization import Quantization
+from specbatch.models.linears.sharded import ModelShard, local_config
+from specbatch.models.weight_loader import WeightLoader
+from specbatch.parallel.group import Group
+from specbatch.setup.autotune_lanes import with_lanes_that_gain
+from specbatch.setup.compile_ahead import compile_kernels, identity_of
+from specbatch.setup.memory import GIB, available_memory, sizes_to_try
+from specbatch.setup.resolve import AttentionName, ResolvedRun
+from specbatch.setup.round_parts import RoundParts
+from specbatch.setup.sizing import CardBudget, Sized, measured, planned
+from specbatch.setup.start_clock import StartClock
+from specbatch.setup.trial import Trials
+from specbatch.types import BatchEngine
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine, its draft method, and what other draft shapes of this method are made of."""
+
+    engine: Engine
+    method: str
+    parts: DraftParts
+
+
+def build_engine(run: ResolvedRun, on_progress: Callable[[str], None] = lambda progress: None) -> BatchEngine:
+    """Read the weights and put the engine together. What is decided on the way is added to `run.notes`; `on_progress`
+    gets what is being done.
+
+    Raises ModelError where the memory does not suffice.
+    """
+    return build(run, on_progress).engine
+
+
+def build(
+    run: ResolvedRun, on_progress: Callable[[str], None] = lambda progress: None, group: Group | None = None
+) -> Built:
+    """As `build_engine`. `group`: the ranks that share the target; None: this process holds all of it."""
+    num_ranks = run.config.engine.tensor_parallel
+    if num_ranks != (1 if group is None else group.size):
+        raise ConfigError(
+            f"engine.tensor_parallel: {num_ranks} is for generate and eval; this runs one process", "leave it out"
+        )
+    try:
+        return _build(run, on_progress, group)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        where = "GPU's" if run.device.type == "cuda" else "machine's"
+        raise ModelError(
+            f"the {where} memory does not hold this run: {available_memory(run.device) / GIB:.1f} GiB are free; "
+            f"{str(error).split('. ', 1)[0].strip()}",
+            hint="lower engine.kv_cache_tokens, engine.memory_fraction, engine.max_batch_size or "
+            "engine.prefill_chunk_tokens, free memory, or use a smaller model",
+        ) from error
+
+
+def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | None) -> Built:
+    on_cuda, clock = run.device.type == "cuda", StartClock()
+    threads = None if on_cuda else _prepare_cpu(run, group)
+    if on_cuda:
+        if run.device.index is not None:
+            torch.cuda.set_device(run.device)  # Triton, graphs and events go to the current device
+        torch.cuda.empty_cache()  # of an engine before this one
+    available = available_memory(run.device)
+    parts, rounds = read_models(run, group)
+    if on_cuda:
+        torch.cuda.synchronize(run.device)
+    clock.passed("weights")
+    pieces = None
+    if on_cuda:
+        if run.engine.prompt_graphs in ("piecewise", "both"):
+            compiled = run.engine.compiles
+            pieces = PromptPieces.of_models(rounds.target, parts.net, compiled=compiled, on_progress=on_progress)
+            if compiled:
+                clock.passed("pieces of prompts compiled")
+        if run.engine.compiles_ahead:
+            on_progress("compiling kernels ahead")
+            sizes = run.engine.max_batch_size, run.engine.prefill_chunk_tokens
+            identity = identity_of(run, 0 if group is None else group.rank)
+            # Lanes have streams, which fake tensors have not, and nearly the same kernels.
+            run.notes.append(compile_kernels(replace(rounds, lanes=None), *sizes, run.cache.capacity, identity))
+            clock.passed("kernels compiled ahead")
+        on_progress("compiling kernels, trial run")
+        sized = _measured(run, rounds, pieces, available, group)
+        pieces = pieces if sized.in_pieces else None
+        clock.passed("trial run, kernels compiled")
+    else:
+        sized = planned(rounds, run.cache, run.engine.max_batch_size, run.engine.prefill_chunk_tokens)
+
+    def engine_of(executor: RoundExecutor, trunks: PromptTrunks = EAGER, *, prefix_cache: bool = False) -> Engine:
+        return Engine(
+            executor,
+            PagePool(sized.plan.num_pages, run.engine.page_size),
+            run.device,
+            vocab_size=run.target.config.vocab_size,
+            max_length=sized.plan.capacity,
+            longest_row=sized.plan.longest_row,
+            max_batch_size=sized.max_batch_size,
+            prefill_chunk_tokens=sized.prefill_chunk_tokens,
+            prefix_cache=prefix_cache,
+            eos_token_ids=rounds.eos_token_ids,
+            chunk_cost=sized.chunk_cost,
+            threads=threads,
+            shrinks=group is None,
+            trunks=trunks,
+            steady=run.config.engine.deterministic,
+        )
+
+    if run.engine.lanes is not None and run.engine.lane_mode == "auto":
+        on_progress("measuring two lanes")
+        made, batch = sized.rounds, sized.max_batch_size
+        probe = engine_of(RoundExecutor(made.items, batch, run.device, "none", made.lanes, shrinks=False))
+        sized, notes = with_lanes_that_gain(sized, probe, group)
+        run.notes.extend(notes)
+        del probe
+        clock.passed("lanes measured")
+    executor = _executor(run, sized, on_progress, shrinks=group is None)
+    if executor.runner is not None:
+        clock.passed("graphs captured")
+    piece_runner = None if pieces is None else GraphRunner(run.device)
+    trunks = EAGER
+    if pieces is not None and piece_runner is not None:
+        trunks = _trunks(run, sized, pieces, piece_runner, on_progress)
+    engine = engine_of(executor, trunks, prefix_cache=run.config.engine.prefix_cache)
+    engine.start_bytes = sized.bytes or {}
+    if executor.runner is not None:
+        engine.start_bytes["graphs"] = executor.runner.bytes
+    if piece_runner is not None:
+        clock.passed("graphs of prompts captured")
+        engine.start_bytes["prompt_graphs"] = piece_runner.bytes
+    engine.start_seconds = clock.seconds
+    if on_cuda:
+        times = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
+        run.notes.append(f"engine: ready in {sum(clock.seconds.values()):.1f} s ({times})")
+    return Built(engine, run.config.speculation.method, parts)
+
+
+def _prepare_cpu(run: ResolvedRun, group: Group | None) -> ThreadGovernor | None:
+    limit_threads()
+    if group is not None:  # each rank has its share of the cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // group.size))
+        return None
+    # Of products that are not packed nobody checks the bits.
+    return new_governor(_configs(run)) if is_packable(torch.empty(0, dtype=run.dtype)) else None
+
+
+def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftParts, RoundParts]:
+    """Reads the weights of the target, or this rank's part of them, and of the draft network. Each rank has a part of a
+    draft head, too, and all of a draft model, whose layers are small and many: each would add two sums."""
+    speculation = run.config.speculation
+    num_positions = run.cache.capacity + run.speculation.num_lookahead + 1
+    attention = run.engine.attention
+    is_invariant = run.config.engine.deterministic and run.on_cuda
+    gemm = InvariantGemm(run.device, run.dtype) if is_invariant else None
+    shard = None if group is None else ModelShard.of(run.target.config, group)
+    target = build_decoder(
+        run.target.config,
+        run.target.tensors,
+        num_positions,
+        run.dtype,
+        run.device,
+        attention,
+        run.kv_dtype,
+        gemm,
+        shard,
+        run.quantization,
+        run.target.kv_scales,
+        two_lanes=run.engine.lanes is not None,
+    )
+    net = _build_net(run, target, num_positions, gemm, group) if run.draft is not None else None
+    ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
+    coupled = run.config.engine.deterministic
+    parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match, coupled)
+    methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
+    page_size, eos = run.engine.page_size, _eos_token_ids(run)
+    return parts, RoundParts(
+        target,
+        methods,
+        run.kv_dtype,
+        page_size,
+        eos,
+        speculation.simulate_acceptance,
+        lanes=run.engine.lanes,
+        cascade=run.engine.cascade,
+        group=group,
+        first_part=None if group is None else local_config(run.target.config, 0, group.size),
+    )
+
+
+def _measured(
+    run: ResolvedRun, rounds: RoundParts, pieces: PromptPieces | None, available: int, group: Group | None
+) -> Sized:
+    engine = run.engine
+    sizes = sizes_to_try(
+        engine.max_batch_size,
+        engine.prefill_chunk_tokens,
+        open_batch="max_batch_size" in engine.left_open,
+        open_chunk="prefill_chunk_tokens" in engine.left_open,
+    )
+    given = run.config.engine.kv_cache_tokens
+    budget = CardBudget(available, run.cache, run.rows, given, engine.memory_fraction, sizes, group)
+    whole_prompts = engine.prompt_graphs in ("whole", "both")
+    trials = Trials(rounds, run.cache.capacity, engine.graphs, whole_prompts, pieces, shrinks=group is None)
+    return measured(trials, budget, run.notes.append)
+
+
+def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None], *, shrinks: bool) -> RoundExecutor:
+    """With the graphs of rounds as the configuration asks for them. Rows may ask for others: these come later."""
+    graphs, batch = run.engine.graphs, sized.max_batch_size
+    executor = RoundExecutor(sized.rounds.items, batch, run.device, graphs, sized.rounds.lanes, shrinks=shrinks)
+    if executor.runner is not None:
+        with torch.inference_mode():
+            num_top = num_top_of([run.config.sampling.logprobs])
+            for sampled in [False, True] if run.config.sampling.temperature > 0 else [False]:
+                executor.capture(sampled, on_progress, num_top)
+        run.notes.append(
+            f"engine.cuda_graphs: {executor.num_graphs} graphs ({graphs}) for up to {batch} rows, captured in "
+            f"{executor.runner.seconds:.1f} s, {executor.runner.bytes / GIB:.2f} GiB of "
+            f"{sized.graph_bytes / GIB:.2f} reserved for all that may come up"
+        )
+    return executor
+
+
+def _trunks(
+    run: ResolvedRun, sized: Sized, pieces: PromptPieces, runner: GraphRunner, on_progress: Callable[[str], None]
+) -> PromptTrunks:
+    """With the graphs of pieces of prompts."""
+    sizes, net = token_sizes(pieces.target.model, sized.prefill_chunk_tokens), sized.rounds.items.items[0].method.net
+    trunks = piecewise_trunks(pieces, sized.rounds.caches[0], net, sizes, runner, on_progress=on_progress)
+    run.notes.append(
+        f"prefill.graphs: {run.engine.prompt_graphs}, {len(runner)} graphs of pieces for {len(sizes)} sizes of up to "
+        f"{sizes[-1]} tokens, captured in {runner.seconds:.1f} s, {runner.bytes / GIB:.2f} GiB"
+        + (", compiled" if run.engine.compiles else "")
+    )
+    return trunks
+
+
+def build_decoder(
+    config: ModelConfig,
+    tensors: TensorSource,
+    num_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: AttentionName = "torch",
+    kv_dtype: torch.dtype | None = None,
+    gemm: InvariantGemm | None = None,
+    shard: ModelShard | None = None,
+    quantization: Quantization | None = None,
+    kv_scales: Sequence[KVScales] = (),
+    *,
+    two_lanes: bool = False,
+) -> Decoder:
+    """A model with the weights of `tensors`. `kv_dtype`: of the cache it will read; None: `dtype`. `gemm`: of a
+    deterministic run on CUDA. `shard`: the part to load; None: all. `quantization`: of the linear layers. `kv_scales`:
+    of the layers of an FP8 cache; none: 1. `two_lanes`: two passes may run at the same time."""
+    config = config if shard is None else shard.config
+    weights = WeightLoader(tensors, dtype, device, gemm, shard, quantization)
+    backends = [
+        _attention(config, dtype, device, attention, kv_dtype, deterministic=gemm is not None)
+        for _ in range(1 + two_lanes)
+    ]
+    return Decoder(config, weights, backends[0], num_positions, backends[-1], kv_scales)
+
+
+def _attention(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    name: AttentionName,
+    kv_dtype: torch.dtype | None,
+    *,
+    deterministic: bool,
+) -> AttentionBackend:
+    sizes, scale = (config.num_heads, config.num_kv_heads, config.head_dim), config.attention_scale
+    if name == "triton" and deterministic:
+        backend = InvariantAttention(*sizes, dtype, device, kv_dtype, scale=scale)
+        backend.check()
+        return backend
+    if name == "triton":
+        return PagedAttention(*sizes, dtype, device, scale=scale)
+    if name == "flashinfer":
+        return FlashInferAttention(*sizes, dtype, device, kv_dtype, scale=scale)
+    if name == "torch":
+        return TorchAttention(*sizes, device, scale=scale)
+    assert_never(name)
+
+
+def _build_net(
+    run: ResolvedRun, target: Decoder, num_positions: int, gemm: InvariantGemm | None, group: Group | None
+) -> DraftNet:
+    """With a cache of one page: how large it will be is decided later."""
+    vocab_size, name = run.target.config.vocab_size, run.engine.attention
+    if isinstance(run.draft, EagleCheckpoint):
+        head, tensors = run.draft.config, run.draft.tensors
+        if (shard := ModelShard.of_head(head.decoder, group)) is not None:
+            head = replace(head, decoder=shard.config)
+        weights = WeightLoader(tensors, run.dtype, run.device, gemm, shard)
+        attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)
+        model = EagleHead(head, weights, target, attention, num_positions)
+        return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
+    assert run.draft is not None, "resolve() opens the draft"
+    draft = build_decoder(
+        run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype, gemm,
+        quantization=run.draft_quantization, kv_scales=run.draft.kv_scales,
+    )  # fmt: skip
+    return ModelNet(draft, draft.new_cache(run.engine.page_size, run.kv_dtype), vocab_size)
+
+
+def _configs(run: ResolvedRun) -> list[ModelConfig]:
+    """Of the target and of what drafts: sampled texts depend on the bits of both."""
+    if run.draft is None:
+        return [run.target.config]
+    return [run.target.config, run.draft.config.decoder if isinstance(run.draft, EagleCheckpoint) else run.draft.config]
+
+
+def _eos_token_ids(run: ResolvedRun) -> tuple[int, ...]:
+    ids = set(run.target.config.eos_token_ids)
+    if isinstance(run.tokenizer.eos_token_id, int):
+        ids.add(run.tokenizer.eos_token_id)
+    return tuple(sorted(ids))

@@ -1,0 +1,181 @@
+"""Decides the KV cache as far as it can be known before weights are read: see `memory.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from specbatch.errors import ConfigError
+from specbatch.setup.memory import (
+    ENOUGH_ROW,
+    GIB,
+    CachedModel,
+    CachePlan,
+    Rows,
+    available_memory,
+    bytes_for_cache,
+    estimated_working_bytes,
+    given_cache,
+    plan_cache,
+)
+
+DEFAULT_BATCH = {"cpu": 16, "cuda": 256}  # engine.max_batch_size: null
+_LARGE_BATCHES = (1024, 768, 512)  # that are chosen on CUDA if the cache is large enough
+_MAX_VERIFY_TOKENS = 4096  # of a round, for which they are: with more, the fixed cost of a round is next to nothing
+_PROMPT_TOKENS = 1024  # of a row, before any was read
+_ENOUGH_ROWS, _MAX_CARDS = 16, 8  # when the number of GPUs for a model is advised
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRequest:
+    """What the cache is for, and what the user has said of it."""
+
+    models: Sequence[CachedModel]  # the target first
+    rows: Rows
+    dtype: torch.dtype  # of the weights
+    device: torch.device
+    given_tokens: int | None  # engine.kv_cache_tokens, where it is set
+    memory_fraction: float
+    # On a GPU, whose memory is measured when the engine is built: (nodes of a request in a round, tokens of a prompt
+    # chunk). None: on a CPU, where the size is decided here.
+    measured: tuple[int, int] | None
+    num_ranks: int = 1  # processes that each hold such a part of the target
+    saved: int = 0  # bytes that the weights take less, where layers are quantised
+
+    @property
+    def weights(self) -> int:
+        return sum(model.num_parameters() for model in self.models) * self.dtype.itemsize - self.saved
+
+    @property
+    def available(self) -> int:
+        """Bytes free for one rank. A rank on CUDA has a GPU of its own; on a CPU they share the memory."""
+        free = available_memory(self.device)
+        return free if self.device.type == "cuda" else free // self.num_ranks
+
+    def of_batch(self, max_batch_size: int) -> CacheRequest:
+        return replace(self, rows=replace(self.rows, max_batch_size=max_batch_size))
+
+
+def default_batch_size(wanted: CacheRequest, available: int, max_tokens: int) -> int:
+    """engine.max_batch_size: null. `available`: bytes that are free. `max_tokens`: of a row's output.
+
+    The fixed cost of a round is shared by its rows, and a file ends with fewer rounds of few rows, so more rows at once
+    take less time. But rows that the cache does not hold are preempted and computed again. While a row runs, it holds
+    its prompt and half of its output, on average. On a CPU a round of more rows takes as much longer.
+    """
+    if wanted.measured is None:
+        return DEFAULT_BATCH["cpu"]
+    num_nodes, _ = wanted.measured
+    row_tokens = min(_PROMPT_TOKENS + max_tokens // 2, wanted.rows.max_positions)
+    for batch in _LARGE_BATCHES:
+        tokens = wanted.given_tokens
+        if tokens is None:
+            plan, _ = _likely(wanted.of_batch(batch), available)
+            tokens = plan.num_pages * wanted.rows.page_size
+        if tokens >= batch * row_tokens and batch * num_nodes <= _MAX_VERIFY_TOKENS:
+            return batch
+    return DEFAULT_BATCH["cuda"]
+
+
+def with_default_batch(wanted: CacheRequest, max_tokens: int, notes: list[str]) -> CacheRequest:
+    """`wanted` with `default_batch_size`."""
+    batch = default_batch_size(wanted, wanted.available, max_tokens)
+    notes.append(f"engine.max_batch_size: {batch} (by what the KV cache holds)")
+    return wanted.of_batch(batch)
+
+
+def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
+    """The cache's size; on a GPU an upper bound, and an estimate in `notes`.
+
+    Raises ConfigError where it does not fit into memory, or does not hold one request.
+    """
+    available, weights, rows = wanted.available, wanted.weights, wanted.rows
+    kib = f"{rows.token_bytes / 1024:g}"
+    if wanted.given_tokens is not None:
+        plan = given_cache(wanted.given_tokens, rows)
+        _check_given(wanted.given_tokens, available, weights, rows)
+    elif wanted.measured is None:
+        plan = plan_cache(bytes_for_cache(max(0, available - weights), wanted.memory_fraction, 0, 0), rows)
+        notes.append(
+            f"engine.kv_cache_tokens: {plan.num_pages * rows.page_size} ({plan.gib(rows):.2f} GiB; "
+            f"{available / GIB:.1f} GiB available, {weights / GIB:.2f} GiB of weights, {kib} KiB "
+            f"a token, memory_fraction {wanted.memory_fraction})"
+        )
+        notes += row_notes(plan, rows)
+    else:
+        plan = plan_cache(bytes_for_cache(available, wanted.memory_fraction, weights, 0), rows)
+        likely, working = _likely(wanted, available)
+        notes.append(
+            f"engine.kv_cache_tokens: about {likely.num_pages * rows.page_size} ({likely.gib(rows):.1f} GiB; "
+            f"{available / GIB:.1f} GiB are free, {weights / GIB:.1f} GiB of weights, {kib} KiB "
+            f"a token, about {working / GIB:.1f} GiB for rounds and prompts, memory_fraction "
+            f"{wanted.memory_fraction}); measured when the model is loaded"
+        )
+    if plan.capacity < 2:
+        _refuse(wanted, plan, available)
+    return plan
+
+
+def _likely(wanted: CacheRequest, available: int) -> tuple[CachePlan, int]:
+    """On a GPU: (an estimate of the cache, bytes of working memory and graphs)."""
+    assert wanted.measured is not None, "of a GPU"
+    (nodes, chunk), rows = wanted.measured, wanted.rows
+    working = estimated_working_bytes(wanted.models[0].config, rows.max_batch_size, nodes, chunk, wanted.dtype.itemsize)
+    return plan_cache(bytes_for_cache(available, wanted.memory_fraction, wanted.weights, working), rows), working
+
+
+def row_notes(plan: CachePlan, rows: Rows) -> list[str]:
+    """A note on the length of the job's rows; None where the model sets it."""
+    if plan.longest_row == rows.max_positions:
+        return []
+    return [
+        f"longest row: {plan.longest_row} tokens, prompt and output together (the model's {rows.max_positions} do not "
+        "fit the KV cache; longer prompts are error rows)"
+    ]
+
+
+def _check_given(num_tokens: int, available: int, weights: int, rows: Rows) -> None:
+    num_bytes = num_tokens * rows.token_bytes
+    if num_bytes + weights <= available:
+        return
+    fitting = max(0, available - weights) // rows.token_bytes // rows.page_size * rows.page_size
+    raise ConfigError(
+        f"engine.kv_cache_tokens: {num_tokens} tokens take {num_bytes / GIB:,.1f} GiB, and {available / GIB:.1f} GiB "
+        f"of memory are available, {weights / GIB:.1f} GiB of them for the weights",
+        hint=f"leave engine.kv_cache_tokens out, or set it to less than {fitting}"
+        if fitting > rows.lookahead + 1
+        else "free memory, or use a smaller model",
+    )
+
+
+def _refuse(wanted: CacheRequest, plan: CachePlan, available: int) -> None:
+    if wanted.given_tokens is not None or wanted.weights < available * wanted.memory_fraction:
+        tokens = wanted.given_tokens if wanted.given_tokens is not None else plan.num_pages * wanted.rows.page_size
+        raise ConfigError(
+            f"a KV cache of {tokens} tokens cannot hold one request: a round looks {wanted.rows.lookahead} tokens "
+            "ahead",
+            hint="raise engine.kv_cache_tokens or engine.memory_fraction",
+        )
+    hint = "free memory, use a smaller model or a smaller model.dtype, or raise engine.memory_fraction"
+    num_cards = None if wanted.measured is None else cards_for(wanted, available)
+    if num_cards is not None:
+        hint += f"; {num_cards} GPUs like this one hold it: set engine.tensor_parallel to {num_cards}"
+    raise ConfigError(
+        f"the weights take {wanted.weights / GIB:.1f} GiB, a token {wanted.rows.token_bytes / 1024:g} KiB, and "
+        f"{available / GIB:.1f} GiB of memory are available, of which engine.memory_fraction allows "
+        f"{wanted.memory_fraction:g}",
+        hint=hint,
+    )
+
+
+def cards_for(wanted: CacheRequest, available: int) -> int | None:
+    """How many GPUs with as much free memory hold the model (or the part of it that a rank has) and _ENOUGH_ROWS rows;
+    None: more than _MAX_CARDS, or more than can divide it."""
+    heads, tokens = wanted.models[0].config.num_heads, _ENOUGH_ROWS * min(ENOUGH_ROW, wanted.rows.max_positions)
+    for count in range(1, _MAX_CARDS // wanted.num_ranks + 1):
+        part = (wanted.weights + tokens * wanted.rows.token_bytes) / count
+        if heads % count == 0 and part <= available * wanted.memory_fraction:
+            return count * wanted.num_ranks
+    return None

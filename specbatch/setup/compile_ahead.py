@@ -1,0 +1,117 @@
+"""The start of an engine compiles its kernels in several threads: see `kernels/triton/compile_ahead.py`.
+
+Rounds and prompt chunks of all sizes run over fake tensors. So the trial run and the graphs after it find their kernels
+compiled. Without this, Triton compiles one after the other, each where it is launched first.
+
+A warm start finds all kernels on disk, and the rounds over fake tensors would cost it seconds. So a start leaves an
+empty file in the folder of Triton's kernels, named by what it compiled for. A start that finds its file has nothing to
+do here. If a kernel was deleted since then, it is compiled at its first launch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from specbatch.engine.cpu_threads import usable_cores
+from specbatch.engine.executor import padded_sizes
+from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
+from specbatch.models.truncated_model import outlined
+from specbatch.setup.resolve import ResolvedRun
+from specbatch.setup.round_parts import RoundParts
+from specbatch.setup.trial import trial_prompt, trial_round, trial_short_prompts
+
+_MAX_THREADS = 16  # there are about 70 kernels
+
+
+def compile_kernels(
+    parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int, identity: str
+) -> str:
+    """Returns a note on what was done. `max_length`: of the longest row. `identity`: of the run; two runs with the same
+    one need the same kernels. What fails here is only said: kernels are compiled at their first launch then. Ranks
+    share the cores."""
+    from specbatch.kernels.triton.compile_ahead import compile_ahead  # Triton need not exist where CUDA does not
+
+    num_ranks = 1 if parts.group is None else parts.group.size
+    began, num_threads = time.perf_counter(), max(1, min(_MAX_THREADS, int(usable_cores()) // num_ranks))
+    done = _sign_of(f"{identity} {max_batch_size} {prefill_chunk_tokens} {max_length}")
+    if _is_left(done):
+        return "engine: kernels were compiled by an earlier start"
+    short = replace(parts, target=outlined(parts.target))
+    try:
+        count, failed = compile_ahead(
+            lambda: _run(short, max_batch_size, prefill_chunk_tokens, max_length), num_threads
+        )
+    except Exception as error:
+        return f"engine: kernels were not compiled ahead ({type(error).__name__}: {_first_line(error)})"
+    finally:
+        net = parts.methods.items[0].net
+        if net is not None:
+            net.cache.resize(parts.page_size)  # it became fake
+    seconds = time.perf_counter() - began
+    if not failed:
+        _leave(done)
+    failures = f", {failed} more failed" if failed else ""
+    return f"engine: {count} kernels compiled ahead in {seconds:.1f} s by {num_threads} threads{failures}"
+
+
+def identity_of(run: ResolvedRun, rank: int) -> str:
+    """Of the kernels of a rank of the run: what they depend on, and more."""
+    card = torch.cuda.get_device_name(run.device), torch.cuda.get_device_capability(run.device)
+    engine = replace(run.engine, left_open=frozenset())  # a set has another order in each process
+    # What differs from file to file changes no kernel.
+    section = replace(run.config.engine, seed=0, shared_tokens=None)
+    return repr((run.config.model, run.config.speculation, section, engine, run.target.config, card, rank))
+
+
+def _sign_of(identity: str) -> Path:
+    """The file that says that kernels are compiled. Its name has what else they depend on: their own code."""
+    import triton
+
+    import specbatch
+
+    code = Path(specbatch.__file__).parent
+    changed = max((os.lstat(path).st_mtime_ns for path in code.rglob("*.py")), default=0)
+    name = f"{identity} {triton.__version__} {torch.__version__} {specbatch.__version__} {code} {changed}"
+    return Path(triton.knobs.cache.dir) / f"specbatch-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
+def _is_left(sign: Path) -> bool:
+    try:
+        return sign.exists()
+    except OSError:  # a cache that cannot be looked at
+        return False
+
+
+def _leave(sign: Path) -> None:
+    try:
+        sign.parent.mkdir(parents=True, exist_ok=True)
+        sign.touch()
+    except OSError:  # a cache that cannot be written: then the next start compiles, too
+        pass
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int) -> None:
+    """What the trial runs, and rounds of all sizes that are captured after it."""
+    size = parts.page_size
+    rounds = parts.make(max_batch_size, max_length, (-(-prefill_chunk_tokens // size) + 2) * size).items
+    table, sizes = rounds.items[0].state, padded_sizes(rounds, max_batch_size)
+    padding = torch.full((max_batch_size,), table.padding, dtype=torch.int64, device=parts.device)
+    table.add_rules(parts.target.config.vocab_size).add_node_masks(parts.num_lookahead)
+    for i, (rows, _) in {i: size for size, i in reversed(sizes)}.items():  # the largest of each
+        trial_round(rounds.items[i], padding[:rows], MAX_TOP_LOGPROBS)
+    table.remove_rules()
+    for (rows, _), i in sizes:
+        for sampled in (False, True):
+            rounds.items[i](padding[:rows], sampled)
+    trial_prompt(rounds.items[0], prefill_chunk_tokens)
+    trial_short_prompts(rounds.items[0], max_batch_size, prefill_chunk_tokens)

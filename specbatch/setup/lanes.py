@@ -1,0 +1,82 @@
+"""Decides where batches and prompt chunks may run in two lanes."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from specbatch.config import EngineSection
+from specbatch.engine.overlap.lanes import MIN_LANE, MIN_PROMPT_LANE, NEVER, LaneLimits
+from specbatch.errors import ConfigError
+
+# What `auto` measures on CUDA. Elsewhere two lanes were slower in each case that was measured (docs/measured.md), and
+# measuring takes time at each start. Ranks: lanes of at least this many tokens. With less, a round takes the time to
+# read the weights, and each lane reads them. One GPU: a model and a batch that do not fill it.
+_TOKENS_OF_RANKS = 256
+_SMALL_MODEL = 10**9  # bytes
+_MAX_ROWS = 64
+
+Mode = Literal["off", "on", "auto"]
+
+
+class Job(NamedTuple):
+    """What `auto` decides by. `num_nodes`: tokens of a row in a round. `has_groups`: rounds read what requests share
+    once, which lanes would divide."""
+
+    max_batch_size: int
+    num_nodes: int
+    target_bytes: int
+    has_groups: bool
+
+
+def resolve_mode(section: EngineSection, device: torch.device, attention: str, notes: list[str]) -> Mode:
+    """`auto`: lanes are measured where `lane_limits` allows them. Raises ConfigError where two passes at the same time
+    would share working memory."""
+    mode: Mode = section.two_batch_overlap
+    if mode == "auto":
+        if device.type == "cpu" and section.tensor_parallel == 1:
+            return "off"  # one process computes one lane after the other
+        if (reason := _reason_against(section, device, attention)) is not None:
+            notes.append(f"engine.two_batch_overlap: off ({reason})")
+            return "off"
+    elif mode == "on" and device.type == "cuda":
+        if attention != "triton":
+            raise ConfigError(
+                f"engine.two_batch_overlap needs engine.attention triton on CUDA, not {attention}",
+                hint="leave engine.attention out, or engine.two_batch_overlap",
+            )
+        if section.deterministic:
+            raise ConfigError(
+                "engine.two_batch_overlap does not run with engine.deterministic on CUDA", hint="leave one of them out"
+            )
+    return mode
+
+
+def _reason_against(section: EngineSection, device: torch.device, attention: str) -> str | None:
+    """Why `auto` does not measure."""
+    if device.type != "cuda":
+        return None
+    if attention != "triton":
+        return f"engine.attention is {attention}"
+    return "engine.deterministic is on" if section.deterministic else None
+
+
+def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, notes: list[str]) -> LaneLimits | None:
+    """None: there is one lane everywhere."""
+    prompt_tokens = MIN_PROMPT_LANE[device.type]
+    if mode == "off":
+        return None
+    if mode == "on" or device.type == "cpu":
+        return LaneLimits(MIN_LANE, prompt_tokens)
+    if num_ranks == 1:
+        if job.has_groups:
+            return None
+        if job.target_bytes > _SMALL_MODEL or job.max_batch_size > _MAX_ROWS:
+            why = f"on one GPU two lanes gain only with models below 1 GB and at most {_MAX_ROWS} rows at once"
+            notes.append(f"engine.two_batch_overlap: off ({why})")
+            return None
+        return LaneLimits(MIN_LANE, NEVER)  # no sum of prompts can be hidden, and as graphs they are faster
+    least = max(MIN_LANE, -(-_TOKENS_OF_RANKS // (8 * job.num_nodes)) * 8)
+    has_rounds = 2 * least <= job.max_batch_size and not job.has_groups
+    return LaneLimits(least if has_rounds else None, prompt_tokens)

@@ -1,0 +1,102 @@
+"""Decides how the target's weights are held: quantised or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from specbatch.config import Config
+from specbatch.errors import ConfigError
+from specbatch.models.config import ModelConfig, expected_tensors
+from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.models.formats.eagle_files import EagleCheckpoint
+from specbatch.models.formats.gguf import GgufSource
+from specbatch.models.layer_names import chosen_layers
+from specbatch.models.linears.quantization import Quantization, chosen
+from specbatch.models.linears.sharded import check_group_borders
+from specbatch.setup.device import DTYPE_NAMES
+from specbatch.setup.memory import GIB
+
+_FP8_CAPABILITY = (8, 9)  # Ada, Hopper
+
+
+def resolve_quantization(
+    config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, notes: list[str]
+) -> Quantization | None:
+    """How the target's layers are quantised."""
+    option, is_gguf = config.model.quantization, isinstance(target.tensors, GgufSource)
+    if option == "fp8" and is_gguf:
+        raise ConfigError(
+            "model.quantization: fp8 is not for GGUF files, whose weights are quantised already",
+            hint="leave model.quantization out, or use the unquantised checkpoint",
+        )
+    found = chosen(option, target.quantization)
+    if found is None:
+        return None
+    if found.inputs != "none":
+        what = "model.quantization: fp8" if target.quantization is None else "a checkpoint in FP8"
+        if device.type == "cuda":
+            _check_cuda(what, device)
+    matrices = [name for name, shape in expected_tensors(target.config).items() if len(shape) == 2]
+    linear = [name.removesuffix(".weight") for name in matrices if "embed_tokens" not in name]
+    covered = [name for name in linear if found.covers(name)]
+    if found.inputs != "none" and "block" in (found.weights, found.inputs):
+        _check_groups(covered, target.config, config.engine.tensor_parallel)
+    which = f"{len(covered)} of {len(linear)} linear layers: {chosen_layers(covered, linear)}"
+    note = f"model.quantization: {found.describe()}; {which}"
+    saved = saved_bytes(found, target.config, device, dtype)
+    notes.append(f"{note}; {saved / GIB:.1f} GiB less than {DTYPE_NAMES[dtype]}" if saved else note)
+    return found
+
+
+def quantization_name(
+    config: Config, target: Quantization | None, draft: Quantization | None
+) -> Literal["auto", "none", "fp8"]:
+    """The value of `model.quantization` that gives this target and this draft model. Where the draft model alone is in
+    FP8, only `auto` does."""
+    if config.model.quantization != "auto":
+        return config.model.quantization
+    if target is not None:
+        return "fp8"
+    return "none" if draft is None or draft.inputs == "none" else "auto"
+
+
+def saved_bytes(
+    quantization: Quantization | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> int:
+    """How many bytes less the weights take than in `dtype`. On a CPU, which emulates FP8, none."""
+    if quantization is None or quantization.inputs == "none" or device.type != "cuda":
+        return 0
+    return quantization.num_values(expected_tensors(config)) * (dtype.itemsize - 1)
+
+
+def _check_groups(layers: Sequence[str], config: ModelConfig, num_ranks: int) -> None:
+    try:
+        check_group_borders(layers, config, num_ranks)
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.tensor_parallel: {num_ranks} divides a group of inputs that has one scale ({error})",
+            hint="use fewer ranks, or set model.quantization: none",
+        ) from error
+
+
+def _check_cuda(what: str, device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _FP8_CAPABILITY:
+        raise ConfigError(
+            f"{what} needs a GPU of compute capability 8.9 (Ada, Hopper) or later, and {device} has "
+            f"{capability[0]}.{capability[1]}",
+            hint="set model.quantization: none",
+        )
+
+
+def quantization_of_draft(
+    draft: Checkpoint | EagleCheckpoint | None, config: Config, device: torch.device
+) -> Quantization | None:
+    """Of a draft model: as its checkpoint is, or dequantised, on CUDA in every case."""
+    if not isinstance(draft, Checkpoint):
+        return None
+    is_dequantised = config.model.quantization == "none" or device.type == "cuda"
+    return chosen("none" if is_dequantised else "auto", draft.quantization)

@@ -1,0 +1,128 @@
+"""The process of a rank other than 0: it repeats each call of rank 0's engine. See `ranks.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from specbatch.engine.engine import Engine
+from specbatch.errors import SpecbatchError
+from specbatch.grammar.compiler import GrammarCompiler, grammar_threads
+from specbatch.parallel.cuda import CudaGroup, TorchCollectives
+from specbatch.parallel.gloo import GlooGroup
+from specbatch.parallel.group import Group
+from specbatch.setup.build import build
+from specbatch.setup.resolve import ResolvedRun
+from specbatch.types import Request
+
+_LOOK_SECONDS = 0.5
+# Rank 0 decides what a signal to all processes of a job means.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """What a rank gets first. `meeting`: a file by which the ranks find each other."""
+
+    run: ResolvedRun  # its files are opened again
+    rank: int
+    meeting: str
+    parent: int  # process id
+
+
+def open_group(run: ResolvedRun, rank: int, meeting: str) -> tuple[ResolvedRun, Group]:
+    """The run as this rank builds it, and the ranks. On CUDA a rank has the GPU of its number. Raises RuntimeError
+    where another rank does not come."""
+    size = run.config.engine.tensor_parallel
+    if not run.on_cuda:
+        return run, GlooGroup(rank, size, meeting)
+    device = torch.device("cuda", rank)
+    collectives = TorchCollectives(rank, size, meeting, device)
+    traits = {"fixed_order": run.config.engine.deterministic, "two_passes": run.engine.lanes is not None}
+    return replace(run, device=device), CudaGroup(rank, size, device, collectives, **traits)
+
+
+def main() -> None:
+    run_rank(Connection(int(sys.argv[2])))
+
+
+def run_rank(connection: Connection) -> None:
+    """Until the connection ends."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        start: RankStart = connection.recv()
+        _end_with(start.parent)
+        connection.send(("started",))
+        run, group = open_group(start.run, start.rank, start.meeting)
+        engine = build(run, group=group).engine
+        connection.send(("ready",))
+        _repeat(engine, connection, _compiler(run, group))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        _leave(0)  # rank 0 has ended
+    except SpecbatchError as error:
+        with contextlib.suppress(OSError):  # rank 0 has ended, too
+            connection.send(("failed", error.message, error.hint))
+        _leave(2)
+    except Exception as error:
+        with contextlib.suppress(OSError):  # rank 0 has ended: that was the error
+            connection.send(("failed", f"{type(error).__name__}: {error}", None))
+            traceback.print_exc()
+        _leave(3)
+
+
+def _compiler(run: ResolvedRun, group: Group) -> GrammarCompiler:
+    """Without a bound of time, in which rank 0 has compiled the same."""
+    return GrammarCompiler(run.tokenizer, grammar_threads(group.size), max_seconds=None)
+
+
+def _leave(code: int) -> None:
+    """With a GPU at once: NCCL, and a GPU in the middle of a sum, would wait for the other ranks."""
+    if torch.cuda.is_initialized():
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def _repeat(engine: Engine, connection: Connection, grammars: GrammarCompiler) -> None:
+    def answer(tokens: Sequence[int], start: int, num_new: int) -> int | None:
+        """What rank 0 has found in these tokens."""
+        name, keep = connection.recv()
+        assert name == "stop", f"this rank looks for a stop string, and rank 0 calls {name}"
+        return keep  # type: ignore[no-any-return]
+
+    while True:
+        message: tuple[Any, ...] = connection.recv()
+        if message[0] == "submit":
+            request: Request = message[1]
+            check, spec = answer if message[2] else None, request.matcher_spec
+            matcher = None if spec is None else spec.make(grammars)
+            engine.submit(replace(request, check_stop=check, matcher=matcher))
+        elif message[0] == "step":
+            mine = engine.stats.generated_tokens
+            assert mine == message[1], f"rank 0 has {message[1]} tokens, and this rank {mine}"
+            engine.step()
+        else:
+            engine.limit_length(message[1])
+
+
+def _end_with(parent: int) -> None:
+    """A rank that waits for others in the middle of a step does not see that its connection ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

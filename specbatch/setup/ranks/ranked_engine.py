@@ -1,0 +1,336 @@
+"""One engine on several ranks: processes of this host that compute one model together (`models/linears/sharded.py`).
+
+This process is rank 0. It reads rows and writes results. It starts the other ranks, and sends each of them every call
+of its own engine. All ranks run the same scheduler on the same calls and the same tokens, so they agree on batches and
+pages without asking. Only stop strings are looked for here alone, and the others get what was found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any, Protocol
+
+from specbatch.counts import EngineStats
+from specbatch.engine.engine import Engine
+from specbatch.errors import ModelError, SpecbatchError
+from specbatch.parallel.group import Group
+from specbatch.setup.build import build
+from specbatch.setup.ranks.process import RankStart, open_group
+from specbatch.setup.ranks.stuck_gpu import end_process, end_without_gpu
+from specbatch.setup.resolve import ResolvedRun
+from specbatch.types import Completion, EngineLimits, Request, StopCheck
+
+_END_SECONDS = 5.0  # a rank ends when its connection does
+_NOTICE_SECONDS = 2.0  # from a broken connection to the end of the process that had it
+_LOOK_SECONDS = 0.2
+_IS_EXITING = 0x4  # PF_EXITING of Linux
+_STUCK_SECONDS = 5.0  # from a rank's end to the end of a process that waits for it
+
+
+class RankProcess(Protocol):
+    """Of subprocess.Popen; tests fork instead, which is faster."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def start_process(connection: Connection) -> RankProcess:
+    """A rank that reads `connection`. It looks for modules where this process does. Its standard output is not ours: a
+    command's results may go there."""
+    code = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    code += "from specbatch.setup.ranks.process import main; main()"
+    number = connection.fileno()
+    command = [sys.executable, "-c", code, json.dumps(sys.path), str(number)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(number,))
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: RankProcess
+    connection: Connection
+
+
+@dataclass
+class _Calls:
+    """Of this process, for the thread that watches it."""
+
+    is_closing: threading.Event = field(default_factory=threading.Event)
+    shared_since: float | None = None  # when it began what needs the other ranks; None: it does nothing of that
+
+
+class OtherRanks:
+    """All ranks but this one. `end` is called where a rank has ended and this process waits for it on a GPU, which
+    nothing can interrupt: `stuck_seconds` later it is still in the same block `with others.shared()`."""
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        start: Callable[[Connection], RankProcess] = start_process,
+        end: Callable[[SpecbatchError], None] = end_process,
+        stuck_seconds: float = _STUCK_SECONDS,
+    ) -> None:
+        size = run.config.engine.tensor_parallel
+        self._folder = Path(tempfile.mkdtemp(prefix="specbatch-ranks-"))
+        self.meeting = self._folder / "meeting"
+        self._ranks: list[_Rank] = []
+        self._calls = _Calls()
+        self._finalizer = weakref.finalize(self, _end, self._ranks, self._folder, self._calls)
+        if run.on_cuda:
+            # The thread has no reference to this object, which ends the ranks when it is gone.
+            watched = (self._ranks, self._folder, self._calls, end, stuck_seconds)
+            threading.Thread(target=_watch, args=watched, daemon=True).start()
+        for number in range(1, size):
+            mine, theirs = Pipe()
+            self._ranks.append(_Rank(number, start(theirs), mine))
+            theirs.close()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: that is found next
+                # Not by `send`, which shares memory of tensors with processes that have this one's key.
+                mine.send_bytes(pickle.dumps(RankStart(run, number, str(self.meeting), os.getpid())))
+        for rank in self._ranks:
+            self._expect(rank, "started")
+
+    def wait_ready(self) -> None:
+        for rank in self._ranks:
+            self._expect(rank, "ready")
+
+    def send(self, *message: Any) -> None:
+        for rank in self._ranks:
+            try:
+                rank.connection.send(message)
+            except OSError:
+                raise self.failure() or _ended(rank.number, None, None) from None
+
+    def failure(self) -> ModelError | None:
+        """The error of a rank that has ended, if there is one."""
+        end = time.monotonic() + _NOTICE_SECONDS
+        while time.monotonic() < end:
+            for rank in self._ranks:
+                if _has_ended(rank.process):
+                    return _ended(rank.number, rank.process.poll(), _last_word(rank))
+            time.sleep(0.01)
+        return None
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """For what needs all ranks: where one of them has ended, it cannot succeed. Outside of it this process finds
+        that by its next message, and may do something else for as long as it likes. Blocks may be nested."""
+        before = self._calls.shared_since
+        self._calls.shared_since = time.monotonic() if before is None else before
+        try:
+            yield
+        finally:
+            self._calls.shared_since = before
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def _expect(self, rank: _Rank, word: str) -> None:
+        try:
+            message = rank.connection.recv()
+        except (EOFError, OSError):
+            raise self.failure() or _ended(rank.number, None, None) from None
+        if message != (word,):
+            raise _ended(rank.number, rank.process.poll(), message)
+
+
+def _last_word(rank: _Rank) -> Any:
+    try:
+        return rank.connection.recv() if rank.connection.poll() else None
+    except (EOFError, OSError):
+        return None
+
+
+def _ended(number: int, code: int | None, message: Any) -> ModelError:
+    """`message`: ("failed", message, hint) of a rank that could say why."""
+    if isinstance(message, tuple) and message[0] == "failed":
+        return ModelError(f"rank {number} of engine.tensor_parallel: {message[1]}", message[2])
+    how = "" if code is None else f" with exit code {code}" if code >= 0 else f" by signal {-code}"
+    return ModelError(
+        f"rank {number} of engine.tensor_parallel ended{how}",
+        "finished rows are kept: run the same command again to go on",
+    )
+
+
+def _has_ended(process: RankProcess) -> bool:
+    """Also where the process is ending: one that was killed is waited for until its GPU is free, which can last as long
+    as that GPU waits for this one."""
+    if process.poll() is not None:
+        return True
+    try:  # on Linux; field 9 is its flags
+        flags = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[6])
+    except (OSError, ValueError, IndexError):
+        return False
+    return bool(flags & _IS_EXITING)
+
+
+def _watch(
+    ranks: Sequence[_Rank], folder: Path, calls: _Calls, end: Callable[[SpecbatchError], None], stuck_seconds: float
+) -> None:
+    found = None
+    while not calls.is_closing.wait(_LOOK_SECONDS):
+        ended = next((rank for rank in list(ranks) if _has_ended(rank.process)), None)
+        if ended is None:
+            continue
+        now, since = time.monotonic(), calls.shared_since
+        found = now if found is None else found
+        if since is None or now - max(found, since) < stuck_seconds:
+            continue
+        error = _ended(ended.number, ended.process.poll(), _last_word(ended))
+        for rank in ranks:
+            rank.process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+        end(error)
+        return
+
+
+def _end(ranks: Sequence[_Rank], folder: Path, calls: _Calls) -> None:
+    calls.is_closing.set()
+    for rank in ranks:
+        rank.connection.close()
+    for rank in ranks:
+        try:
+            rank.process.wait(_END_SECONDS)
+        except (subprocess.TimeoutExpired, TimeoutError):
+            rank.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError):
+                rank.process.wait(_END_SECONDS)  # it may wait for this process's GPU
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class RankedEngine:
+    """The engine of rank 0, as a `types.BatchEngine`."""
+
+    def __init__(self, engine: Engine, others: OtherRanks, group: Group) -> None:
+        self._engine, self._others, self._group = engine, others, group
+        self._is_sound = True
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._engine.limits
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats
+
+    @property
+    def num_running(self) -> int:
+        return self._engine.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._engine.num_waiting
+
+    def tokens_so_far(self) -> dict[int, int]:
+        return self._engine.tokens_so_far()
+
+    def limit_length(self, tokens: int | None) -> int:
+        limit = self._engine.limit_length(tokens)
+        self._send("limit_length", tokens)
+        return limit
+
+    def submit(self, request: Request) -> None:
+        check = request.check_stop
+        assert request.matcher is None or request.matcher_spec is not None, "the other ranks could make no matcher"
+        self._engine.submit(request if check is None else replace(request, check_stop=self._sent(check)))
+        # A matcher belongs to a process: the other ranks make theirs.
+        self._send("submit", replace(request, check_stop=None, matcher=None), check is not None)
+
+    def step(self) -> list[Completion]:
+        self._is_sound = False  # until it returns
+        self._send("step", self._engine.stats.generated_tokens)
+        try:
+            with self._others.shared():
+                done = self._engine.step()
+        except RuntimeError as error:  # of Gloo, when the other side of a connection is gone
+            lost = self._others.failure()
+            if lost is None:
+                raise
+            self._ending_with(lost)
+            raise lost from error
+        self._is_sound = True
+        return done
+
+    def close(self) -> None:
+        """End the ranks, and close this one's part of the group. The others' processes give theirs back as they end.
+
+        After a step that failed, the group stays: the error's traceback can hold graphs, and the GPU can wait for a
+        rank that has ended."""
+        try:
+            if self._is_sound:
+                with self._others.shared():
+                    self._engine.release_graphs()  # closing waits for the last one
+                    self._group.close()
+        finally:
+            self._others.close()
+
+    def _send(self, *message: Any) -> None:
+        try:
+            with self._others.shared():  # a connection that nobody reads any more takes only so much
+                self._others.send(*message)
+        except ModelError as error:
+            self._ending_with(error)
+            raise
+
+    def _ending_with(self, lost: ModelError) -> None:
+        """A rank has ended, and this process's GPU may wait for it."""
+        self._is_sound = False
+        if self._group.device.type == "cuda":
+            end_without_gpu(lost)
+
+    def _sent(self, check: StopCheck) -> StopCheck:
+        """As `check`; the other ranks get each answer, in this order."""
+
+        def answer(tokens: Sequence[int], start: int, num_new: int) -> int | None:
+            keep = check(tokens, start, num_new)
+            self._send("stop", keep)
+            return keep
+
+        return answer
+
+
+def build_ranked(
+    run: ResolvedRun,
+    on_progress: Callable[[str], None] = lambda progress: None,
+    start: Callable[[Connection], RankProcess] = start_process,
+) -> RankedEngine:
+    """As `build_engine`, on `engine.tensor_parallel` ranks. They end with the engine, or with this process."""
+    size = run.config.engine.tensor_parallel
+    on_progress(f"starting {size - 1} more ranks")
+    others, is_built = OtherRanks(run, start), False
+    try:
+        with others.shared():
+            own, group = open_group(run, 0, str(others.meeting))
+            engine = build(own, on_progress, group).engine
+            is_built = True
+        others.wait_ready()
+    except BaseException as error:
+        lost = error if is_built and isinstance(error, ModelError) else None
+        if isinstance(error, RuntimeError):  # of Gloo or NCCL, when the other side of a connection is gone
+            lost = others.failure()
+        if lost is not None and run.on_cuda:
+            end_without_gpu(lost)
+        others.close()
+        if lost is None or lost is error:
+            raise
+        raise lost from error
+    return RankedEngine(engine, others, group)

@@ -1,0 +1,361 @@
+"""Decides a run: opens and checks the files, resolves every `auto`. No weights are read; see `build.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specbatch.attention.flashinfer import DTYPES as FLASHINFER_DTYPES
+from specbatch.cache.cascade_costs import CascadeCosts
+from specbatch.cache.prefix_groups import GroupLimits
+from specbatch.config import AttentionName, Config, SpeculationSection
+from specbatch.engine.executor import GraphMode
+from specbatch.engine.overlap.lanes import LaneLimits
+from specbatch.engine.prefill.models import PromptGraphMode
+from specbatch.errors import ConfigError, ModelError
+from specbatch.models.catalog import random_name
+from specbatch.models.checks import first_names
+from specbatch.models.config import ModelConfig
+from specbatch.models.download import resolve_model
+from specbatch.models.eagle_config import EagleKind
+from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
+from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
+from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
+from specbatch.models.linears.quantization import Quantization
+from specbatch.models.linears.sharded import part_of_head
+from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
+from specbatch.setup.cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
+from specbatch.setup.cascade import resolve_cascade
+from specbatch.setup.data import note_on_prompts, runs_prompts_as_chat
+from specbatch.setup.deterministic import bits_depend_on, check_deterministic, check_kv_dtype
+from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
+from specbatch.setup.kv_dtype import KV_DTYPE_NAMES, check_flashinfer, resolve_kv_dtype
+from specbatch.setup.lanes import Job as LaneJob
+from specbatch.setup.lanes import Mode as LaneMode
+from specbatch.setup.lanes import lane_limits, resolve_mode
+from specbatch.setup.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
+from specbatch.setup.model import (
+    quantization_name,
+    quantization_of_draft,
+    resolve_quantization,
+    saved_bytes,
+)
+from specbatch.setup.prefill import resolve_prompt_graphs
+from specbatch.setup.ranks.limits import part_of_a_rank
+from specbatch.setup.resolve_compile_ahead import resolve_compile_ahead
+from specbatch.setup.sampling import resolve_sampling
+from specbatch.setup.speculation import (
+    Speculation,
+    check_device_shape,
+    check_mask_size,
+    check_simulation,
+    low_acceptance,
+    resolve_speculation,
+)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What is decided for the options of `engine` that may be left open."""
+
+    attention: AttentionName
+    graphs: GraphMode
+    max_batch_size: int
+    page_size: int
+    prefill_chunk_tokens: int
+    memory_fraction: float
+    prompt_graphs: PromptGraphMode
+    compiles: bool  # pieces of prompts
+    lane_mode: LaneMode = "off"
+    lanes: LaneLimits | None = None  # where there can be two; None: nowhere
+    compiles_ahead: bool = False  # kernels, in threads
+    cascade: GroupLimits | None = None  # None: what requests share is read by each
+    left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run that can be built: files opened and checked, every `auto` decided. Weights are not read yet."""
+
+    config: Config
+    speculation: Speculation
+    target: Checkpoint
+    draft: Checkpoint | EagleCheckpoint | None
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype  # of cached keys and values
+    engine: EngineSettings
+    cache: CachePlan  # on a GPU an upper bound: the memory is measured when the engine is built
+    rows: Rows
+    # How the layers of the target, and of a draft model, are quantised when they are loaded.
+    quantization: Quantization | None
+    draft_quantization: Quantization | None
+    row_tokens: int | None  # longest row, where the user's engine.kv_cache_tokens, and not the model, limits it
+    description: dict[str, str]  # what the models are, for the statistics
+    low_acceptance: str | None  # what is likely wrong where drafts are hardly ever right; None: not worth a word
+    bits_depend_on: dict[str, str]  # in addition to what identifies the job anyway; of a deterministic run
+    notes: list[str] = field(default_factory=list)  # how each `auto` was decided
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def resolve(config: Config, progress: Callable[[str, int, int], None] | None = None) -> ResolvedRun:
+    """Decide every `auto` and check all that can be checked without reading weights.
+
+    Raises ConfigError or ModelError. Downloads the models where they are not there yet.
+    """
+    notes: list[str] = []
+    speculation = resolve_speculation(config.speculation, config.model.target, notes, config.engine.deterministic)
+    device = resolve_device(config.engine.device, notes)
+    dtype = resolve_dtype(config.model.dtype, device, notes)
+    engine = _resolve_engine(config, device, dtype, notes)
+    kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
+    if config.engine.deterministic:
+        check_kv_dtype(device, kv_dtype)
+    on_cuda = device.type == "cuda"
+    check_simulation(speculation, on_cuda)
+    if speculation.section.simulate_acceptance is not None:
+        notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
+    target, tokenizer = _open_model(config.model.target, dtype, device, progress)
+    config = replace(config, sampling=resolve_sampling(config, target, notes))
+    as_chat = runs_prompts_as_chat(config.data, tokenizer)
+    if config.data.prompts_as_chat is None:
+        notes.append(note_on_prompts(as_chat))
+    if target.path is None:
+        notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
+    if target.ignored:
+        notes.append(f"model.target: it has keys that specbatch ignores: {first_names(target.ignored, limit=20)}")
+    if (stretched := target.config.rope.stretching()) is not None:
+        notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
+    held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)
+    quantization = resolve_quantization(config, target, device, dtype, notes)
+    draft = _open_draft(speculation.section, target, tokenizer, dtype, device, progress)
+    if isinstance(draft, EagleCheckpoint):
+        notes += draft.notes
+        section = replace(speculation.section, aux_layers=draft.config.aux_layers or None)
+        speculation = replace(speculation, section=section)
+    draft_quantization = quantization_of_draft(draft, config, device)
+    shapes = speculation.shapes
+    topk = max((shape.topk for shape in shapes), default=1)
+    if topk > 1:
+        _check_topk(topk, draft)
+
+    if engine.attention == "flashinfer":
+        check_flashinfer(target.config, kv_dtype, target.kv_scales)
+        if isinstance(draft, EagleCheckpoint):
+            check_flashinfer(draft.config.decoder, kv_dtype)
+        elif draft is not None:
+            check_flashinfer(draft.config, kv_dtype, draft.kv_scales)
+    if kv_dtype == torch.float8_e4m3fn and target.kv_scales:
+        notes.append("engine.kv_dtype: keys and values have the checkpoint's scales")
+    if on_cuda:
+        for shape in shapes:
+            check_device_shape(shape)
+    lookahead = speculation.num_lookahead
+    given = config.engine.kv_cache_tokens
+    models = _cached_models(
+        held, draft, config.engine.tensor_parallel, is_packed=device.type == "cpu" and dtype == torch.float32
+    )
+    rows = Rows(
+        sum(model.bytes_per_token(kv_dtype) for model in models),
+        engine.page_size,
+        lookahead,
+        target.config.max_position_embeddings,
+        engine.max_batch_size,
+        spare_pages=1,
+    )
+    num_nodes = max((shape.num_draft_tokens for shape in shapes), default=1)
+    measured = (num_nodes, engine.prefill_chunk_tokens) if on_cuda else None
+    num_ranks, fraction = config.engine.tensor_parallel, engine.memory_fraction
+    saved = saved_bytes(quantization, held, device, dtype)
+    wanted = CacheRequest(models, rows, dtype, device, given, fraction, measured, num_ranks, saved)
+    # FlashInfer's masks grow with the batch, and rounds that are no graphs are bound by the host.
+    if engine.attention == "triton" and "max_batch_size" in engine.left_open:
+        wanted = with_default_batch(wanted, config.sampling.max_tokens, notes)
+        engine = replace(engine, max_batch_size=wanted.rows.max_batch_size)
+    cache = resolve_cache(wanted, notes)
+    max_length = cache.capacity
+    heads = target.config
+    costs = CascadeCosts(heads.num_heads, heads.head_dim, 2 * heads.num_kv_heads * heads.head_dim * kv_dtype.itemsize)
+    limits = resolve_cascade(
+        config.engine, engine.attention, costs, heads.sliding_windows, num_nodes, engine.max_batch_size, notes
+    )
+    target_bytes = models[0].num_parameters() * dtype.itemsize
+    job = LaneJob(engine.max_batch_size, num_nodes, target_bytes, has_groups=limits is not None)
+    engine = replace(engine, cascade=limits, lanes=lane_limits(engine.lane_mode, num_ranks, device, job, notes))
+    if engine.attention == "flashinfer":
+        for shape in shapes:
+            check_mask_size(shape, engine.max_batch_size, max_length + lookahead + engine.page_size)
+    resolved = replace(
+        config,
+        model=replace(
+            config.model,
+            dtype=DTYPE_NAMES[dtype],
+            quantization=quantization_name(config, quantization, draft_quantization),
+        ),
+        speculation=speculation.section,
+        engine=replace(
+            config.engine,
+            device=str(device),
+            attention=engine.attention,
+            cuda_graphs=engine.graphs,
+            max_batch_size=engine.max_batch_size,
+            page_size=engine.page_size,
+            kv_dtype=KV_DTYPE_NAMES[kv_dtype],
+            # On a GPU it is known when the engine is built.
+            kv_cache_tokens=given if given is not None or on_cuda else cache.num_pages * engine.page_size,
+            memory_fraction=engine.memory_fraction,
+            cascade_attention="off" if engine.cascade is None else "on",
+            prefill_chunk_tokens=engine.prefill_chunk_tokens,
+            two_batch_overlap="off" if engine.lanes is None else engine.lane_mode,
+        ),
+        prefill=replace(config.prefill, graphs=engine.prompt_graphs),
+        data=replace(config.data, prompts_as_chat=as_chat),
+    )
+    description = {"target": f"{config.model.target} ({target.config.model_type}, {target.description})"}
+    if draft is not None:
+        ref = speculation.section.draft
+        description["draft"] = f"{ref} ({speculation.method}{_random_weights(ref)})"
+    return ResolvedRun(
+        resolved,
+        speculation,
+        target,
+        draft,
+        tokenizer,
+        device,
+        dtype,
+        kv_dtype,
+        engine,
+        cache,
+        wanted.rows,
+        quantization,
+        draft_quantization,
+        max_length if given is not None and max_length < rows.max_positions else None,
+        description,
+        low_acceptance(speculation.section, draft),
+        bits_depend_on(device) if config.engine.deterministic else {},
+        notes,
+    )
+
+
+def _cached_models(
+    target: ModelConfig, draft: Checkpoint | EagleCheckpoint | None, num_ranks: int, is_packed: bool
+) -> list[CachedModel]:
+    """Roughly what a rank holds. `target`: the first one's part."""
+    models = [CachedModel.whole(target, is_packed)]
+    if isinstance(draft, EagleCheckpoint):
+        part = part_of_head(draft.config.decoder, 0, num_ranks) or draft.config.decoder
+        models.append(CachedModel(part, 1, draft.config.draft_vocab_size))
+    elif draft is not None:
+        models.append(CachedModel.whole(draft.config, is_packed))
+    return models
+
+
+def _open_model(
+    ref: str, dtype: torch.dtype, device: torch.device, progress: Callable[[str, int, int], None] | None
+) -> tuple[Checkpoint, PreTrainedTokenizerBase]:
+    if random_name(ref) is not None:
+        model = open_random_model(ref, dtype, device)
+        return model, byte_tokenizer(model.config.vocab_size, model.config.eos_token_ids)
+    path = resolve_model(ref, progress=progress)
+    return open_checkpoint(path), load_tokenizer(path)
+
+
+def _random_weights(ref: str | None) -> str:
+    return f", {RANDOM_WEIGHTS}" if random_name(ref) is not None else ""
+
+
+def _open_draft(
+    speculation: SpeculationSection,
+    target: Checkpoint,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str, int, int], None] | None,
+) -> Checkpoint | EagleCheckpoint | None:
+    if speculation.draft is None:
+        return None
+    if speculation.method == "draft_model":
+        draft, own_tokenizer = _open_model(speculation.draft, dtype, device, progress)
+        difference = describe_tokenizer_difference(tokenizer, own_tokenizer)
+        if difference is not None:
+            raise ModelError(
+                f"the draft model's tokenizer is not the target's: {difference}",
+                hint="a draft model must come from the target's family; otherwise use method: ngram",
+            )
+        return draft
+    kind: EagleKind = "eagle" if speculation.method == "eagle" else "eagle3"
+    if random_name(speculation.draft) is not None:
+        return open_random_eagle_head(speculation.draft, kind, target.config, dtype, device, speculation.aux_layers)
+    return open_eagle_head(resolve_model(speculation.draft, progress=progress), kind, target, speculation.aux_layers)
+
+
+def _resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, notes: list[str]) -> EngineSettings:
+    """Decide what is left open, all but the size of the cache."""
+    section, on_cuda = config.engine, device.type == "cuda"
+    has_triton = importlib.util.find_spec("triton") is not None
+    attention, graphs = section.attention, section.cuda_graphs
+    if attention in ("triton", "flashinfer") and on_cuda and not has_triton:
+        raise ConfigError(
+            f"engine.attention: {attention} needs the package triton, which is not installed",
+            hint="pip install triton (CUDA builds of torch bring it along), or use engine.attention: torch",
+        )
+    if attention == "flashinfer" and (not on_cuda or dtype not in FLASHINFER_DTYPES):
+        raise ConfigError(
+            f"engine.attention: flashinfer needs a CUDA device and bfloat16 or float16, not {device} and "
+            f"{DTYPE_NAMES[dtype]}",
+            hint=f"use engine.attention: {'triton' if on_cuda and dtype != torch.float64 else 'torch'}",
+        )
+    if attention == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(
+            "engine.attention: flashinfer needs the package flashinfer-python, which is not installed",
+            hint="pip install 'specbatch[gpu]', or use engine.attention: triton",
+        )
+    if attention == "triton" and (not on_cuda or dtype == torch.float64):
+        raise ConfigError(
+            f"engine.attention: triton needs a CUDA device and at most 32 bits, not {device} and {DTYPE_NAMES[dtype]}",
+            hint="use engine.attention: torch",
+        )
+    if attention == "auto":
+        attention = "triton" if on_cuda and has_triton and dtype != torch.float64 else "torch"
+        why = "it needs no further package and has no limits of geometry" if attention == "triton" else "the exact one"
+        notes.append(f"engine.attention: {attention} ({why})")
+    if attention == "torch" and graphs == "round":
+        raise ConfigError(
+            f"engine.cuda_graphs: {graphs} needs engine.attention triton or flashinfer; torch plans on the host",
+            hint="leave engine.cuda_graphs out, or set it to none",
+        )
+    if section.deterministic:
+        check_deterministic(device, dtype, attention)
+    page, chunk = (64, 8192) if on_cuda else (16, 512)
+    graph_mode: GraphMode = graphs if graphs != "auto" else "round" if attention != "torch" else "none"
+    return EngineSettings(
+        attention,
+        graph_mode,
+        section.max_batch_size or DEFAULT_BATCH[device.type],
+        section.page_size or page,
+        section.prefill_chunk_tokens or chunk,
+        section.memory_fraction or MEMORY_FRACTION[device.type],
+        resolve_prompt_graphs(config.prefill.graphs, section, on_cuda, attention, graph_mode),
+        section.compile == "auto",
+        resolve_mode(section, device, attention, notes),
+        compiles_ahead=resolve_compile_ahead(section, device, attention),
+        left_open=frozenset(
+            name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None
+        ),
+    )
+
+
+def _check_topk(topk: int, draft: Checkpoint | EagleCheckpoint | None) -> None:
+    if draft is None:  # a host method: its trees have tokens of the target's vocabulary
+        return
+    width = draft.config.draft_vocab_size if isinstance(draft, EagleCheckpoint) else draft.config.vocab_size
+    if topk > width:
+        raise ConfigError(f"speculation.topk is {topk}, but the draft's vocabulary has only {width} tokens")

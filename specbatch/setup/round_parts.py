@@ -1,0 +1,103 @@
+"""Makes the rounds of a schedule, with the tables and caches that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from specbatch.cache.pages import KVCache
+from specbatch.cache.prefix_groups import GroupLimits
+from specbatch.cache.request_table import RequestTable
+from specbatch.draft.method import DraftMethod
+from specbatch.draft.schedule import ByBatch
+from specbatch.engine.overlap.lanes import LaneLimits, LaneSizes
+from specbatch.engine.overlap.two_lanes import TwoLanes
+from specbatch.engine.round import Round
+from specbatch.kernels import ops_for
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Decoder
+from specbatch.models.stages import TwoPasses
+from specbatch.parallel.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """The round of each draft shape."""
+
+    items: ByBatch[Round]
+    caches: list[KVCache]  # of the target and the draft network
+    lanes: LaneSizes | None = None  # None: rounds have one lane
+
+    def with_two_lanes(self, two_lanes: TwoLanes | None) -> Rounds:
+        return replace(self, items=self.items.map(lambda round_: round_.with_two_lanes(two_lanes)))
+
+    def resize_caches(self, num_slots: int) -> None:
+        for cache in self.caches:
+            cache.resize(num_slots)
+
+
+@dataclass(frozen=True)
+class RoundParts:
+    """What rounds are made of. `methods`: of one draft network or of none. `simulate`, `fixed_shapes`: see `Round`.
+    `group`: of ranks that share the target. `first_part`: sizes of what the first of them holds.
+    `lanes`: where there can be two of them; None: nowhere. `cascade`: see `RequestTable`; rounds with two lanes have
+    none."""
+
+    target: Decoder
+    methods: ByBatch[DraftMethod]
+    kv_dtype: torch.dtype
+    page_size: int
+    eos_token_ids: tuple[int, ...]
+    simulate: float | None = None
+    fixed_shapes: bool | None = None
+    lanes: LaneLimits | None = None
+    cascade: GroupLimits | None = None
+    group: Group | None = None
+    first_part: ModelConfig | None = None
+
+    @property
+    def largest_part(self) -> ModelConfig:
+        """All ranks decide by it, not by their own part of the target."""
+        return self.first_part or self.target.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @property
+    def num_lookahead(self) -> int:
+        return max(method.num_lookahead for method in self.methods.items)
+
+    def make(self, max_batch_size: int, max_length: int, num_slots: int) -> Rounds:
+        """`max_length`: of the longest row. `num_slots`: of the caches, of which the last page is spare."""
+        net, methods, dtype = self.methods.items[0].net, self.methods.items, self.target.embedding_VE.dtype
+        least = None if self.lanes is None else self.lanes.requests
+        assert least is None or self.cascade is None, "groups are of one lane"
+        table = RequestTable(
+            max_batch_size,
+            -(-(max_length + self.num_lookahead) // self.page_size),
+            max_length + 1,
+            self.target.config.hidden_size if net is None else net.feature_size,
+            any(method.reads_tokens for method in methods),
+            dtype,
+            self.device,
+            max(method.num_host_columns for method in methods),
+            self.cascade,
+        )
+        ops, cache = ops_for(self.device, dtype), self.target.new_cache(num_slots, self.kv_dtype)
+        sizes = None if least is None else LaneSizes.up_to(max_batch_size, least)
+        two_lanes = None
+        if self.lanes is not None:
+            passes = TwoPasses(self.device, self.group)
+            two_lanes = TwoLanes(self.target, cache, passes, self.lanes.prompt_tokens)
+        if net is not None:
+            net.cache.resize(num_slots)
+
+        def make(method: DraftMethod) -> Round:
+            return Round(
+                self.target, cache, method, table, self.page_size, self.eos_token_ids, ops, self.simulate,
+                self.fixed_shapes, two_lanes,
+            )  # fmt: skip
+
+        return Rounds(self.methods.map(make), [cache] if net is None else [cache, net.cache], sizes)

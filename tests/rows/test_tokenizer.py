@@ -1,0 +1,118 @@
+"""Stop strings, chat templates and detokenisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from specbatch.config import DataSection
+from specbatch.counts import SpeculationCounts
+from specbatch.errors import ConfigError, RowError
+from specbatch.rows.parser import Prompt
+from specbatch.rows.tokenizer import TextProcessor
+from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams
+from tests.stub_engine import EOS, StubTokenizer
+
+LIMITS = EngineLimits(100, 300)
+ALPHABET = "ab né😀"
+RAW = DataSection(prompts_as_chat=False)
+
+
+def decode(ids: Sequence[int]) -> str:
+    return StubTokenizer().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "stop", "text"),
+    [
+        ([*b"hello", EOS], FinishReason.STOP, (), "hello"),
+        (list(b"hello"), FinishReason.STOP, (), "hell"),  # a stop token without a special meaning
+        (list(b"hello"), FinishReason.LENGTH, (), "hello"),
+        (list(b"hello wor"), FinishReason.STOP, ("wo", "wor"), "hello "),
+        ([*b"abc", EOS], FinishReason.STOP, ("x",), "abc"),
+        (list(b"a\xc3"), FinishReason.LENGTH, (), "a\ufffd"),
+    ],
+)
+def test_final_text(tokens: list[int], reason: FinishReason, stop: tuple[str, ...], text: str) -> None:
+    processor = TextProcessor(StubTokenizer(), DataSection())
+    completion = Completion(0, tokens, reason, None, SpeculationCounts())
+    assert processor.final_text(completion, SamplingParams(stop=stop)) == text
+
+
+def encode(data: DataSection, asked: Prompt, template: str | None = "stub") -> str:
+    tokenizer = StubTokenizer()
+    tokenizer.chat_template = template
+    ids = TextProcessor(tokenizer, data).encode(asked, LIMITS)
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def prompt(kind: str, content: object, raw: bool = False, **params: object) -> Prompt:
+    return Prompt(kind, content, SamplingParams(**params), False, raw)  # type: ignore[arg-type]
+
+
+def test_special_tokens_are_added_once() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert encode(RAW, prompt("prompt", "hi")) == "<s>hi"
+    assert encode(DataSection(), prompt("messages", messages)) == "<user>hi<assistant>"  # the template's business
+    assert encode(DataSection(prompts_as_chat=True), prompt("prompt", "hi")) == "<user>hi<assistant>"
+    assert encode(DataSection(prompts_as_chat=True), prompt("prompt", "hi", raw=True)) == "<s>hi"
+
+
+def test_templates_that_print_the_date_print_the_same_one_every_day() -> None:
+    assert encode(DataSection(chat_template="date"), prompt("messages", [])) == "26 Jul 2024"
+
+
+def test_text_with_tokens_past_the_embedding_is_an_error_of_its_row() -> None:
+    with pytest.raises(RowError) as caught:
+        TextProcessor(StubTokenizer(), DataSection()).encode(prompt("prompt", "hi"), EngineLimits(100, 90))
+    assert caught.value.type == "invalid_type"
+
+
+def test_system_prompt_goes_before_messages_without_one() -> None:
+    data = DataSection(system_prompt="S", prompts_as_chat=True)
+    own = [{"role": "system", "content": "T"}, {"role": "user", "content": "hi"}]
+    assert encode(data, prompt("prompt", "hi")) == "<system>S<user>hi<assistant>"
+    assert encode(data, prompt("messages", own[1:])) == "<system>S<user>hi<assistant>"
+    assert encode(data, prompt("messages", own)) == "<system>T<user>hi<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("bad", "type"),
+    [
+        (prompt("prompt", ""), "empty_prompt"),
+        (prompt("token_ids", []), "empty_prompt"),
+        (prompt("token_ids", [300]), "invalid_type"),
+        (prompt("token_ids", [1], stop_token_ids=(300,)), "invalid_type"),
+        (prompt("prompt", "a\ud800b"), "invalid_text"),
+        (prompt("messages", [{"role": "user", "content": "\udfff"}]), "invalid_text"),
+        (prompt("messages", [{"role": "refused", "content": "x"}]), "chat_template_error"),
+        (prompt("prompt", "x" * 100), "prompt_too_long"),
+    ],
+)
+def test_rows_that_cannot_be_encoded(bad: Prompt, type: str) -> None:
+    with pytest.raises(RowError) as caught:
+        encode(RAW, bad)
+    assert caught.value.type == type
+    if type == "prompt_too_long":
+        assert "101" in caught.value.message
+        assert "100" in caught.value.message
+
+
+def test_longest_prompt_fits() -> None:
+    assert len(encode(RAW, prompt("prompt", "x" * 99))) == 99 + len("<s>")
+
+
+def test_models_without_a_chat_template() -> None:
+    with pytest.raises(RowError) as caught:
+        encode(DataSection(), prompt("messages", [{"role": "user", "content": "x"}]), template=None)
+    assert caught.value.type == "no_chat_template"
+    assert encode(DataSection(), prompt("prompt", "x"), template=None) == "<s>x"
+    with pytest.raises(ConfigError, match="prompts_as_chat"):
+        encode(DataSection(prompts_as_chat=True), prompt("prompt", "x"), template=None)
+
+
+def test_prompts_run_as_chat_where_there_is_a_template() -> None:
+    assert encode(DataSection(), prompt("prompt", "hi")) == "<user>hi<assistant>"
+    assert encode(DataSection(chat_template="stub"), prompt("prompt", "hi"), template=None) == "<user>hi<assistant>"
+    assert encode(DataSection(), prompt("prompt", "hi", raw=True)) == "<s>hi"

@@ -1,0 +1,44 @@
+"""Where kernels are compiled ahead, and what becomes of a failure. What is compiled: `tests/kernels`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbatch.config_load import load_config
+from specbatch.setup.compile_ahead import compile_kernels
+from specbatch.setup.resolve_compile_ahead import resolve_compile_ahead
+from specbatch.setup.round_parts import RoundParts
+from tests.tiny_models import as_schedule, tiny_config, tiny_decoder
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("sets", "device", "attention", "expected"),
+    [
+        ([], CUDA, "triton", True),
+        ([], CPU, "torch", False),
+        ([], CUDA, "flashinfer", False),
+        (["engine.two_batch_overlap=on"], CUDA, "triton", True),
+        (["engine.deterministic=true"], CUDA, "triton", False),
+        (["engine.tensor_parallel=2"], CUDA, "triton", True),
+    ],
+)
+def test_where_kernels_are_compiled_ahead(
+    sets: list[str], device: torch.device, attention: str, expected: bool
+) -> None:
+    section = load_config(None, sets).engine
+    assert resolve_compile_ahead(section, device, attention) == expected
+
+
+def test_a_failure_is_a_note() -> None:
+    """The engine of a CPU reads numbers on the host, and fake tensors have none."""
+    pytest.importorskip("triton")
+    from specbatch.draft.none import NoDraft
+
+    target = tiny_decoder(tiny_config(), torch.float32)
+    parts = RoundParts(target, as_schedule(None).map(lambda shape: NoDraft()), torch.float32, 4, (1,))
+    note = compile_kernels(parts, 4, 64, 100, "a run")
+    assert note.startswith("engine: kernels were not compiled ahead (DataDependentOutputException: "), note
+    assert type(torch.zeros(1)) is torch.Tensor

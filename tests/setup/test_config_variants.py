@@ -1,0 +1,190 @@
+"""Each key of a config.json: the logits are those of transformers, or the key is refused by name. Prompts are longer
+than the sliding windows and than the lengths that rope scaling begins at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specbatch.errors import ModelError
+from specbatch.models.formats.checkpoint import open_checkpoint
+from specbatch.setup.build import build_decoder
+from tests.engine.test_parity import piecewise_logits
+from tests.tiny_checkpoint import random_state
+
+LENGTH = 70
+BASE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+    "eos_token_id": 1,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+TYPES = [FULL, SLIDING, FULL]
+WINDOW = {"sliding_window": 9, "head_dim": 8}  # transformers' Ministral cannot do without head_dim
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+
+# Family, changes of config.json (`...`: the key is left out), and words of the error; none: it is equal.
+VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "mistral-layer-types": ("mistral", {**WINDOW, "layer_types": TYPES}, ()),
+    "mistral-all-full": ("mistral", {**WINDOW, "layer_types": [FULL] * 3}, ()),
+    "mistral-all-sliding": ("mistral", {**WINDOW, "layer_types": [SLIDING] * 3}, ()),
+    "mistral-window": ("mistral", {"sliding_window": 9}, ()),
+    "mistral-window-1": ("mistral", {"sliding_window": 1}, ()),
+    "mistral-no-window": ("mistral", {"sliding_window": None}, ()),
+    "mistral-types-without-window": (
+        "mistral", {"sliding_window": None, "layer_types": TYPES}, ("layer_types", "sliding_window is null")
+    ),
+    "mistral-window-off": ("mistral", {"sliding_window": 9, "use_sliding_window": False}, ("use_sliding_window", "9")),
+    "mistral-chunked": (
+        "mistral", {"sliding_window": 9, "layer_types": ["chunked_attention"] * 3}, ("chunked_attention",)
+    ),
+    "mistral-head-dim": ("mistral", {"head_dim": 20, "sliding_window": None}, ()),
+    "mistral-attention-bias": ("mistral", {"attention_bias": True}, ("attention_bias", "mistral")),
+    "qwen2-layer-types": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]}, ()
+    ),
+    "qwen2-max-window-layers": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}, ()),
+    "qwen2-window-off": ("qwen2", {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 0}, ()),
+    "qwen2-types-window-off": (
+        "qwen2", {"use_sliding_window": False, "sliding_window": 9, "layer_types": TYPES}, ("use_sliding_window",)
+    ),
+    "qwen2-no-kv-heads": ("qwen2", {"num_key_value_heads": None}, ()),
+    "qwen3-layer-types": (
+        "qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "layer_types": TYPES}, ()
+    ),
+    "qwen3-bias": ("qwen3", {"head_dim": 16, "attention_bias": True}, ()),
+    "llama-sliding-window": ("llama", {"sliding_window": 9}, ()),  # transformers' class does not have it: noted
+    "llama-layer-types": ("llama", {"sliding_window": 9, "layer_types": TYPES}, ("layer_types", "llama")),
+    "llama-full-types": ("llama", {"layer_types": [FULL] * 3}, ()),
+    "attention-bias": ("llama", {"attention_bias": True}, ()),
+    "mlp-bias": ("llama", {"mlp_bias": True}, ()),
+    "head-dim": ("llama", {"head_dim": 12}, ()),
+    "kv-heads-left-out": ("llama", {"num_key_value_heads": ...}, ()),
+    "kv-heads-1": ("llama", {"num_key_value_heads": 1}, ()),
+    "tied": ("llama", {"tie_word_embeddings": True}, ()),
+    "rms-eps": ("llama", {"rms_norm_eps": 0.1}, ()),
+    "rms-eps-left-out": ("llama", {"rms_norm_eps": ...}, ()),
+    "rope-theta-left-out": ("llama", {"rope_theta": ...}, ()),
+    "swish": ("llama", {"hidden_act": "swish"}, ()),
+    "gelu": ("llama", {"hidden_act": "gelu"}, ("hidden_act", "gelu")),
+    "relu2": ("llama", {"hidden_act": "relu2"}, ("hidden_act",)),
+    "hidden-activation": ("llama", {"hidden_activation": "gelu_pytorch_tanh"}, ("hidden_activation",)),
+    "no-cache": ("llama", {"use_cache": False}, ()),
+    "torch-dtype": ("llama", {"torch_dtype": "float16"}, ()),
+    "dtype": ("llama", {"dtype": "bfloat16"}, ()),
+    "pretraining-tp": ("llama", {"pretraining_tp": 2}, ()),
+    "linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}, ()),
+    "llama3": ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, ()),
+    "yarn": ("llama", {"rope_scaling": {"rope_type": "yarn", **YARN}}, ()),
+    "yarn-max-position": (
+        "llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 16}, ()
+    ),
+    "yarn-mscale": ("llama", {"rope_scaling": {"type": "yarn", **YARN, "mscale": 0.7, "mscale_all_dim": 0.3}}, ()),
+    "rope-parameters": (
+        "llama", {"rope_theta": ..., "rope_parameters": {"rope_type": "yarn", "rope_theta": 300.0, **YARN}}, ()
+    ),
+    "rope-parameters-and-theta": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, ()),
+    "both-ropes": (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "yarn", **YARN}},
+        (),
+    ),
+    "both-types": ("llama", {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}}, ()),
+    "default-rope-with-factor": ("llama", {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, ()),  # noted
+    "dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("dynamic",)),
+    "longrope": (
+        "llama",
+        {"rope_scaling": {"type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "factor": 2.0}},
+        ("longrope",),
+    ),
+    "proportional": ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 9.0}}, ("proportional",)),
+    "nested-rope": (
+        "mistral", {"rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 9.0}}}, ("full_attention",)
+    ),
+    "partial-rotary": ("llama", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
+    "partial-rotary-in-rope": (
+        "llama", {"rope_parameters": {"rope_theta": 9.0, "partial_rotary_factor": 0.5}}, ("partial_rotary_factor",)
+    ),
+    "not-causal": ("llama", {"is_causal": False}, ("is_causal",)),
+    "causal": ("llama", {"is_causal": True}, ()),
+    "per-layer": ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, ("per_layer_config",)),
+    "attn-softcap": ("llama", {"attn_logit_softcapping": 5.0}, ("attn_logit_softcapping",)),
+    "no-softcap": ("llama", {"attn_logit_softcapping": None, "final_logit_softcapping": None}, ()),
+    "final-softcap": ("llama", {"final_logit_softcapping": 5.0}, ("final_logit_softcapping",)),
+    "attention-multiplier": ("llama", {"attention_multiplier": 0.5}, ("attention_multiplier",)),
+    "logit-scale": ("llama", {"logit_scale": 0.25}, ("logit_scale",)),
+    "logits-scaling": ("llama", {"logits_scaling": 8.0}, ("logits_scaling",)),
+    "residual-multiplier": ("llama", {"residual_multiplier": 0.5}, ("residual_multiplier",)),
+    "embedding-multiplier": ("llama", {"embedding_multiplier": 12}, ("embedding_multiplier",)),
+    "qk-norm": ("llama", {"use_qk_norm": True}, ("use_qk_norm",)),
+    "experts": ("llama", {"num_local_experts": 8}, ("num_local_experts",)),
+    "vision": ("llama", {"vision_config": {"hidden_size": 8}}, ("vision_config",)),
+    "qwen2-mlp-bias": ("qwen2", {"mlp_bias": True}, ("mlp_bias", "qwen2")),
+}  # fmt: skip
+# A default run has one of each kind.
+NOT_WIDE = {
+    *("mistral-layer-types", "mistral-types-without-window", "mistral-window-off", "qwen2-types-window-off"),
+    *("llama-layer-types", "not-causal", "per-layer", "attn-softcap", "logit-scale", "experts", "both-ropes"),
+}
+
+
+def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
+    raw = {"model_type": family, **BASE, **changes}
+    return {key: value for key, value in raw.items() if value is not ...}
+
+
+def write(folder: Path, raw: dict[str, Any], state: dict[str, Tensor]) -> None:
+    tied = raw.get("tie_word_embeddings") and "lm_head.weight"
+    save_file({name: t.contiguous() for name, t in state.items() if name != tied}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in NOT_WIDE else pytest.param(name, marks=pytest.mark.wide) for name in VARIANTS]
+)
+def test_a_variant_is_equal_or_refused(name: str, tmp_path: Path) -> None:
+    family, changes, words = VARIANTS[name]
+    raw = config_of(family, changes)
+    if words:
+        plain = config_of(family, {key: BASE.get(key, ...) for key in changes})
+        write(tmp_path, plain, random_state(plain))
+        open_checkpoint(tmp_path)
+        write(tmp_path, raw, random_state(plain))
+        with pytest.raises(ModelError) as caught:
+            open_checkpoint(tmp_path)
+        assert all(word in caught.value.message for word in words), caught.value.message
+        return
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float64).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():  # norms of 1 and biases of 0 would hide mistakes
+            centre = 1.0 if "norm" in key else 0.0
+            parameter.copy_(centre + torch.randn_like(parameter) * 0.3)
+    write(tmp_path, raw, model.state_dict())
+    tokens = torch.randint(0, 97, (LENGTH,)).tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+        found = open_checkpoint(tmp_path)
+        decoder = build_decoder(found.config, found.tensors, LENGTH, torch.float64, torch.device("cpu"))
+        assert expected.std() > 0.3, "logits too flat to compare"
+        for pieces in ([LENGTH], [33] + [1] * 37):
+            ours = piecewise_logits(decoder, tokens, pieces, torch.float64)
+            # transformers' rotary angles and norms are in float32
+            assert float((ours - expected).abs().max()) < 1e-4
+            assert torch.equal(ours.argmax(-1), expected.argmax(-1))
