@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # commands that run no rows do without numpy
     import numpy as np
     from numpy.typing import NDArray
 
+LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; the value is OpenAI's
+
 
 class TokenLogprob(NamedTuple):
     """Natural-log probabilities under the target model: of its raw logits, before edits, temperature and filters."""

@@ -21,7 +21,8 @@ import specbatch
 from tests.gpu_memory import memory_for
 from tests.tiny_checkpoint import write_checkpoint
 
-_MANY_VARIANTS = {"attention", "cli", "draft", "engine", "graphs", "job", "kernels", "models", "tune"}  # folders
+_MANY_VARIANTS = {"attention", "cli", "draft", "engine", "files", "graphs", "job", "kernels", "models"}  # folders
+_MANY_VARIANTS |= {"results", "rows", "schemas", "setup", "text", "tune"}
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

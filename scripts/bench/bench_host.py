@@ -26,9 +26,10 @@ from specbatch.engine.logprobs import LogprobLayout, Logprobs, num_top_of, read_
 from specbatch.engine.reports import Report, read_report
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download
-from specbatch.job.runner import Finished
+from specbatch.results.finished import Finished
 from specbatch.results.logprob_json import LogprobJson
-from specbatch.results.results_format import RowInfo, choice_of, result_line
+from specbatch.results.results_format import choice_of, result_line
+from specbatch.rows.row import RowInfo
 from specbatch.text.chat_output import Answer
 from specbatch.text.token_pieces import TokenPieces
 from specbatch.types import Completion, EngineLimits, FinishReason, Request, RngKey, SamplingParams

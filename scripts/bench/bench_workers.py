@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `tests`
 from specbatch.config import Config
 from specbatch.config_load import load_config
 from specbatch.job.pool import LocalPool, WorkerPool
-from specbatch.job.runner import Finished, FinishedRow
 from specbatch.job.worker import Runtime, Worker
+from specbatch.results.finished import Finished, FinishedRow
 from specbatch.results.stats import commit, device_name
 from specbatch.rows.sources import RawRow
 from tests import stub_engine

@@ -3,11 +3,11 @@
     python scripts/bench/profile_round.py --batch 64 --trace trace.json --set engine.two_batch_overlap=on
     python scripts/bench/trace_timeline.py trace.json -o rounds.png --from-ms 2 --ms 10
 
-A line for the phases of a round and one for each lane, as the engine has named them (specbatch/kernels/trace_marks.py), and one for
-each stream of a GPU, with its kernels by kind. A CUDA graph that is replayed has no names of phases and lanes: its
-lanes are its streams. Prints for each line how long it was busy and idle, and how much of the communication ran while
-another line computed. On a CPU the communication is in threads without names: there the time is shown in which a lane
-waits for it. Needs matplotlib: pip install 'specbatch[plots]'.
+A line for the phases of a round and one for each lane, as the engine has named them
+(specbatch/kernels/trace_marks.py), and one for each stream of a GPU, with its kernels by kind. A CUDA graph that is
+replayed has no names of phases and lanes: its lanes are its streams. Prints for each line how long it was busy and
+idle, and how much of the communication ran while another line computed. On a CPU the communication is in threads
+without names: there the time is shown in which a lane waits for it. Needs matplotlib: pip install 'specbatch[plots]'.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     from drafttrain.prompts import read_lines
 
     from specbatch.config_load import load_config
-    from specbatch.rows.parser import Prompt
+    from specbatch.rows.row import Prompt
     from specbatch.rows.tokenizer import TextProcessor
     from specbatch.setup.resolve import resolve
     from specbatch.types import EngineLimits, SamplingParams

@@ -4,8 +4,8 @@ An OpenMP barrier ends when its slowest thread arrives. On a busy core that thre
 spin. One thread for each core that is free avoids both. So the number of threads follows what other processes leave:
 down at once, up after a few quiet seconds.
 
-Only numbers of threads that give the same bits are used: `models/linears/packed.py` checks the matrix products, `agreeing` the
-attention. What the user set (OMP_NUM_THREADS, MKL_NUM_THREADS) is never changed.
+Only numbers of threads that give the same bits are used: `models/linears/packed.py` checks the matrix
+products, `agreeing` the attention. What the user set (OMP_NUM_THREADS, MKL_NUM_THREADS) is never changed.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 """
 
 # No `from __future__ import annotations`: Python 3.11 would then take each field for a required one.
+import json
+import re
 from typing import Any, Literal, NotRequired, TypedDict
 
 Finish = Literal["stop", "length", "tool_calls", "error"]
@@ -80,3 +82,33 @@ class BatchLine(TypedDict):
     custom_id: Any
     response: dict[str, Any] | None
     error: Failure | None
+
+
+BATCH_ID = "batch_req_"  # before the row index, in the id of an OpenAI Batch result
+
+
+def index_of(line: dict[str, Any]) -> int:
+    """The row index of a result line. Raises LookupError, ValueError, TypeError or AttributeError for other lines."""
+    if "index" in line:
+        index = line["index"]
+    elif line["id"].startswith(BATCH_ID):
+        index = int(line["id"].removeprefix(BATCH_ID))
+    else:
+        raise ValueError(line["id"])
+    if type(index) is not int or index < 0:
+        raise TypeError(index)
+    return index
+
+
+# The first keys of a line, if its id is not an object or a list.
+_BEGIN = re.compile(
+    rb'''\{"id": (?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\w.+-]++), "index": ([0-9]++), "'''
+    rb"""|\{"id": "batch_req_([0-9]++)", "custom_id": """
+)
+
+
+def line_index(line: bytes) -> int:
+    """`index_of` an encoded line. It reads the beginning only, if that is enough. Raises LookupError, ValueError,
+    TypeError, AttributeError or RecursionError for other lines."""
+    found = _BEGIN.match(line)
+    return index_of(json.loads(line)) if found is None else int(found[1] or found[2])

@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specbatch.files.jsonl import encode_line
-from specbatch.files.line_types import BatchLine, NativeLine
-from specbatch.results.results_format import index_of
+from specbatch.files.line_types import BatchLine, NativeLine, index_of
 
 _REST = "other"  # JSON text of fields that have no column: none today
 _MARK = {b"specbatch": b"results"}

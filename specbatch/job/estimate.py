@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from specbatch.counts import EngineStats
 from specbatch.errors import InputError, RowError
 from specbatch.job.row_queue import RowPreparer
-from specbatch.job.runner import Finished, RowRunner
+from specbatch.job.runner import RowRunner
+from specbatch.results.finished import Finished
 from specbatch.rows.sources import RawRow, Source
 from specbatch.types import EngineLimits
 

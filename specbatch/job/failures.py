@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from specbatch.errors import InputError, TooManyFailed
-from specbatch.job.runner import Finished
+from specbatch.results.finished import Finished
 from specbatch.results.stats import RowTotals
 
 FIRST_ROWS = 100  # if all of these fail, so will most others

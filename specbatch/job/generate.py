@@ -16,8 +16,8 @@ from specbatch.job.failures import FailureWatch
 from specbatch.job.plan import RowPlan
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress, Snapshot
-from specbatch.job.runner import Finished
 from specbatch.job.warnings import Remarks, low_acceptance_warning
+from specbatch.results.finished import Finished
 from specbatch.results.partial import RowDeaths
 from specbatch.results.results import ResultFile
 from specbatch.results.stats import Session

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from specbatch.errors import InputError
+from specbatch.files.line_types import line_index
 from specbatch.files.local import FileFacts
 from specbatch.files.paths import ELSEWHERE, partial_path, stats_path_of
 from specbatch.files.remote import RemoteOutput
@@ -28,7 +29,6 @@ from specbatch.job.terminal import closing_table, print_notes, print_table
 from specbatch.results.fingerprint import ModelFiles, differences
 from specbatch.results.margins import MarginTotals
 from specbatch.results.results import ResultFile
-from specbatch.results.results_format import line_index
 from specbatch.results.shard_files import FinishedShard, model_records, read_shards
 from specbatch.results.stats import RowTotals, write_report
 from specbatch.rows.shard import whole_path

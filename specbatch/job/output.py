@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from specbatch.errors import InputError
 from specbatch.files.jsonl import encode_line
-from specbatch.files.local import disk_errors, file_facts, force_to_disk, replace_durably, unlink_quietly
+from specbatch.files.local import file_facts
 from specbatch.files.paths import (
     ELSEWHERE,
     check_can_write,
@@ -21,11 +21,10 @@ from specbatch.files.paths import (
     output_file,
     partial_path,
     read_stats,
-    sorted_path,
     stats_path_of,
     usable,
 )
-from specbatch.files.result_files import is_packed, result_suffix, write_lines
+from specbatch.files.result_files import is_packed
 from specbatch.job.terminal import print_notes
 from specbatch.results.fingerprint import ModelRecord, differences
 
@@ -94,24 +93,6 @@ def report_of(output: Path) -> dict[str, Any]:
     if not {"total", "failed", "errors"} <= report.get("rows", {}).keys():
         raise InputError(f"{stats_path} is damaged: it does not say how many rows failed", _OR_OVERWRITE)
     return report
-
-
-def write_in_order(
-    output: Path, lines: Iterable[bytes], before_replacing: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """Write the lines of a finished job and replace `output` atomically; returns what identifies the file. The caller
-    has the lock of the output's partial file, whose mode is that of a new output."""
-    path = sorted_path(output)
-    with disk_errors(output):
-        path.unlink(missing_ok=True)  # of a session that was killed here
-        try:
-            written = write_lines(path, lines, result_suffix(output), output, partial_path(output))
-            force_to_disk(path)
-            before_replacing()
-            replace_durably(path, output)
-        finally:
-            unlink_quietly(path)
-    return written
 
 
 def verdict(report: Mapping[str, Any], console: Console) -> int:

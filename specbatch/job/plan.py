@@ -22,7 +22,8 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.errors import InputError
 from specbatch.files.jsonl import encode_line
-from specbatch.rows.parser import Prompt, RowParser, has_grammar
+from specbatch.rows.parser import RowParser
+from specbatch.rows.row import Prompt, has_grammar
 from specbatch.rows.sources import RawRow, Source
 
 # Of a prompt: 64 token ids, or text of about that number of tokens. Prompts that share less are no group.

@@ -11,10 +11,11 @@ from specbatch.config import Config
 from specbatch.counts import EngineStats
 from specbatch.files.paths import running_path
 from specbatch.job.crash_retry import HeldRows
-from specbatch.job.runner import Finished, Load, RowRunner
+from specbatch.job.runner import Load, RowRunner
 from specbatch.job.worker import Description, Worker
 from specbatch.results.crashes import RunningRows
 from specbatch.results.fingerprint import ModelRecord
+from specbatch.results.finished import Finished
 from specbatch.results.results import ResultFile
 from specbatch.results.stats import WorkerLine
 from specbatch.rows.sources import RawRow

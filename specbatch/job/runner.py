@@ -10,16 +10,14 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, RowError
-from specbatch.files.jsonl import encode_line
 from specbatch.job.energy import EnergyMeter, gpu_uuid
 from specbatch.job.row_queue import PreparedRow, RowPreparer, RowQueue
-from specbatch.job.warnings import Remark, remark_on
+from specbatch.results.finished import Finished, remark_on
 from specbatch.results.logprob_json import LogprobJson
-from specbatch.results.partial import RowDeaths
-from specbatch.results.results_format import Choice, RowInfo, choice_of, error_line, failed_choice, result_line
-from specbatch.results.stats import RowTotals
+from specbatch.results.results_format import Choice, choice_of, error_line, failed_choice, result_line
 from specbatch.rows.choice_scoring import choice_scores
-from specbatch.rows.parser import Prompt, RowParser
+from specbatch.rows.parser import RowParser
+from specbatch.rows.row import Prompt, RowInfo
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.text.chat_output import AnswerReader
@@ -40,38 +38,6 @@ _MIN_QUEUED = 8  # rows that are prepared for the engine: as many as it runs at 
 _PATIENCE_SECONDS = 2.0  # of an engine that has rows, for the next one
 _MAX_UNREAD = 256  # rows that failed at once and were not taken yet; then no more rows are started
 _MAX_MESSAGE_CHARS = 500  # error messages quote the row: its mistake must not make a line of the output long
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedRow:
-    index: int
-    digest: int  # RawRow.digest
-    line: bytes  # the result, with a newline
-    remark: Remark
-    margin: Margin = NO_MARGIN
-
-    def __reduce__(self) -> tuple[type[FinishedRow], tuple[Any, ...]]:
-        return FinishedRow, (self.index, self.digest, self.line, self.remark, self.margin)  # see `RawRow`
-
-
-@dataclass(slots=True)
-class Finished:
-    """Rows that finished, and sums over their lines."""
-
-    rows: list[FinishedRow] = field(default_factory=list)
-    totals: RowTotals = field(default_factory=RowTotals)
-    left_out: list[tuple[RawRow, RowDeaths]] = field(default_factory=list)  # without a line: they end each process
-
-    def add(
-        self,
-        index: int,
-        digest: int,
-        line: dict[str, Any],
-        remark: Remark | None = None,
-        margin: Margin = NO_MARGIN,
-    ) -> None:
-        self.rows.append(FinishedRow(index, digest, encode_line(line), remark or Remark(), margin))
-        self.totals.add(line)
 
 
 @dataclass(slots=True)

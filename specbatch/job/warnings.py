@@ -6,19 +6,17 @@ Only rows of this session are counted. Memory is bounded: 200 distinct names, an
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Container, Mapping
-from typing import NamedTuple
 
 import numpy as np
 
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import NOT_FINITE_HINT
-from specbatch.files.jsonl import encode_line
-from specbatch.results.results_format import Doubt, RowInfo
+from specbatch.results.finished import Remark
 from specbatch.rows.parameters import KNOWN_NAMES, MAX_NAME_CHARS, SAMPLING_NAMES, bare_name, meant_by, shown_name
+from specbatch.rows.row import Doubt
 
 _MAX_NAMES = 200  # that are counted one by one; each is compared with every known name at the end
 _MAX_SHOWN = 12
@@ -32,27 +30,6 @@ _DOUBTS: Mapping[Doubt, str] = {
     "(data.prompts_as_chat: false runs them as they are)",
     "text_left_out": "the chat template writes the tool calls of a message without the text next to them",
 }
-
-
-class Remark(NamedTuple):
-    """What is counted of one row."""
-
-    unread_fields: tuple[str, ...] = ()
-    model: str | None = None  # that the row names
-    id_hash: int = 0  # the same in every process; 0: the row has no id
-    doubts: tuple[Doubt, ...] = ()
-    own_max_tokens: bool | None = None  # None: the row cannot run
-    closes_objects: bool = False
-
-
-def remark_on(row: RowInfo) -> Remark:
-    names = tuple(name[:MAX_NAME_CHARS] for name in row.unread_fields)
-    id_hash = 0
-    if row.id is not None:
-        digest = hashlib.blake2b(encode_line({"id": row.id}), digest_size=8).digest()
-        id_hash = int.from_bytes(digest, "big", signed=True) or 1
-    model = None if row.model is None else str(row.model)
-    return Remark(names, model, id_hash, tuple(row.doubts), row.own_max_tokens, row.closes_objects)
 
 
 class Remarks:

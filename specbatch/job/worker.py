@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config import Config
-from specbatch.job.runner import Finished, Load, RowRunner
+from specbatch.job.runner import Load, RowRunner
 from specbatch.results.fingerprint import ModelFiles, job_fingerprint
+from specbatch.results.finished import Finished
 from specbatch.results.stats import commit, device_name, versions
 from specbatch.rows.shard import Shard
 from specbatch.rows.sources import RawRow

@@ -5,8 +5,8 @@ Memory that the others read is allocated, and made known to them, before the fir
 address. Two passes at the same time (`models/stages.py`) have an inbox, a mailbox and a buffer each: an operation
 signals by words that belong to them.
 
-One-shot sums are a kernel of this project (`kernels/triton/ranks/one_shot.py`), as are the sums of what copy engines brought
-(`copies.py`). Two-shot sums are torch's (`torch.ops.symm_mem`), and the rest is NCCL's.
+One-shot sums are a kernel of this project (`kernels/triton/ranks/one_shot.py`), as are the sums of what
+copy engines brought (`copies.py`). Two-shot sums are torch's (`torch.ops.symm_mem`), and the rest is NCCL's.
 """
 
 from __future__ import annotations
@@ -220,11 +220,11 @@ class TorchCollectives:
     `torch.distributed`: several engines of a process have one each."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
-        from specbatch.kernels.triton.ranks import one_shot  # Triton need not exist where CUDA does not
-        from specbatch.kernels.triton.ranks import peer_add as received
+        # Triton need not exist where CUDA does not.
+        from specbatch.kernels.triton.ranks import one_shot, peer_add
 
         disable_multicast()
-        self._kernel, self._add_received = one_shot, received.add_received
+        self._kernel, self._add_received = one_shot, peer_add.add_received
         torch.cuda.set_device(device)
         self._rank, self._size, self._device, self._name = rank, size, device, f"specbatch {meeting}"
         c10d: Any = torch._C._distributed_c10d

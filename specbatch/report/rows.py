@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import InputError
+from specbatch.files.line_types import index_of
 from specbatch.files.paths import is_partial, partial_path, read_stats, stats_path_of
 from specbatch.files.result_files import open_results
 from specbatch.results.partial import PartialLines, header_line, read_header
-from specbatch.results.results_format import index_of
 
 _MAX_NUMBER = 1 << 40  # tokens and rounds of a row
 

@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.files.jsonl import Encoded
-from specbatch.logprobs import TokenLogprobs
+from specbatch.logprobs import LOWEST_LOGPROB, TokenLogprobs
 from specbatch.text.token_pieces import TokenPiece, TokenPieces
 
 T = TypeVar("T")
 _FEW = 64  # numbers for which Python takes no longer than a library's call
-LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; the value is OpenAI's
 
 
 class _Parts(dict[int, str]):

@@ -16,20 +16,21 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.errors import InputError
 from specbatch.files.jsonl import encode_line
-from specbatch.files.local import disk_errors, narrow_mode, open_locked, unlink_quietly
+from specbatch.files.line_types import index_of
+from specbatch.files.local import disk_errors, force_to_disk, narrow_mode, open_locked, replace_durably, unlink_quietly
 from specbatch.files.paths import ELSEWHERE, partial_path, running_path, sorted_path
-from specbatch.job.output import write_in_order
-from specbatch.job.runner import Finished
+from specbatch.files.result_files import result_suffix, write_lines
 from specbatch.results.fingerprint import INPUT_FACTS, ModelFiles, ModelRecord, differences
+from specbatch.results.finished import Finished
 from specbatch.results.margins import MarginTotals
 from specbatch.results.partial import Entry, OpenedRow, PartialLines, RowDeaths, RowIndex, header_line, read_header
-from specbatch.results.results_format import certificate, index_of
+from specbatch.results.results_format import certificate
 from specbatch.results.stats import RowTotals
 from specbatch.rows.sources import RawRow
 
@@ -345,3 +346,21 @@ def _input_of(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_input(job: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in job.items() if not name.startswith(INPUT_FACTS)}
+
+
+def write_in_order(
+    output: Path, lines: Iterable[bytes], before_replacing: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Write the lines of a finished job and replace `output` atomically; returns what identifies the file. The caller
+    has the lock of the output's partial file, whose mode is that of a new output."""
+    path = sorted_path(output)
+    with disk_errors(output):
+        path.unlink(missing_ok=True)  # of a session that was killed here
+        try:
+            written = write_lines(path, lines, result_suffix(output), output, partial_path(output))
+            force_to_disk(path)
+            before_replacing()
+            replace_durably(path, output)
+        finally:
+            unlink_quietly(path)
+    return written

@@ -23,38 +23,18 @@ additions.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from specbatch.counts import SpeculationCounts
 from specbatch.errors import RowError
+from specbatch.files.line_types import BATCH_ID
 from specbatch.logprobs import TokenLogprobs
 from specbatch.results.logprob_json import LogprobJson
+from specbatch.rows.row import RowInfo
 from specbatch.text.chat_output import Answer, ToolCall
 from specbatch.types import NO_MARGIN, Completion, FinishReason, Margin
-
-# The text begins with the token that the tokenizer adds. A chat template has written the prompt already. The chat
-# template leaves out the text next to a tool call.
-Doubt = Literal["two_bos", "two_templates", "text_left_out"]
-_BATCH_ID = "batch_req_"
-
-
-@dataclass(slots=True)
-class RowInfo:
-    """What a row's result repeats, error or not, and what remarks are made of."""
-
-    index: int
-    id: Any = None  # of an OpenAI Batch line its custom_id
-    metadata: dict[str, Any] | None = None
-    unread_fields: Sequence[str] = ()  # of a row that can run: became metadata; some may be misspelled parameters
-    own_max_tokens: bool | None = None  # of a row that can run: whether it has its own
-    closes_objects: bool = False  # see `response_format.closes_objects`
-    api: Literal["chat", "completions"] | None = None  # of an OpenAI Batch line
-    model: Any = None  # that an OpenAI Batch line names; the target of the config answers in any case
-    doubts: Sequence[Doubt] = ()  # of a row that can run: its prompt can be other than it was meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,33 +147,6 @@ def certificate(margin: Margin) -> dict[str, Any]:
     return {"margin": margin.value, "position": margin.position}
 
 
-def index_of(line: dict[str, Any]) -> int:
-    """The row index of a result line. Raises LookupError, ValueError, TypeError or AttributeError for other lines."""
-    if "index" in line:
-        index = line["index"]
-    elif line["id"].startswith(_BATCH_ID):
-        index = int(line["id"].removeprefix(_BATCH_ID))
-    else:
-        raise ValueError(line["id"])
-    if type(index) is not int or index < 0:
-        raise TypeError(index)
-    return index
-
-
-# The first keys of a line, if its id is not an object or a list.
-_BEGIN = re.compile(
-    rb'''\{"id": (?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\w.+-]++), "index": ([0-9]++), "'''
-    rb"""|\{"id": "batch_req_([0-9]++)", "custom_id": """
-)
-
-
-def line_index(line: bytes) -> int:
-    """`index_of` an encoded line. It reads the beginning only, if that is enough. Raises LookupError, ValueError,
-    TypeError, AttributeError or RecursionError for other lines."""
-    found = _BEGIN.match(line)
-    return index_of(json.loads(line)) if found is None else int(found[1] or found[2])
-
-
 def _speculation(counts: SpeculationCounts, simulated: bool) -> dict[str, Any]:
     """acceptance_length: tokens committed per round. accept_histogram[a]: rounds that accepted `a` draft tokens.
     `simulated` exists only if it is true: the text is then not an answer of the model."""
@@ -274,7 +227,7 @@ def _openai_line(
 
 
 def _batch_id(row: RowInfo) -> str:
-    return f"{_BATCH_ID}{row.index:012d}"
+    return f"{BATCH_ID}{row.index:012d}"
 
 
 def _openai_choice(row: RowInfo, i: int, choice: Choice, logprob_json: LogprobJson) -> dict[str, Any]:

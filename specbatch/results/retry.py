@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.errors import InputError
+from specbatch.files.line_types import line_index
 from specbatch.files.local import disk_errors, narrow_mode, open_locked, unlink_quietly
 from specbatch.files.paths import partial_path, sorted_path
 from specbatch.files.result_files import open_results
 from specbatch.results.partial import PartialLines, header_line
 from specbatch.results.results import LONGEST_ROW, MARGINS, MODELS
-from specbatch.results.results_format import line_index
 from specbatch.rows.sources import Source
 
 _BUFFER = 1 << 20

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from specbatch.errors import RowError
 from specbatch.files.jsonl import json_type
-from specbatch.results.logprob_json import LOWEST_LOGPROB
+from specbatch.logprobs import LOWEST_LOGPROB
 from specbatch.types import Completion, SamplingParams
 
 FIELD = "score_choices"

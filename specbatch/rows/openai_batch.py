@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from specbatch.errors import RowError
-from specbatch.results.results_format import RowInfo
 from specbatch.rows.chat_fields import CHAT_FIELDS
 from specbatch.rows.parameters import ALIASES, SAMPLING_FIELDS
+from specbatch.rows.row import RowInfo
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _SAMPLING = (*(name for name in SAMPLING_FIELDS if name != "logprobs"), *ALIASES)

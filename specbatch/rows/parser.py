@@ -18,17 +18,16 @@ import difflib
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any
 
 from specbatch.config import DataSection, sampling_value
 from specbatch.errors import FieldError, InputError, RowError, shown
-from specbatch.files.cells import TemplateCell, fields_of
 from specbatch.files.csv_file import Cells
 from specbatch.files.jsonl import BadRow, json_type
-from specbatch.results.results_format import RowInfo
-from specbatch.rows.chat_fields import CHAT_FIELDS, NO_CHAT_FIELDS, ChatFields, read_chat_fields
+from specbatch.rows.cells import TemplateCell, fields_of
+from specbatch.rows.chat_fields import CHAT_FIELDS, NO_CHAT_FIELDS, read_chat_fields
 from specbatch.rows.choice_scoring import FIELD as CHOICES
 from specbatch.rows.choice_scoring import read_choices
 from specbatch.rows.messages import check_messages
@@ -42,44 +41,16 @@ from specbatch.rows.parameters import (
     refuse_unsupported,
     shown_name,
 )
+from specbatch.rows.row import Prompt, PromptKind, RowInfo
 from specbatch.rows.sources import RawRow, Source
 from specbatch.rows.templates import PromptTemplate
 from specbatch.schemas.response_format import closes_objects
 from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 
-PromptKind = Literal["prompt", "messages", "token_ids"]
 _MAX_PREVIEW_ROWS = 100  # that are read before the model is loaded, if the first one lacks a field
 _MAX_SHOWN = 12  # field names in a message
 _AS_DATA = "put it under `metadata`, or set data.prompt_column"
 _MAX_TOKENS = [name for name, field in SAMPLING_NAMES.items() if field == "max_tokens"]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What a row that can run asks for, before the prompt is tokenized."""
-
-    kind: PromptKind
-    content: Any  # str, list of messages, or list of token ids
-    params: SamplingParams
-    own_seed: bool = False  # the row has a seed
-    raw: bool = False  # never through the chat template (OpenAI completions)
-    chat: ChatFields = NO_CHAT_FIELDS
-    choices: tuple[str, ...] = ()  # to be scored; then no text is generated
-
-    @property
-    def has_grammar(self) -> bool:
-        return bool(self.chat.required) or has_grammar(self.params)
-
-    @property
-    def num_requests(self) -> int:
-        """How many of its n completions are computed: greedy ones are all equal. Or the number of its choices."""
-        if self.choices:
-            return len(self.choices)
-        return self.params.n if self.params.temperature > 0 else 1
-
-
-def has_grammar(params: SamplingParams) -> bool:
-    return any(getattr(params, name) is not None for name in GRAMMAR_FIELDS)
 
 
 class RowParser:

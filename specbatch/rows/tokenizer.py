@@ -14,11 +14,10 @@ from specbatch.grammar.reasoning import Reasoning
 from specbatch.grammar.spec import MatcherSpec
 from specbatch.grammar.tool_calls import arguments_schema, calls_of
 from specbatch.matcher import GrammarMatcher
-from specbatch.results.results_format import Doubt
 from specbatch.rows.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.rows.choice_scoring import FIELD as SCORE_CHOICES
 from specbatch.rows.choice_scoring import ChoiceTokens, tokens_of_ids, tokens_of_text
-from specbatch.rows.parser import Prompt
+from specbatch.rows.row import Doubt, Prompt
 from specbatch.setup.data import runs_prompts_as_chat
 from specbatch.text.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, thinking_after
 from specbatch.text.chat_template import ChatTemplate

@@ -15,9 +15,10 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.counts import EngineStats
 from specbatch.job.pool import PoolState
-from specbatch.job.runner import Finished, Load
+from specbatch.job.runner import Load
 from specbatch.job.worker import Description, Slice
 from specbatch.results.fingerprint import ModelRecord
+from specbatch.results.finished import Finished
 from specbatch.results.partial import RowDeaths
 from specbatch.results.results import ResultFile
 from specbatch.rows.sources import RawRow

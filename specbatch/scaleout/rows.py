@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain, compress, islice
 
 from specbatch.job.crash_retry import ALONE_DEATHS, MAX_DEATHS
-from specbatch.job.runner import FinishedRow
+from specbatch.results.finished import FinishedRow
 from specbatch.rows.sources import RawRow
 
 _PORTIONS = 3  # in which a worker gets the rows that it may have

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
@@ -42,7 +43,6 @@ from specbatch.setup.memory import GIB, available_memory, sizes_to_try
 from specbatch.setup.resolve import AttentionName, ResolvedRun
 from specbatch.setup.round_parts import RoundParts
 from specbatch.setup.sizing import CardBudget, Sized, measured, planned
-from specbatch.setup.start_clock import StartClock
 from specbatch.setup.trial import Trials
 from specbatch.types import BatchEngine
 
@@ -352,3 +352,15 @@ def _eos_token_ids(run: ResolvedRun) -> tuple[int, ...]:
     if isinstance(run.tokenizer.eos_token_id, int):
         ids.add(run.tokenizer.eos_token_id)
     return tuple(sorted(ids))
+
+
+class StartClock:
+    """The seconds that each part of a start took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def passed(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part], self._last = now - self._last, now

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from specbatch.attention.flashinfer import DTYPES as FLASHINFER_DTYPES
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.cache.prefix_groups import GroupLimits
-from specbatch.config import AttentionName, Config, SpeculationSection
+from specbatch.config import AttentionName, Config, EngineSection, SpeculationSection
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.overlap.lanes import LaneLimits
 from specbatch.engine.prefill.models import PromptGraphMode
@@ -46,7 +46,6 @@ from specbatch.setup.model import (
 )
 from specbatch.setup.prefill import resolve_prompt_graphs
 from specbatch.setup.ranks.limits import part_of_a_rank
-from specbatch.setup.resolve_compile_ahead import resolve_compile_ahead
 from specbatch.setup.sampling import resolve_sampling
 from specbatch.setup.speculation import (
     Speculation,
@@ -359,3 +358,8 @@ def _check_topk(topk: int, draft: Checkpoint | EagleCheckpoint | None) -> None:
     width = draft.config.draft_vocab_size if isinstance(draft, EagleCheckpoint) else draft.config.vocab_size
     if topk > width:
         raise ConfigError(f"speculation.topk is {topk}, but the draft's vocabulary has only {width} tokens")
+
+
+def resolve_compile_ahead(section: EngineSection, device: torch.device, attention: str) -> bool:
+    """Only for what runs over fake tensors: not for kernels that others launch (FlashInfer, cuBLASLt)."""
+    return device.type == "cuda" and attention == "triton" and not section.deterministic

@@ -15,7 +15,8 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.errors import InputError
 from specbatch.files.jsonl import BadRow, encode_line
-from specbatch.rows.parser import Prompt, RowParser
+from specbatch.rows.parser import RowParser
+from specbatch.rows.row import Prompt
 from specbatch.rows.sources import open_source
 from specbatch.types import SamplingParams
 from tests.job.test_generate import Run

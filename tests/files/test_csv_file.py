@@ -12,8 +12,8 @@ from specbatch.config import DataSection
 from specbatch.errors import InputError, RowError
 from specbatch.files import csv_file
 from specbatch.files.jsonl import BadRow
-from specbatch.results.results_format import RowInfo
-from specbatch.rows.parser import Prompt, RowParser, with_checked_fields
+from specbatch.rows.parser import RowParser, with_checked_fields
+from specbatch.rows.row import Prompt, RowInfo
 from specbatch.rows.shard import Shard
 from specbatch.rows.sources import Source, open_source
 from specbatch.types import SamplingParams

@@ -11,8 +11,8 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, RowError
 from specbatch.files.jsonl import decode_line, encode_line, numbered_lines
-from specbatch.results.results_format import RowInfo
-from specbatch.rows.parser import Prompt, RowParser
+from specbatch.rows.parser import RowParser
+from specbatch.rows.row import Prompt, RowInfo
 from specbatch.rows.sources import RawRow
 from specbatch.rows.templates import PromptTemplate
 from specbatch.types import SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specbatch.job.runner import Finished
+from specbatch.results.finished import Finished
 from specbatch.types import NO_MARGIN, Margin
 
 

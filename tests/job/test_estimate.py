@@ -18,9 +18,9 @@ from specbatch.errors import InputError
 from specbatch.job.estimate import FileTokens, Trial, count_tokens, draw_lengths, estimate
 from specbatch.job.estimate_command import EstimateOptions, estimate_file, estimate_table
 from specbatch.job.row_queue import RowPreparer
-from specbatch.job.runner import Finished
 from specbatch.job.terminal import table_text
 from specbatch.job.worker import Runtime
+from specbatch.results.finished import Finished
 from specbatch.results.results import ResultFile
 from specbatch.rows.parser import RowParser
 from specbatch.rows.sources import open_source

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specbatch.rows.parser import Prompt
+from specbatch.rows.row import Prompt
 from specbatch.tune.sample import sample_rows
 from specbatch.types import EngineLimits, SamplingParams
 from tests.job.test_generate import CONFIG, Run

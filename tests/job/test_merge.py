@@ -14,8 +14,7 @@ from specbatch.errors import InputError
 from specbatch.files.jsonl import encode_line
 from specbatch.files.paths import partial_path, sorted_path
 from specbatch.job import merge
-from specbatch.job.output import write_in_order
-from specbatch.results.results import ResultFile
+from specbatch.results.results import ResultFile, write_in_order
 from specbatch.rows.shard import Shard
 from tests.job.shards import Shards, native, openai
 

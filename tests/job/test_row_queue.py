@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from specbatch.config import DataSection
 from specbatch.errors import RowError
 from specbatch.job.row_queue import PreparedRow, RowPreparer, RowQueue
-from specbatch.results.results_format import RowInfo
 from specbatch.rows.parser import RowParser
+from specbatch.rows.row import RowInfo
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams

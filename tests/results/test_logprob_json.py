@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from specbatch.files.jsonl import Encoded, encode_line
-from specbatch.logprobs import TokenLogprob, TokenLogprobs
-from specbatch.results.logprob_json import LOWEST_LOGPROB, LogprobJson
+from specbatch.logprobs import LOWEST_LOGPROB, TokenLogprob, TokenLogprobs
+from specbatch.results.logprob_json import LogprobJson
 from specbatch.text.token_pieces import TokenPieces
 
 TEXTS = {1: " a", 2: '\n"\\\x7f', 3: "é😀", 4: " a", 5: "<|end|>"}

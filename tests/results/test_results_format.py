@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specbatch.files.jsonl import encode_line
-from specbatch.results.results_format import index_of, line_index
+from specbatch.files.line_types import index_of, line_index
 from tests.job.shards import Shards, native, openai
 
 IDS: list[Any] = [None, True, 0, -1, 1e300, "", '"', "\\", '\\"', '", "index": 9, "', "batch_req_3", "\ud800", "é" * 99]

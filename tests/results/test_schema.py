@@ -19,8 +19,9 @@ from specbatch.files.result_files import result_rows, write_lines
 from specbatch.files.stats_types import SCHEMA_VERSION
 from specbatch.logprobs import TokenLogprob, TokenLogprobs
 from specbatch.results.logprob_json import LogprobJson
-from specbatch.results.results_format import Choice, RowInfo, result_line
+from specbatch.results.results_format import Choice, result_line
 from specbatch.results.schema import schemas
+from specbatch.rows.row import RowInfo
 from specbatch.text.chat_output import ToolCall
 from specbatch.text.token_pieces import TokenPieces
 from specbatch.types import FinishReason, Margin

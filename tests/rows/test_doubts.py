@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from specbatch.config import DataSection
 from specbatch.job.row_queue import RowPreparer
-from specbatch.job.warnings import Remarks, remark_on
+from specbatch.job.warnings import Remarks
 from specbatch.models.formats.tokenizer import byte_tokenizer
-from specbatch.rows.parser import Prompt, RowParser
+from specbatch.results.finished import remark_on
+from specbatch.rows.parser import RowParser
+from specbatch.rows.row import Prompt
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams

@@ -19,7 +19,8 @@ from specbatch.errors import ConfigError, InputError, RowError
 from specbatch.job.row_queue import RowPreparer
 from specbatch.job.terminal import closing_table, table_text
 from specbatch.results.stats import versions
-from specbatch.rows.parser import Prompt, RowParser
+from specbatch.rows.parser import RowParser
+from specbatch.rows.row import Prompt
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams

@@ -11,11 +11,13 @@ from specbatch.config import DataSection
 from specbatch.counts import SpeculationCounts
 from specbatch.errors import RowError
 from specbatch.files.jsonl import encode_line
+from specbatch.files.line_types import index_of
 from specbatch.logprobs import TokenLogprob, TokenLogprobs
 from specbatch.results.logprob_json import LogprobJson
-from specbatch.results.results_format import Choice, RowInfo, error_line, index_of, result_line
+from specbatch.results.results_format import Choice, error_line, result_line
 from specbatch.results.stats import RowTotals
-from specbatch.rows.parser import Prompt, RowParser
+from specbatch.rows.parser import RowParser
+from specbatch.rows.row import Prompt, RowInfo
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import FinishReason, SamplingParams

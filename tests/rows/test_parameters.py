@@ -10,10 +10,11 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.config_load import load_config
 from specbatch.errors import RowError
-from specbatch.job.warnings import Remarks, remark_on
-from specbatch.results.results_format import RowInfo
+from specbatch.job.warnings import Remarks
+from specbatch.results.finished import remark_on
 from specbatch.rows.parameters import KNOWN_NAMES, SAMPLING_NAMES, UNSUPPORTED, meant_by
-from specbatch.rows.parser import Prompt, RowParser
+from specbatch.rows.parser import RowParser
+from specbatch.rows.row import Prompt, RowInfo
 from specbatch.rows.sources import RawRow
 from specbatch.types import SamplingParams
 

@@ -22,7 +22,7 @@ from specbatch.config import DataSection
 from specbatch.errors import ConfigError, InputError, ModelError, RowError
 from specbatch.evals.templates import Renderer
 from specbatch.models.formats.tokenizer import byte_tokenizer
-from specbatch.rows.parser import Prompt
+from specbatch.rows.row import Prompt
 from specbatch.rows.templates import PromptTemplate
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.text.bounds import Bounded, OutOfBounds, Stoppable

@@ -9,7 +9,7 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.counts import SpeculationCounts
 from specbatch.errors import ConfigError, RowError
-from specbatch.rows.parser import Prompt
+from specbatch.rows.row import Prompt
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams
 from tests.stub_engine import EOS, StubTokenizer

@@ -11,7 +11,8 @@ from specbatch.config import DataSection
 from specbatch.errors import RowError
 from specbatch.job.row_queue import RowPreparer
 from specbatch.models.formats.tokenizer import byte_tokenizer
-from specbatch.rows.parser import Prompt, RowParser
+from specbatch.rows.parser import RowParser
+from specbatch.rows.row import Prompt
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.text.chat_output import Answer

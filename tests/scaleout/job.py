@@ -9,7 +9,8 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.job.crash_retry import died as died_each_time
 from specbatch.job.crash_retry import refusal
-from specbatch.job.runner import Finished, failed_row
+from specbatch.job.runner import failed_row
+from specbatch.results.finished import Finished
 from specbatch.results.partial import RowDeaths
 from specbatch.rows.parser import RowParser
 from specbatch.rows.sources import RawRow

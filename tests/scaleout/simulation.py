@@ -11,8 +11,9 @@ from typing import Any
 
 from specbatch.config import Config
 from specbatch.counts import EngineStats
-from specbatch.job.runner import Finished, FinishedRow, Load
+from specbatch.job.runner import Load
 from specbatch.job.worker import Description, Loaded, Slice
+from specbatch.results.finished import Finished, FinishedRow
 from specbatch.rows.sources import RawRow
 from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply, WorkerId
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from specbatch.errors import SpecbatchError, WorkerFailed
-from specbatch.job.runner import Finished
+from specbatch.results.finished import Finished
 from specbatch.scaleout.crew import PoolLimits
 from tests.scaleout.job import Job
 from tests.scaleout.simulation import Machine, Simulation, description, died, refused, result

@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from specbatch.job.runner import FinishedRow
+from specbatch.results.finished import FinishedRow
 from specbatch.rows.sources import RawRow
 from specbatch.scaleout.rows import Holding, PoolRows
 from tests.scaleout.simulation import finished_row, raw_row

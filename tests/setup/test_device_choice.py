@@ -14,8 +14,7 @@ from specbatch.cli import app
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
 from specbatch.job.terminal import print_notes
-from specbatch.setup.device import resolve_device, resolve_dtype
-from specbatch.setup.nvidia import Driver, find_driver, why_unused
+from specbatch.setup.device import Driver, find_driver, resolve_device, resolve_dtype, why_unused
 from specbatch.setup.resolve import resolve
 
 CUDA = torch.device("cuda")

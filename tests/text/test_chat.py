@@ -22,9 +22,10 @@ from specbatch.job.runner import RowRunner
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.results.fingerprint import job_fingerprint
 from specbatch.results.logprob_json import LogprobJson
-from specbatch.results.results_format import RowInfo, choice_of, result_line
+from specbatch.results.results_format import choice_of, result_line
 from specbatch.rows.messages import check_messages
-from specbatch.rows.parser import Prompt, RowParser
+from specbatch.rows.parser import RowParser
+from specbatch.rows.row import Prompt, RowInfo
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.text.chat_output import Answer, AnswerReader, ToolCall, call_format

@@ -26,7 +26,7 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, SpecbatchError
 from specbatch.rows.chat_fields import NO_CHAT_FIELDS, ChatFields
-from specbatch.rows.parser import Prompt
+from specbatch.rows.row import Prompt
 from specbatch.rows.sources import RawRow
 from specbatch.setup import speculation as resolve_speculation
 from specbatch.setup.resolve import ResolvedRun, resolve

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.unroll import StepRows
 from specbatch.config import DataSection
 from specbatch.errors import InputError, RowError
-from specbatch.rows.parser import Prompt
+from specbatch.rows.row import Prompt
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams
 

@@ -19,7 +19,7 @@ import torch
 
 from specbatch.draft.method import DraftTrees
 from specbatch.engine.constrained.mask_table import WantedMasks
-from specbatch.engine.constrained.round import GrammarRound, goes_on, is_checked, nodes_that_go_on
+from specbatch.engine.constrained.round import GrammarRound, is_checked, is_followed, nodes_that_go_on
 from specbatch.engine.constrained.state import FREE, GrammarState, Plan
 from specbatch.engine.constrained.tree import GrammarTree
 from specbatch.engine.sequence import Sequence
@@ -64,7 +64,7 @@ class UncheckedRound(GrammarRound):
         forced_BN = np.full((len(self._sequences), self.method.num_nodes), FREE, dtype=np.int64)
         for seq, drafts, forced_N in zip(self._sequences, self._drafts, forced_BN, strict=True):
             state = seq.grammar
-            if state is None or not goes_on(seq):
+            if state is None or not is_followed(seq):
                 continue
             tree = GrammarTree.of([seq.tokens[-1], *drafts], None)
             state.plan, state.is_unchecked = None, False

@@ -138,7 +138,7 @@ class GrammarRound:
 
     def _grow(self, index: int, tokens: list[int], parents: list[int] | None, is_drawn: bool) -> GrammarTree:
         seq = self._sequences[index] if index < len(self._sequences) else None
-        if seq is None or seq.grammar is None or not goes_on(seq):
+        if seq is None or seq.grammar is None or not is_followed(seq):
             return GrammarTree.of(tokens, parents)
         seq.grammar.begin_checked()
         room = seq.max_length - len(seq.tokens)  # tokens after the root that count
@@ -170,7 +170,7 @@ class GrammarRound:
         if self._fixed_shapes and self.method.num_nodes == 1:
             self._follow()
             for i, seq in enumerate(self._sequences):
-                if seq.grammar is not None and goes_on(seq):
+                if seq.grammar is not None and is_followed(seq):
                     seq.grammar.begin_checked()
                     self._trees.append((i, seq.grammar, GrammarTree.of(seq.tokens[-1:], None)))
         began = time.perf_counter()
@@ -209,7 +209,7 @@ class GrammarRound:
         return is_checked(seq, all_masks=self._all_masks)
 
 
-def goes_on(seq: Sequence) -> bool:
+def is_followed(seq: Sequence) -> bool:
     """Whether what a round does with a request with a grammar counts."""
     return not (seq.is_finished or seq.goes_back or seq.grammar is None or seq.grammar.failure is not None)
 

@@ -8,9 +8,9 @@ What a query's result is made of, and in which order, is a function of its posit
   says. Each split has a softmax of its own. The splits are merged in order, by one program in registers, or by the last
   of several programs from memory: the same arithmetic.
 - Within a block only tensor cores add: scores, values, and the weights themselves, which are multiplied by ones. They
-  add keys in order, whatever the tile (see `models/linears/invariant.py`); a sum over a tile's columns would follow its layout.
-  What remains is exact (maxima, selections) or a function of single elements. No multiplication is fused with an
-  addition: the compiler could do so in one kernel and not in another.
+  add keys in order, whatever the tile (see `models/linears/invariant.py`); a sum over a tile's columns would
+  follow its layout. What remains is exact (maxima, selections) or a function of single elements. No multiplication is
+  fused with an addition: the compiler could do so in one kernel and not in another.
 - A key that a query does not see has the weight 0, wherever it is. A block that a query does not see leaves its bits.
 - A node of a tree sees its ancestors in other slots than plain decoding has them. From the block on in which the trees'
   slots begin, keys are read in the order of a path instead, for one leaf after the other: the nodes of that path take
