@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_STACK_BYTES = 512 << 20  # of addresses; memory is used as far as the recursion goes, about 5 KB a level
+STACK_BYTES = 512 << 20  # of addresses; memory is used as far as the recursion goes, about 5 KB a level
 _SIGNAL_STACK_BYTES = 1 << 16
 _LOOK_SECONDS = 0.1  # between two looks at `is_ending`
 _DISABLED = 2  # SS_DISABLE of signal.h
@@ -24,11 +24,11 @@ class Abandoned(Exception):
 class DeepThread(Generic[T]):
     """Calls `work` on a thread of its own. It does not keep the process from ending."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(self, work: Callable[[], T], stack_bytes: int = STACK_BYTES) -> None:
         self._work = work
         self._is_done = threading.Event()
         thread = threading.Thread(target=self._run, name="specbatch-grammar", daemon=True)
-        before = threading.stack_size(_STACK_BYTES)
+        before = threading.stack_size(stack_bytes)
         try:
             thread.start()
         finally:

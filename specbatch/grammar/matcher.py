@@ -50,8 +50,7 @@ class Matcher:
         if token >= self._vocab_size or self._matcher.is_stopped():
             return False
         if self._matcher.try_consume_tokens([token]) != 1:
-            self._recover()
-            return False
+            return self._consume_afresh([token]) == 1
         self._tokens.append(token)
         return True
 
@@ -62,9 +61,7 @@ class Matcher:
             tokens = tokens[: next(i for i, token in enumerate(tokens) if token >= self._vocab_size)]
         count: int = self._matcher.try_consume_tokens(list(tokens))
         self._tokens += tokens[:count]
-        if count < len(tokens):
-            self._recover()
-        return count
+        return count if count == len(tokens) else count + self._consume_afresh(tokens[count:])
 
     def allows(self, token: int) -> bool:
         # The library takes no token where it has stopped, and an unknown one is an error, which it never leaves.
@@ -86,8 +83,8 @@ class Matcher:
             matcher.try_consume_tokens([token])
         if not matcher.is_error():
             return None
-        error = matcher.get_error()
-        return DEAD_END if error in _ENDS else first_words(error)
+        error = first_words(matcher.get_error())
+        return DEAD_END if error in _ENDS else error
 
     def may_be_forced(self) -> bool:
         return self._is_forced() or bool(self._matcher.is_stopped())
@@ -123,13 +120,17 @@ class Matcher:
             return self._write_other_width(walks, masks_KW)
         # In the order of their lexers, because threads take neighbours: two with one lexer would wait for each other.
         walks = sorted(walks, key=lambda walk: id(walk.matcher._compiled))
-        alone = [
-            (walk.matcher._matcher, walk.line) for walk in walks if not walk.tokens and not walk.matcher._has_ended
-        ]
+        going_on = [walk for walk in walks if not walk.tokens and not walk.matcher._has_ended]
+        alone = [(walk.matcher._matcher, walk.line) for walk in going_on]
         chains = [(walk.matcher._matcher, walk.line, walk.tokens) for walk in walks if walk.tokens]
         where = (masks_KW.ctypes.data, 4 * self.num_words, len(masks_KW))
         if alone:
             self._threads.executor.unsafe_compute_mask_ptr(alone, *where)
+            for matcher, _, line in going_on:
+                if matcher._matcher.is_error():
+                    matcher._restart()
+                    if not matcher._has_ended:
+                        matcher._compute_mask(masks_KW[line])
         if chains:
             self._threads.executor.unsafe_compute_mask_ptr_with_draft_token(chains, *where)
         is_complete_K = np.zeros(len(masks_KW), dtype=np.bool_)
@@ -188,7 +189,7 @@ class Matcher:
                 break
             num_entered = i
             if i >= num_written and not self._has_ended:
-                self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+                self._compute_mask(mask_W)
             is_complete_K[walk.line + i] = self.is_complete()
             self._clear_wrong(mask_W)
         self.back(num_entered)
@@ -218,6 +219,27 @@ class Matcher:
 
     def _start(self) -> None:
         self._matcher = self._compiled.deep_copy()
+
+    def _consume_afresh(self, tokens: Sequence[int]) -> int:
+        """Of tokens that were refused. By an error: where a text is forced, the library looks ahead, and its limits can
+        count what it saw there; and it says of no token before the error that it took it. Returns how many it takes
+        without that."""
+        if not self._matcher.is_error():
+            return 0
+        self._restart()
+        count = 0
+        while count < len(tokens) and self._matcher.try_consume_tokens([tokens[count]]) == 1:
+            self._tokens.append(tokens[count])
+            count += 1
+        self._recover()
+        return count
+
+    def _compute_mask(self, mask_W: NDArray[np.int32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        if self._matcher.is_error():  # see `_consume_afresh`
+            self._restart()
+            if not self._matcher.is_error():
+                self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
 
     def _recover(self) -> bool:
         """Leave an error of what was tried here, such as a limit that a token would exceed. Returns False."""

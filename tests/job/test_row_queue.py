@@ -48,6 +48,33 @@ def queue(prepare: Callable[[Sequence[RawRow]], Sequence[PreparedRow]] = prepare
     assert not any(thread.name == THREAD for thread in set(threading.enumerate()) - before)
 
 
+def index_of(rows: RowQueue) -> int:
+    """Of the next row."""
+    prepared = rows.take()
+    assert prepared is not None
+    return prepared.row.index
+
+
+def test_a_row_that_takes_long_is_waited_for_in_bounds() -> None:
+    """An engine with other rows goes on meanwhile; a job that ends does not wait at all."""
+    may_go_on = threading.Event()
+
+    def wait(raws: Sequence[RawRow]) -> list[PreparedRow]:
+        may_go_on.wait(10)
+        return prepare(raws)
+
+    with queue(wait) as rows:
+        rows.add(raw(3))
+        assert rows.take(0.01) is None
+        threading.Timer(0.05, rows.stop_waiting).start()
+        assert rows.take() is None
+        assert len(rows) == 1
+        may_go_on.set()
+        while not rows.prepared():
+            time.sleep(0.01)
+        assert index_of(rows) == 3
+
+
 def test_rows_come_in_their_order_and_errors_at_their_row() -> None:
     seen: list[int] = []
     with queue() as rows:
@@ -59,7 +86,7 @@ def test_rows_come_in_their_order_and_errors_at_their_row() -> None:
                 with pytest.raises(KeyboardInterrupt if index == 17 else ZeroDivisionError):
                     rows.take()
             else:
-                seen.append(rows.take().row.index)
+                seen.append(index_of(rows))
     assert seen == [index for index in range(40) if index not in (13, 17)]
 
 
@@ -78,14 +105,14 @@ def test_dropped_rows_do_not_come(actions: list[tuple[str, int]]) -> None:
                     expected.append(number)
                     num_added += 1
             elif action == "take" and expected:
-                assert rows.take().row.index == expected.pop(0)
+                assert index_of(rows) == expected.pop(0)
             elif action == "drop":
                 gone = set(expected[::2][:value])
                 rows.drop(gone)
                 expected = [number for number in expected if number not in gone]
             assert len(rows) == len(expected)
         for number in expected:
-            assert rows.take().row.index == number
+            assert index_of(rows) == number
 
 
 def test_the_queue_ends_while_the_thread_works() -> None:

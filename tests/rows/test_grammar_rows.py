@@ -150,6 +150,30 @@ def test_a_bad_grammar_of_the_configuration_ends_the_job() -> None:
         LLM(**{**TINY, "sampling.regex": "(a"})
 
 
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.wide)])
+def test_a_limit_of_the_library_is_an_error_of_its_row(tmp_path: Path, temperature: float) -> None:
+    """At the same token with each draft method; other rows finish."""
+    keys = {f"p{i}": {"type": "string"} for i in range(2600)}
+    late = {"a": {"enum": ["xy", "yz"]}, "o": {"type": "object", "properties": keys}}
+    schema = {"type": "object", "properties": late, "required": list(late)}
+    bad = {"type": "json_schema", "json_schema": {"schema": schema}}
+    rows: list[dict[str, Any]] = [{"prompt": "a", "choice": ["yes", "no"]}, {"prompt": "b", "response_format": bad}]
+    rows += [{"prompt": "c", "regex": "[ab]{20}"}]
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({**row, "temperature": temperature}) + "\n" for row in rows))
+    found = []
+    for method in ("none", "ngram"):
+        report = generate_file(data, tmp_path / f"{method}.jsonl", method=method, **TINY)
+        found.append([(line["text"], line.get("error")) for line in report.results()])
+        assert report.num_failed == 1
+    assert found[0] == found[1]
+    assert found[0][0][0] in ("yes", "no")
+    assert re.fullmatch("[ab]{20}", found[0][2][0])
+    error = found[0][1][1]
+    assert error["type"] == "grammar_limit"
+    assert re.match(r"response_format cannot be followed at token \d+: .*max is", error["message"])
+
+
 def test_answers_that_are_cut_are_counted(tmp_path: Path) -> None:
     """The counts are those of stats.json and of the closing table, after a resume, too."""
     data, out = tmp_path / "d.jsonl", tmp_path / "o.jsonl"
