@@ -20,7 +20,7 @@ from specbatch.cache.pages import KVCache, KVScales
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
 from specbatch.models.layers import Rotary
-from specbatch.models.linears.linear import Summed
+from specbatch.models.linears.linear import Residual
 from specbatch.models.linears.sharded import GatheredLinear
 from specbatch.models.stages import FIRST, Stages, Turn, completed
 from specbatch.models.weight_loader import WeightLoader
@@ -135,7 +135,7 @@ class Decoder(PagedModel):
         """`forward`, half a layer at a time. `turn`: of one of two passes at the same time."""
         backend = self._second_backend if turn.is_second else self._backend
         step = ForwardPass(batch, backend, cache, self._rotary, turn=turn)
-        x = Summed(self.embed(tokens_T))
+        x = Residual(self.embed(tokens_T))
         aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
@@ -147,7 +147,7 @@ class Decoder(PagedModel):
 
     def _finished(
         self,
-        x: Summed,
+        x: Residual,
         aux_hidden_states: list[Tensor],
         aux_layers: Sequence[int],
         logits_indices: LogitsIndices | None,

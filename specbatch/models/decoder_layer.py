@@ -19,7 +19,7 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.key_offset import key_offset
 from specbatch.models.layers import RMSNorm, Rotary
-from specbatch.models.linears.linear import Summed, traceable_parts
+from specbatch.models.linears.linear import Residual, traceable_parts
 from specbatch.models.stages import FIRST, Stages, Turn
 from specbatch.models.weight_loader import WeightLoader
 
@@ -94,7 +94,7 @@ class Attention:
 
     def start_output(
         self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
-    ) -> Callable[[], Summed]:
+    ) -> Callable[[], Residual]:
         """Launches residual + the output projection. The residual may be overwritten."""
         return self._out.start_with_residual(attended_THD.flatten(1), residual_TE, next_norm)
 
@@ -150,7 +150,7 @@ class MLP:
         """See `Layer`."""
         return self._gated.takes_normed
 
-    def start(self, x: Summed, norm: RMSNorm, next_norm: RMSNorm | None = None) -> Callable[[], Summed]:
+    def start(self, x: Residual, norm: RMSNorm, next_norm: RMSNorm | None = None) -> Callable[[], Residual]:
         """Launches x + mlp(norm(x)). x may be overwritten."""
         return self._gated.start_into(self._down, x, norm, next_norm)
 
@@ -179,13 +179,13 @@ class DecoderLayer:
 
     def stages(
         self,
-        x: Summed,
+        x: Residual,
         step: ForwardPass,
         logits_indices: LogitsIndices | None = None,
         *,
         residual_TE: Tensor | None = None,
         next_norm: RMSNorm | None = None,
-    ) -> Stages[Summed]:
+    ) -> Stages[Residual]:
         """(T, E), or (R, E) of the selected tokens. `residual_TE`: of the attention; None: x. It may be overwritten.
         `next_norm`: `first_norm` of the next layer."""
         q_THD = self.queries(x.x_TE, step) if x.normed_TE is None else self.attention.queries(x.normed_TE, step, None)
@@ -203,13 +203,13 @@ class DecoderLayer:
         step: ForwardPass,
         logits_indices: LogitsIndices | None,
         next_norm: RMSNorm | None = None,
-    ) -> Stages[Summed]:
+    ) -> Stages[Residual]:
         """The layer's output, from its queries: (T, E), or (R, E) of the selected tokens."""
         plan = None
         if logits_indices is not None:
             q_THD, residual_TE = q_THD[logits_indices.index_R], residual_TE[logits_indices.index_R]
             if q_THD.shape[0] == 0:  # a piece of a prompt: only its keys and values are needed
-                return Summed(residual_TE)
+                return Residual(residual_TE)
             plan = step.backend.plan(logits_indices.batch)
         post_norm = self._post_norm if self._mlp.takes_normed else None
         # No name for what attention returns: its memory can be used again in the MLP.

@@ -23,7 +23,7 @@ from specbatch.kernels import ops_for
 from specbatch.models.layers import RMSNorm
 
 
-class Summed(NamedTuple):
+class Residual(NamedTuple):
     """The residual stream x. `normed_TE`: norm(x) for the layer that reads x next, if it was computed with the sum."""
 
     x_TE: Tensor
@@ -47,7 +47,7 @@ class Layer(Protocol):
         """The layer of norm(x)."""
         return self(norm(x_TI))
 
-    def after_norm(self, x: Summed, norm: RMSNorm) -> Tensor:
+    def after_norm(self, x: Residual, norm: RMSNorm) -> Tensor:
         """The layer of norm(x)."""
         return self.with_norm(x.x_TE, norm) if x.normed_TE is None else self(x.normed_TE)
 
@@ -65,19 +65,19 @@ class Linear(Layer, Protocol):
 
     def start_with_residual(
         self, x_TI: Tensor, residual_TO: Tensor, next_norm: RMSNorm | None = None
-    ) -> Callable[[], Summed]:
+    ) -> Callable[[], Residual]:
         """Launches `with_residual`. Before its result is asked for, other layers can run. `next_norm`: of the layer
         that reads the sum, which a sum over ranks may compute, too."""
         y_TO = self.with_residual(x_TI, residual_TO)
-        return lambda: Summed(y_TO)
+        return lambda: Residual(y_TO)
 
 
 class GatedLinear(Layer, Protocol):
     """act(x G^T) * (x U^T): the first half of a gated feed-forward (Shazeer 2020)."""
 
     def start_into(
-        self, down: Linear, x: Summed, norm: RMSNorm, next_norm: RMSNorm | None = None
-    ) -> Callable[[], Summed]:
+        self, down: Linear, x: Residual, norm: RMSNorm, next_norm: RMSNorm | None = None
+    ) -> Callable[[], Residual]:
         """Launches the whole feed-forward: x + down(this layer of norm(x)). The sum may be written over x. The rest as
         of `Linear.start_with_residual`."""
         return down.start_with_residual(self.after_norm(x, norm), x.x_TE, next_norm)

@@ -15,7 +15,7 @@ from specbatch.kernels.quantised import Quantised
 from specbatch.kernels.torch.fp8 import quantise_part
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.fp8 import Fp8Weight
-from specbatch.models.linears.linear import GatedLinear, Linear, Summed
+from specbatch.models.linears.linear import GatedLinear, Linear, Residual
 from specbatch.parallel.group import Group
 
 
@@ -83,9 +83,9 @@ class ScaledGatedLinear(GatedLinear):
         return y_TO
 
     def start_into(
-        self, down: Linear, x: Summed, norm: RMSNorm, next_norm: RMSNorm | None = None
-    ) -> Callable[[], Summed]:
+        self, down: Linear, x: Residual, norm: RMSNorm, next_norm: RMSNorm | None = None
+    ) -> Callable[[], Residual]:
         if isinstance(down, ScaledLinear):
             y_TO = down.of_gate_and_up(self._both.after_norm(x, norm), x.x_TE)
-            return lambda: Summed(y_TO)
+            return lambda: Residual(y_TO)
         return super().start_into(down, x, norm, next_norm)

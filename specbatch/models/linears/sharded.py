@@ -26,7 +26,7 @@ from specbatch.kernels.quantised import GROUP
 from specbatch.kernels.torch.sampling import finite_peak, is_possible
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.linear import Linear, Summed
+from specbatch.models.linears.linear import Linear, Residual
 from specbatch.parallel.group import Group
 from specbatch.parallel.shares import HeadShare, even_shares, head_shares
 
@@ -158,13 +158,13 @@ class SummedLinear(Linear):
 
     def start_with_residual(
         self, x_TI: Tensor, residual_TO: Tensor, next_norm: RMSNorm | None = None
-    ) -> Callable[[], Summed]:
+    ) -> Callable[[], Residual]:
         part_TO = self._part(self._own(x_TI))
         if next_norm is None:
             total = self._group.start_sum(part_TO, residual_TO)
-            return lambda: Summed(total())
+            return lambda: Residual(total())
         both = self._group.start_normed_sum(part_TO, residual_TO, next_norm)
-        return lambda: Summed(*both())
+        return lambda: Residual(*both())
 
     def _own(self, x_TI: Tensor) -> Tensor:
         if not self._has_whole_input:
