@@ -25,10 +25,11 @@ from specbatch.models.weight_loader import WeightLoader
 
 
 class ForwardPass:
-    """What all layers of one forward pass share.
+    """The state that all layers of one forward pass share.
 
-    `in_graph`: layers are captured without their attention. There is no plan then, and nothing is computed from the
-    batch before the layers run. `turn`: of one of two passes at the same time."""
+    `in_graph`: layers are captured without their attention. Then there is no plan, and nothing is computed from the
+    batch before the layers run. `turn`: the turn of this pass, if two passes run at the same time.
+    """
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class ForwardPass:
         return q_THD
 
     def attend(self, attention: Attention, q_THD: Tensor, plan: Any = None) -> Tensor:
-        """(T, H, D). `plan`: of other queries than the batch's."""
+        """Return the attention's output (T, H, D). `plan`: the plan for other queries than those of the batch."""
         plan = self.plan if plan is None else plan
         self._turn.will_read(attention.layer)
         return self.backend.attend(plan, q_THD, self.cache, attention.layer, attention.window)
@@ -160,8 +161,8 @@ class MLP:
 
 
 class DecoderLayer:
-    """Attention and MLP, each with a norm before it and a residual. Without `input_norm` the caller norms the input of
-    the attention."""
+    """Attention and MLP, each with a norm before it and a residual. Without `input_norm` the caller computes the norm
+    of the attention's input."""
 
     def __init__(
         self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str, *, input_norm: bool = True
@@ -186,8 +187,9 @@ class DecoderLayer:
         residual_TE: Tensor | None = None,
         next_norm: RMSNorm | None = None,
     ) -> Stages[Residual]:
-        """(T, E), or (R, E) of the selected tokens. `residual_TE`: of the attention; None: x. It may be overwritten.
-        `next_norm`: `first_norm` of the next layer."""
+        """Compute the layer: (T, E), or (R, E) for the selected tokens. `residual_TE`: the residual that the
+        attention's output is added to; None: x. It may be overwritten. `next_norm`: the `first_norm` of the next
+        layer."""
         q_THD = self.queries(x.x_TE, step) if x.normed_TE is None else self.attention.queries(x.normed_TE, step, None)
         residual_TE = x.x_TE if residual_TE is None else residual_TE
         return (yield from self.select(q_THD, residual_TE, step, logits_indices, next_norm))

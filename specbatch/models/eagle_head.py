@@ -31,8 +31,8 @@ from specbatch.models.weight_loader import WeightLoader
 
 
 class EagleHead(PagedModel):
-    """The head as a model: features and tokens in, draft hidden states and draft logits out. `head`: with the sizes of
-    the part of its layer that `weights` loads."""
+    """The head as a model: features and tokens in, draft hidden states and draft logits out. `head`: its description,
+    with the sizes of the part of its layer that `weights` loads."""
 
     def __init__(
         self, head: EagleConfig, weights: WeightLoader, target: Decoder, backend: AttentionBackend, num_positions: int

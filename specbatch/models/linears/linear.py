@@ -52,7 +52,7 @@ class Layer(Protocol):
         return self.with_norm(x.x_TE, norm) if x.normed_TE is None else self(x.normed_TE)
 
     def traceable(self) -> Layer | None:
-        """The same layer in plain torch operations, for a compiler to fuse. None: there is none."""
+        """Return the same layer in plain torch operations, which a compiler can fuse; None: there is none."""
         return None
 
 
@@ -66,8 +66,8 @@ class Linear(Layer, Protocol):
     def start_with_residual(
         self, x_TI: Tensor, residual_TO: Tensor, next_norm: RMSNorm | None = None
     ) -> Callable[[], Residual]:
-        """Launches `with_residual`. Before its result is asked for, other layers can run. `next_norm`: of the layer
-        that reads the sum, which a sum over ranks may compute, too."""
+        """Launch `with_residual`. Other layers can run before its result is asked for. `next_norm`: the norm of the
+        layer that reads the sum. A sum over ranks may compute it, too."""
         y_TO = self.with_residual(x_TI, residual_TO)
         return lambda: Residual(y_TO)
 
@@ -84,7 +84,8 @@ class GatedLinear(Layer, Protocol):
 
 
 class DenseLinear(Linear):
-    """`ops`: as `kernels.ops_for` returns them. They fuse the norm and the residual where that is faster."""
+    """A linear layer without quantization. `ops`: the result of `kernels.ops_for`. They fuse the norm and the residual
+    if that is faster."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, ops: ModuleType) -> None:
         self._weight, self._bias, self._ops = weight_OI, bias_O, ops
@@ -106,7 +107,8 @@ class DenseLinear(Linear):
 
 
 class DenseGatedLinear(GatedLinear):
-    """`ops`: as for `DenseLinear`. They fuse the activation, and without a bias the GEMM and the norm with it."""
+    """The gated pair of linear layers of an MLP. `ops`: see `DenseLinear`. They fuse the activation and, without a
+    bias, the GEMM and the norm with it."""
 
     def __init__(self, gate_OI: Tensor, up_OI: Tensor, biases_O: tuple[Tensor, Tensor] | None, ops: ModuleType) -> None:
         self._weight = torch.cat((gate_OI, up_OI))
@@ -145,7 +147,7 @@ Parts = TypeVar("Parts")
 
 
 def traceable_parts(module: Parts, *names: str) -> Parts | None:
-    """A module with these parts of it traceable. None: one is not."""
+    """Return a module in which these parts are traceable; None: one of them cannot be."""
     other = copy(module)
     for name in names:
         part = getattr(module, name).traceable()

@@ -20,8 +20,9 @@ from specbatch.parallel.group import Group
 
 
 class ScaledLinear(Linear):
-    """`ops`: as `kernels.ops_for` returns them. `dtype`: of the results. `invariant`: a token's bits do not depend on
-    how many are computed with it. `input_ranks`: have the features of the inputs that this process has not."""
+    """A linear layer with weights in FP8. `ops`: the result of `kernels.ops_for`. `dtype`: the data type of the
+    results. `invariant`: a token's bits do not depend on how many tokens are computed with it. `input_ranks`: the ranks
+    that have the other features of the inputs."""
 
     def __init__(
         self,
