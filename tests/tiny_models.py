@@ -280,14 +280,14 @@ def tiny_device_engine(
     min_lane: int | None = None,
     cascade: GroupLimits | None = None,
     checks: bool = True,
-    steady: bool = False,
+    deterministic: bool = False,
     **traits: Any,
 ) -> Engine:
     """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
     `dtype`. `num_layers`: of the target; None: as many as `method` needs. `chunk_cost`: where shapes are fixed.
     `min_lane`: least requests of a lane; None: there is one lane. `piece_sizes`: of prompts in pieces, captured by
     `piece_runner`; none: prompts are computed as a whole. `checks`: plain decoding checks all choices before
-    acceptance; False: its rounds are unchecked where that gains. `steady`: see `Grammars`."""
+    acceptance; False: its rounds are unchecked where that gains. `deterministic`: see `Grammars`."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
@@ -334,7 +334,7 @@ def tiny_device_engine(
         chunk_cost=chunk_cost if fixed_shapes else None,
         threads=threads,
         trunks=trunks,
-        steady=steady,
+        deterministic=deterministic,
     )
     if checks:
         engine._grammars._unchecked.next = lambda: False  # type: ignore[method-assign]

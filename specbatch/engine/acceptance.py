@@ -23,26 +23,28 @@ from specbatch.kernels.torch.acceptance import widen
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What `commit_round` takes of an acceptance: the target's choices, which it walks along, or a path."""
+    """The result of an acceptance, from which `commit_round` takes the path: it walks along the target's choices, or
+    gets the path itself."""
 
     choice_BN: Tensor | None = None  # int64, the target's own token after each node
-    path_BN: Tensor | None = None  # int64; None: of a chain
+    path_BN: Tensor | None = None  # int64; None: the draft tree is a chain
     num_path_B: Tensor | None = None
     next_token_B: Tensor | None = None
     num_broken_B: Tensor | None = None
-    margin_BN: Tensor | None = None  # float32, of the target's logits after each node
+    margin_BN: Tensor | None = None  # float32, the margin of the target's logits after each node
 
     @staticmethod
     def of(chosen: tuple[Tensor, Tensor]) -> Decision:
-        """Of the (B, N) choices and their margins."""
+        """Make the decision from the target's choices (B, N) and the margins of their logits."""
         choice_BN, margin_BN = chosen
         return Decision(choice_BN, margin_BN=margin_BN)
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """`lazy`: nodes are sampled when they are reached, which the host has to read. `simulate`: tokens to commit in a
-    round on average, whatever the target says; None: the real acceptance."""
+    """The rule by which draft tokens are accepted. `lazy`: a node is sampled only when the accepted path reaches it,
+    for which the host reads the path. `simulate`: the mean number of tokens to commit in a round, whatever the target
+    chooses; None: the real acceptance."""
 
     ops: ModuleType
     lazy: bool
@@ -57,8 +59,9 @@ class Acceptance:
         target_ids: Tensor | None,
         sampled: bool,
     ) -> Decision:
-        """`index_BN`: of the computed token of each node; None: all nodes are computed. `target_ids`: of the draft
-        vocabulary; None: it is the target's. `sampled`: some request may have a positive temperature."""
+        """Decide which nodes are accepted. `index_BN`: the index of each node's computed token; None: all nodes are
+        computed. `target_ids`: the target's token id of each draft vocabulary id; None: the vocabularies are the same.
+        `sampled`: some request may have a positive temperature."""
         if sampled and trees.probs_BDW is not None:
             found = self._accept_drawn(view, trees, logits_TV, index_BN, target_ids)
         else:
@@ -68,7 +71,8 @@ class Acceptance:
     def decide_greedily(
         self, view: BatchView, trees: DraftTrees, best: tuple[Tensor, Tensor], index_BN: Tensor | None
     ) -> Decision:
-        """As `decide`, by the (T,) best tokens and margins of the logits."""
+        """Decide as `decide` does, if all requests are greedy. `best`: the best token (T,) after each computed token,
+        and the margin of its logits."""
         return self._or_simulated(view, trees, Decision.of(_of_nodes(trees, best, index_BN)))
 
     def _or_simulated(self, view: BatchView, trees: DraftTrees, found: Decision) -> Decision:
@@ -87,7 +91,7 @@ class Acceptance:
         return self._draw(view, trees, logits_TV, index_BN) if sampled else best_BN, margin_BN
 
     def _draw(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor | None) -> Tensor:
-        """As `choose`, where some request may have a positive temperature."""
+        """Choose as `choose` does, where some request may have a positive temperature."""
         num_nodes = trees.tokens_BN.shape[1]
         depth = torch.arange(num_nodes, device=logits_TV.device) if trees.depths_BN is None else trees.depths_BN
         position_BN = view.length_B[:, None] + depth + 1
@@ -103,7 +107,7 @@ class Acceptance:
     def _choose_on_path(
         self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor, u_BN: Tensor
     ) -> Tensor:
-        """As `choose`; NO_TOKEN off the accepted path, too."""
+        """Choose as `choose` does, but only on the accepted path: other nodes get NO_TOKEN."""
         choice_BN = torch.full_like(trees.tokens_BN, NO_TOKEN)
         parents_BN = _chain_parents(trees) if trees.parents_BN is None else trees.parents_BN
         request = torch.arange(len(choice_BN))
@@ -125,7 +129,7 @@ class Acceptance:
         index_BN: Tensor | None,
         target_ids: Tensor | None,
     ) -> Decision:
-        """Of chains that were drawn from `probs_BDW`."""
+        """Decide for chains whose drafts were drawn from the distributions `probs_BDW`."""
         assert trees.probs_BDW is not None
         batch, num_nodes = trees.tokens_BN.shape
         _, margin_T = self.ops.argmax_and_margin(logits_TV)
@@ -228,8 +232,8 @@ def _chain_parents(trees: DraftTrees) -> Tensor:
 
 
 def with_forced(decision: Decision, forced_BN: Tensor, logits_TV: Tensor) -> Decision:
-    """With the only tokens that may come (`RuleBuffers.forced_SN`) in place of other choices, as if masks had left
-    nothing else: NO_TOKEN where another rule forbids that."""
+    """Replace the target's choices by forced tokens: those that alone may come (`RuleBuffers.forced_SN`). The result is
+    the same as if masks had left nothing else. It is NO_TOKEN where another rule forbids the forced token."""
     if decision.choice_BN is None or decision.margin_BN is None:
         return decision
     logits_BNV = logits_TV.view(*forced_BN.shape, -1)

@@ -1,4 +1,4 @@
-"""How a request begins, and how tokens are added to it until it ends: the same in both engines."""
+"""The start of a request, and the tokens that are added to it until it ends. Both engines use these functions."""
 
 from __future__ import annotations
 

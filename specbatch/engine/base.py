@@ -1,4 +1,4 @@
-"""What engines share: the queue before the scheduler, the counters, and how a request ends."""
+"""The parts that all engines share: the queue before the scheduler, the counters, and the end of a request."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ def check_finite(completions: Iterable[Completion]) -> None:
 
 
 class EngineBase:
-    """The parts of `types.BatchEngine` that do not compute. `capacity` is the longest sequence, prompt and output, that
-    the model and the cache can hold, `longest_row` what a new job allows; None: as much."""
+    """The parts of `types.BatchEngine` that do not compute. `capacity`: the longest sequence (prompt and output) that
+    the model and the cache can hold. `longest_row`: the longest sequence that a new job allows; None: it is
+    `capacity`."""
 
     max_forced = 0  # nodes that a grammar may add to a draft tree
-    chunk_cost: ChunkCost | None = None  # for which short prompts are gathered; None: they are not
-    waited_seconds = 0.0  # for a device: what is left of the time is the host's own
+    chunk_cost: ChunkCost | None = None  # the cost by which short prompts are held back; None: they are not
+    waited_seconds = 0.0  # the time that the host waited for the device; the rest of the time is the host's own
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class EngineBase:
 
     @property
     def num_pages(self) -> int:
-        """Of the KV cache."""
+        """The number of pages of the KV cache."""
         return self._scheduler.num_pages
 
     @property
@@ -75,7 +76,7 @@ class EngineBase:
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether the prompts of all running requests are computed."""
+        """Return whether the prompts of all running requests are computed."""
         return all(seq.prefill_done for seq in self._scheduler.running)
 
     def tokens_so_far(self) -> dict[int, int]:
@@ -162,7 +163,7 @@ class EngineBase:
 
 
 def _leaves_none(seq: Sequence) -> bool:
-    """Whether the request's rules and its grammar forbid all tokens after its output."""
+    """Return whether the rules and the grammar of a request forbid all tokens after its output."""
     if seq.rules is None:
         return False
     allowed_W = seq.rules.allowed(seq.generated)

@@ -14,8 +14,8 @@ class BatchGroups:
     def __init__(self, table: GroupTable | None, page_size: int, num_slots: int) -> None:
         self._table, self._page_size = table, page_size
         self._tree = None if table is None else GroupTree(page_size, table.limits)
-        self._slots: set[int] = set()  # of the tree
-        self._index_S = np.zeros(num_slots, dtype=np.int32)  # in the batch
+        self._slots: set[int] = set()  # the slots that are in the tree
+        self._index_S = np.zeros(num_slots, dtype=np.int32)  # the index of each slot in the batch
         self._batch: list[Sequence] = []
         self._queries = 0
         self._groups: list[Group] = []

@@ -1,4 +1,4 @@
-"""How many threads compute on CPU cores that other processes use too.
+"""The number of threads that compute on CPU cores which other processes use too.
 
 An OpenMP barrier ends when its slowest thread arrives. On a busy core that thread waits for its turn while the others
 spin. One thread for each core that is free avoids both. So the number of threads follows what other processes leave:
@@ -28,7 +28,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.linears.packed import thread_counts
 
 _WINDOW_SECONDS = 1.0
-_QUIET_WINDOWS = 3  # with room for more threads, before their number goes up
+_QUIET_WINDOWS = 3  # windows with room for more threads, before their number goes up
 _TOLERANCE = 0.45  # a core counts as free while other processes take less than about half of it
 _SET_BY_USER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CPU = torch.device("cpu")
@@ -111,8 +111,8 @@ def limit_threads(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def new_governor(configs: Sequence[ModelConfig], environment: Mapping[str, str] = os.environ) -> ThreadGovernor | None:
-    """For models whose products are packed; None where the number of threads must not change: the user set it, or the
-    system does not say what other processes take, or no other number gives the same bits."""
+    """Make the governor for models whose GEMMs are packed. Return None if the number of threads must not change: the
+    user set it, or the system does not say what other processes take, or no other number gives the same bits."""
     counts = thread_counts(torch.get_num_threads())
     if any(environment.get(name) for name in _SET_BY_USER) or len(counts) == 1:
         return None
@@ -167,7 +167,7 @@ def cpu_quota(folder: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def usable_cores() -> float:
-    """Of this process, which need not be a whole number of them."""
+    """Return the number of cores that this process may use. It need not be a whole number."""
     return min(len(_allowed_cores()), cpu_quota())
 
 

@@ -31,8 +31,9 @@ def edited_logits(
     fixed_shapes: bool,
     keep: bool,
 ) -> Tensor:
-    """The logits under the rules of `state.rules`. `edits`: all kinds that requests of the batch have. Of each request
-    its first `num_nodes` nodes are computed, all N where shapes are fixed. `keep`: `logits_TV` must not change."""
+    """Return the logits under the rules of `state.rules`. `edits`: all kinds of edits that requests of the batch have.
+    `fixed_shapes`: all N nodes of each request are computed, otherwise only its first `num_nodes`. `keep`: `logits_TV`
+    must not change."""
     if not edits:
         return logits_TV
     rules = state.rules

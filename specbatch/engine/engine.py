@@ -70,13 +70,14 @@ class Engine(EngineBase):
         threads: ThreadGovernor | None = None,
         shrinks: bool = True,
         trunks: PromptTrunks = EAGER,
-        steady: bool = False,
+        deterministic: bool = False,
     ) -> None:
-        """`chunk_cost` None: short prompts are not held. `threads`: of a CPU. `shrinks`: batches and chunks that run
-        out of memory are made smaller. `trunks`: how prompts are computed. `steady`: see `Grammars`."""
+        """Make an idle engine. `chunk_cost` None: short prompts are not held back. `threads`: the thread governor of a
+        CPU. `shrinks`: batches and chunks that run out of memory are made smaller. `trunks`: the models that compute
+        prompts. `deterministic`: see `Grammars`."""
         rounds = executor.rounds.items
         self.executor = executor
-        self._round: Round = rounds[0]  # for prompts, which no draft method changes
+        self._round: Round = rounds[0]  # used for prompts, which are the same for all draft methods
         self._state: RequestTable = self._round.state
         self._eos = frozenset(eos_token_ids)
         net = self._round.method.net
@@ -102,20 +103,24 @@ class Engine(EngineBase):
         sizes = executor.lanes
         self._lanes = None if sizes is None else Lanes(sizes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED
-        traits = {"fixed_shapes": self._round.fixed_shapes, "simulates": self._round.simulates, "steady": steady}
+        traits = {
+            "fixed_shapes": self._round.fixed_shapes,
+            "simulates": self._round.simulates,
+            "deterministic": deterministic,
+        }
         self._grammars = Grammars(self._rows, self._transfers, lookahead + self.max_forced, **traits)
         self._forget_rounds()
         self._in_flight: deque[Report] = deque()  # the oldest first; only the last one can be open
         self._failed = 0  # launches in a row that ran out of memory
         self._last_read = time.perf_counter()
         self.start_seconds: dict[str, float] = {}
-        self.start_bytes: dict[str, int] = {}  # of the device: what was measured and reserved
+        self.start_bytes: dict[str, int] = {}  # bytes of the device that were measured and reserved at the start
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         if self._threads is not None:
             self._threads.update()
-        self._last_read = time.perf_counter()  # what the caller did in between is not the engine's time
+        self._last_read = time.perf_counter()  # The time that the caller took in between is not the engine's.
         finished: list[Completion] = []
         graphs, seconds = self._captured()
         launched = self._launch(finished)
@@ -125,7 +130,7 @@ class Engine(EngineBase):
         while len(self._in_flight) > (self.executor.async_depth if launched else 0):
             finished += self._read()
             if not launched:
-                break  # what was read may have made room: launch before reading on
+                break  # A result that was read may have made room, so launch before more results are read.
         if not (self.num_running or self.num_waiting):
             self._forget_open()  # all of its requests have ended: it is not needed, and it holds graphs and tensors
             if self._threads is not None:
@@ -143,7 +148,7 @@ class Engine(EngineBase):
         if spans:
             return self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans), finished)
         if self._in_flight and self._scheduler.would_preempt():
-            finished += self.drain()  # who is preempted is decided with everything known
+            finished += self.drain()  # Read all results first, so that the choice of the request to preempt uses them.
         rows = [seq for seq in self._scheduler.plan_round() if seq.can_go_on]
         if not rows:
             return False
@@ -157,7 +162,7 @@ class Engine(EngineBase):
         launched."""
         try:
             launch()
-            if not self._has_open:  # what is begun can still run out of memory
+            if not self._has_open:  # A round that was begun can still run out of memory.
                 self._failed = 0
             return True
         except Exception as error:
@@ -195,10 +200,10 @@ class Engine(EngineBase):
         return not is_last
 
     def _lower_batch(self, size: int, finished: list[Completion]) -> bool:
-        """From now on run at most that many requests. The failed round has left all slots as they were."""
+        """Run at most `size` requests from now on. The failed round has left all slots as they were."""
         if size < 1:
             return False
-        finished += self.drain()  # who is preempted is decided with everything known
+        finished += self.drain()  # Read all results first, so that the choice of the request to preempt uses them.
         self._max_batch_size = size
         self._scheduler.lower_batch(size)
         return True
@@ -227,7 +232,7 @@ class Engine(EngineBase):
 
     @property
     def _has_open(self) -> bool:
-        """Whether a round was begun and not completed."""
+        """Return whether a round was begun and not completed."""
         return bool(self._in_flight) and self._in_flight[-1].is_open
 
     def _complete_round(self) -> None:
@@ -289,7 +294,8 @@ class Engine(EngineBase):
         self._last_read = now
 
     def _edits(self, sequences: Iterable[Sequence]) -> Edits:
-        """What the rules of a batch change in logits: where rounds may be graphs, one of few combinations."""
+        """Return the kinds of edits that the rules of a batch make. Where rounds may be graphs, it is one of few
+        combinations."""
         # Each kind once: to join flags takes as long as all else that a round does for a row.
         kinds = {int(seq.rules.edits) for seq in sequences if seq.rules is not None}
         edits = functools.reduce(operator.or_, map(Edits, kinds), Edits.NONE)
@@ -347,10 +353,10 @@ class Engine(EngineBase):
         on_progress: Callable[[str], None] = lambda progress: None,
         ahead: bool = True,
     ) -> None:
-        """Draft so from now on, with the same draft network or none, and with other graphs (`sampled`: of rounds with
-        sampled rows too; `ahead`: captured now, or else when there is a batch of that size). The engine must be idle,
-        and was built for the widest; what its prefix cache holds is of use to the network that it was computed with
-        only."""
+        """Use other draft methods from now on, with the same draft network or none, and with other graphs. `sampled`:
+        capture graphs of rounds with sampled requests too. `ahead`: capture all graphs now; False: when the first batch
+        of a size comes. The engine must be idle, and must have been built for the largest draft shape. The entries of
+        its prefix cache are of use only to the draft network that computed them."""
         assert not self._scheduler.running, "requests are running"
         assert not self._scheduler.waiting, "requests are waiting"
         self.drain()  # the round in which the last request was seen to have ended
@@ -385,7 +391,7 @@ class Engine(EngineBase):
         return [seq.req_idx for seq in sequences]
 
     def abort_all(self) -> None:
-        self.drain()  # what is under way writes to its pages
+        self.drain()  # The rounds in flight write to pages that are freed next.
         super().abort_all()
         self._rows.forget_started()
 

@@ -35,7 +35,8 @@ GraphMode = Literal["round", "none"]
 
 
 class PaddedSize(NamedTuple):
-    """`lane`: of its rows, those of the first of two lanes; 0: there is one."""
+    """The size of a padded batch. `lane`: the number of its requests that are in the first of two lanes; 0: there is
+    one lane."""
 
     size: int
     lane: int = 0
@@ -59,9 +60,9 @@ def padded_sizes(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launched:
-    """What a round will have decided, valid until the next launch."""
+    """The result of a round that has been launched. It is valid until the next launch."""
 
-    output_BZ: Tensor  # see `Committed`, and `with_logprobs`
+    output_BZ: Tensor  # laid out as in `Committed` and `with_logprobs`
     logprobs: LogprobLayout | None
     max_path: int  # tokens that the round may commit
 
@@ -116,7 +117,7 @@ class RoundExecutor:
         most = max(max_batch_size, self._captures[0][0].size)
         self._req_idx_B = torch.full((most,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
-        self._uncaptured: set[RoundKey] = set()  # for want of memory
+        self._uncaptured: set[RoundKey] = set()  # keys whose graphs did not fit into memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
         self._grammars: GrammarGraphs | None = None  # made for the first batch with a grammar
 
@@ -161,7 +162,8 @@ class RoundExecutor:
                 self._capture(key)
 
     def _capture(self, key: RoundKey, grammar: GrammarRound | None = None) -> None:
-        """Leaves the kind of batch uncaptured where memory runs out. `grammar`: of a batch that has one."""
+        """Capture a round. If memory runs out, this kind of batch stays uncaptured. `grammar`: the grammar round of a
+        batch that has one."""
         assert self.runner is not None
         saved, groups = self._uploaded, self.groups
         self._uploaded = []
@@ -193,13 +195,13 @@ class RoundExecutor:
 
     @property
     def groups(self) -> list[Group]:
-        """What the last call of `write_groups` wrote."""
+        """Return the groups that the last call of `write_groups` wrote."""
         table = self.rounds.items[0].state.groups
         return [] if table is None else table.written
 
     def write_groups(self, groups: list[Group]) -> None:
-        """Requests of the next round, by index in the batch, for which what they share is read once. Nothing, where
-        rounds do not do so."""
+        """Write the groups of requests, by index in the next round's batch, whose common keys are read once. Do nothing
+        if rounds do not read groups."""
         table = self.rounds.items[0].state.groups
         if table is not None:
             table.write(groups, self._transfers.upload)

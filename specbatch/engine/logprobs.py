@@ -20,25 +20,26 @@ _NUMS_TOP = (0, 1, 5, MAX_TOP_LOGPROBS)
 
 
 def num_top_of(wanted: Iterable[int | None]) -> int | None:
-    """How many of the most likely tokens a round finds for requests that want these numbers: one of a few, so that
-    there are few graphs. None: no request wants log-probabilities."""
+    """Return how many of the most likely tokens a round finds, for requests that want these numbers. It is one of a few
+    numbers, so that there are few graphs. None: no request wants log-probabilities."""
     most = max((number for number in wanted if number is not None), default=None)
     return None if most is None else next(number for number in _NUMS_TOP if number >= most)
 
 
 class Logprobs(NamedTuple):
-    """Of the tokens of a report, by the target's raw logits."""
+    """The log-probabilities of the tokens of a report, from the target's raw logits."""
 
-    values_BMK: Tensor  # (B, M, 1 + K) float32 or float64: of each token, and of the likely ones at its position
+    # (B, M, 1 + K) float32 or float64: the values of each token, then those of the most likely tokens at its position
+    values_BMK: Tensor
     top_ids_BMK: Tensor  # int64
 
     def words(self) -> tuple[Tensor, Tensor]:
-        """Two parts of (B, X) int32, as `LogprobLayout` reads them."""
+        """Return two parts (B, X) int32, which `LogprobLayout` reads."""
         return self.values_BMK.view(torch.int32).flatten(1), self.top_ids_BMK.int().flatten(1)
 
 
 class LogprobLayout(NamedTuple):
-    """What the words of a report's log-probabilities are."""
+    """The layout of the words that hold a report's log-probabilities."""
 
     num_top: int  # K
     value_bytes: int
@@ -63,14 +64,14 @@ def with_logprobs(output_BZ: Tensor, logprobs: Logprobs | None) -> Tensor:
 
 
 class ReadLogprobs(NamedTuple):
-    """As `Logprobs`, on the host."""
+    """`Logprobs` on the host."""
 
     values_BMK: NDArray[Any]
     top_ids_BMK: NDArray[Any]
 
     def records(self, num_top: int) -> list[bytes]:
-        """Of each row the records of its M tokens, with `num_top` of the likely ones: what a request collects. A round
-        makes no objects for tokens, which the garbage collector would walk."""
+        """Return the records of the M tokens of each row, with `num_top` of the likely tokens; a request collects them.
+        A round makes no object for each token, which the garbage collector would walk."""
         k = min(num_top, self.top_ids_BMK.shape[2])  # fewer if the vocabulary has fewer
         found = np.empty(self.values_BMK.shape[:2], dtype=_record(k))
         found["values"] = self.values_BMK[:, :, : 1 + k]
@@ -87,9 +88,9 @@ def read_records(token_ids: list[int], records: bytes | bytearray) -> TokenLogpr
     return TokenLogprobs(token_ids, found["values"], found["top_ids"])
 
 
-_BYTES_OF_TOP = 12  # of a record, for each likely token
+_BYTES_OF_TOP = 12  # bytes of a record for each likely token
 
 
 def _record(num_top: int) -> np.dtype[Any]:
-    """Of one token. A float32 is the same number as a float64."""
+    """Return the data type of one token's record. A float32 value is the same number as a float64."""
     return np.dtype([("values", np.float64, (1 + num_top,)), ("top_ids", np.int32, (num_top,))])

@@ -47,7 +47,7 @@ class Report:
     max_path: int | None  # tokens that the round may commit; None: a prompt chunk
     # int32: (B, Z) of a round, (R, 2) of a prompt chunk; then the words of log-probabilities. None: not launched yet.
     rows: Download | None = None
-    logprobs: LogprobLayout | None = None  # of these words
+    logprobs: LogprobLayout | None = None  # layout of the log-probabilities in `rows`
     scored: Scored | None = None
     begun: Begun | None = None  # a round whose rest is launched by `complete`
     grammar: GrammarRound | None = None  # the hook of its requests with grammars
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def is_open(self) -> bool:
-        """Whether `complete` has something to launch."""
+        """Return whether `complete` has something to launch."""
         return self.begun is not None
 
     def complete(self, transfers: Transfers) -> None:
@@ -145,7 +145,7 @@ def _read_prompt(seq: Sequence, report: list[int], eos: Set[int]) -> FinishReaso
 def _read_round(
     seq: Sequence, report: list[int], max_path: int, eos: Set[int], stats: EngineStats
 ) -> FinishReason | None:
-    count, drafted, depth, broken = report[:_TOKENS]  # in the order of `Output`
+    count, drafted, depth, broken = report[:_TOKENS]  # The order is that of `Output`.
     assert count >= 1, f"request {seq.request.request_id} ended on the device only"
     seq.rounds_in_flight -= 1
     seq.num_in_flight -= max_path
@@ -185,8 +185,8 @@ def _read_scores(scored: Scored) -> None:
 
 
 class _Records(dict[int, list[bytes]]):
-    """By number of likely tokens, the records of all rows: made at once, because numpy takes about as long for one row
-    as for many."""
+    """The records of all rows, by number of likely tokens. They are made at once, because numpy takes about as long for
+    one row as for many."""
 
     def __init__(self, logprobs: ReadLogprobs) -> None:
         super().__init__()

@@ -38,10 +38,10 @@ _SCORED_ROWS = 32  # prompt tokens whose log-probabilities are computed at once
 
 
 class Round:
-    """`simulate`: tokens per round to commit on average, whatever the target says; None: the real acceptance.
-    `fixed_shapes`: shapes follow the number of requests alone, nothing is read by the host, and a round may be a CUDA
-    graph; else only tokens that there are are computed. None: on all devices but a CPU. `two_lanes`: None: rounds
-    and prompt chunks have one."""
+    """One round on the device. `simulate`: the mean number of tokens to commit in a round, whatever the target chooses;
+    None: the real acceptance. `fixed_shapes`: shapes depend only on the number of requests, the host reads nothing, and
+    a round may be a CUDA graph; False: only tokens that exist are computed. None: True on all devices but a CPU.
+    `two_lanes`: the overlap of two lanes; None: rounds and prompt chunks have one lane."""
 
     def __init__(
         self,
@@ -94,10 +94,10 @@ class Round:
     def __call__(
         self, req_idx_B: Tensor, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE, lane: int = 0
     ) -> Verified:
-        """One round of the requests `req_idx_B` (int64; padding's index may repeat). `sampled`: some request may have a
-        positive temperature. `num_top`: with log-probabilities, of this number of most likely tokens, too; None:
-        without. `edits`: what the requests' rules change in logits. `lane`: requests of the first of two lanes, which
-        the target computes at the same time; 0: there is one lane."""
+        """Run one round of the requests `req_idx_B` (int64; the index of padding may repeat). `sampled`: some request
+        may have a positive temperature. `num_top`: return log-probabilities, with this number of most likely tokens;
+        None: return none. `edits`: the kinds of edits that the requests' rules make in logits. `lane`: the number of
+        requests in the first of two lanes, which the target computes at the same time; 0: there is one lane."""
         with marked("draft"):
             view, trees = self.draft(req_idx_B, sampled)
         with marked("target"):
@@ -126,7 +126,7 @@ class Round:
     def finish(
         self, view: BatchView, trees: DraftTrees, forwarded: Forwarded, sampled: bool, num_top: int | None, edits: Edits
     ) -> Verified:
-        """What comes after the target's forward pass."""
+        """Run the steps after the target's forward pass: accept and extend."""
         with marked("accept"):
             verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
         with marked("extend"):
@@ -160,7 +160,7 @@ class Round:
         mask = None if trees.mask_BNW is None else trees.mask_BNW.view(batch * num_nodes, -1)
         layout = view.layout(num_nodes, depths_BQ=trees.depths_BN, mask_TW=mask)
         tokens_T = trees.tokens_BN.reshape(-1)
-        index_T = None  # of the computed token of each node; None: all nodes are computed
+        index_T = None  # (B * N) the index of each node's computed token; None: all nodes are computed
         if not self.fixed_shapes and trees.num_nodes_B is not None:
             layout, node_T = layout.part(torch.zeros_like(trees.num_nodes_B), trees.num_nodes_B)
             index_T = torch.zeros_like(tokens_T).index_copy_(0, node_T, torch.arange(len(node_T), device=node_T.device))
@@ -178,8 +178,8 @@ class Round:
     def choose(
         self, view: BatchView, trees: DraftTrees, forwarded: Forwarded, num_top: int | None, edits: Edits
     ) -> Forwarded:
-        """With what grammars need to know of a forward pass. A mask comes to the same after all other changes as before
-        them: it makes logits -inf."""
+        """Add the edited logits and greedy choices that grammars read. Masks set logits to -inf, so they commute with
+        the other edits and can be applied last."""
         edits &= ~Edits.NODE_MASK
         assert forwarded.logits_TV is not None, "a grammar needs logits"
         edited = self._edited(view, trees, forwarded.logits_TV, edits, keep=num_top is not None)
@@ -220,7 +220,8 @@ class Round:
         self, view: BatchView, trees: DraftTrees, logits: Tensor, edited: Tensor | None, index_BN: Tensor | None,
         sampled: bool, num_top: int | None, edits: Edits,
     ) -> Decision:  # fmt: skip
-        """`edited`: the logits under all rules but the masks of nodes; None: under no rule."""
+        """Decide which nodes are accepted. `edited`: the logits under all rules except the masks of nodes; None: no
+        rule applies."""
         if edited is None:
             edited = logits
         else:
@@ -236,7 +237,8 @@ class Round:
     def _logprobs(
         self, logits_TV: Tensor | None, index_T: Tensor, tokens_BM: Tensor, num_top: int | None
     ) -> Logprobs | None:
-        """Of tokens (B, M), by the rows (B * M) of raw logits that they were chosen by."""
+        """Return the log-probabilities of tokens (B, M). `index_T`: for each token, the row (B * M) of the raw logits
+        that it was chosen from."""
         if num_top is None:
             return None
         assert logits_TV is not None, "log-probabilities need logits"
@@ -316,12 +318,13 @@ class Round:
         self, chunk: PromptChunk, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE,
         trunks: PromptTrunks = EAGER,
     ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:  # fmt: skip
-        """Compute pieces of prompts; where a prompt ends, choose its first token and set its slot going.
+        """Compute pieces of prompts. Where a prompt ends, choose its first token and make its request index ready for
+        rounds.
 
-        Returns (R, 2) int32, the token of each prompt that ends here and the bits of its margin, with logprobs (R, 1)
-        where asked, and the log-probabilities (K, 1) of the chunk's `scored_K2`. NO_TOKEN where the target's logits are
-        not finite: then the slot is done, and what goes on to be computed sees token 0. `trunks`: how the models are
-        run here, and in no round.
+        Return (R, 2) int32, the token of each prompt that ends here and the bits of its margin, with logprobs (R, 1) if
+        wanted, and the log-probabilities (K, 1) of the chunk's `scored_K2`. The token is NO_TOKEN if the target's
+        logits are not finite: then the request is done, and what is computed after it reads token 0. `trunks`: the
+        models that compute this chunk, and no round.
         """
         needs_all = self._reads_hidden or chunk.scored_K2 is not None
         logits_indices = None if needs_all else chunk.logits_indices
@@ -361,7 +364,8 @@ class Round:
         return output, self._logprobs(logits, index_R, tokens[:, None], num_top), scores
 
     def _scores(self, hidden_TE: Tensor, scored_K2: Tensor, num_top: int) -> Logprobs:
-        """Of tokens after others; a few at a time, because logits of a whole chunk would take too much memory."""
+        """Return the log-probabilities of tokens after others. They are computed a few at a time, because the logits of
+        a whole chunk would take too much memory."""
         parts = []
         for scored in scored_K2.split(_SCORED_ROWS):
             logits = self._target.raw_logits(hidden_TE[scored[:, 0]])
@@ -385,5 +389,5 @@ class Round:
 
 
 def _is_greedy(sampled: bool, num_top: int | None, edits: Edits) -> bool:
-    """Whether a round needs no more of the target's logits than the largest of each token."""
+    """Return whether a round needs only the largest of the target's logits after each token."""
     return not sampled and num_top is None and not edits

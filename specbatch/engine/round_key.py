@@ -1,4 +1,4 @@
-"""What a captured round depends on."""
+"""The key of a captured round: everything that its graph depends on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from specbatch.batch import Edits
 
 
 class RoundKey(NamedTuple):
-    size: int  # of the batch, padding included
-    item: int  # of the schedule
+    size: int  # size of the batch, padding included
+    item: int  # item of the schedule
     sampled: bool  # this and the next two: see `Round`
     num_top: int | None = None
     edits: Edits = Edits.NONE  # with NODE_MASK, the host takes part in the round
-    lane: int = 0  # of the size, see `executor.PaddedSize`
-    num_nodes: int | None = None  # of each tree, of batches with grammars: plain decoding may have room or not
+    lane: int = 0  # requests of the first lane, see `executor.PaddedSize`
+    num_nodes: int | None = None  # nodes of each tree in batches with grammars: plain decoding may have room or not

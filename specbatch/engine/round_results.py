@@ -1,4 +1,4 @@
-"""What the parts of a round give each other.
+"""The results that the parts of a round give each other.
 
 Shape suffixes: B requests, N tree nodes, M longest path (root included), T computed tokens, E hidden size, V
 vocabulary.
@@ -17,14 +17,14 @@ from specbatch.engine.logprobs import Logprobs
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """What the target computed for the T nodes of a round: their logits, or the best token of each (int64) with its
-    margin, where no more is wanted and ranks find it without the logits."""
+    """The target's output for the T nodes of a round: their logits, or the best token of each (int64) with its margin,
+    if no more is wanted and ranks find it without the logits."""
 
     hidden_TE: Tensor
     aux_hidden_states: list[Tensor]
     logits_TV: Tensor | None
     best: tuple[Tensor, Tensor] | None
-    index_T: Tensor | None  # int64, (B * N) of the computed token of each node; None: all nodes are computed
+    index_T: Tensor | None  # int64, (B * N) the index of each node's computed token; None: all nodes are computed
     # With grammars: the logits under all rules but the masks of nodes, and what a greedy request chooses by them.
     edited_TV: Tensor | None = None
     choice_BN: Tensor | None = None
@@ -32,7 +32,7 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What draft-extend needs of a verification."""
+    """The parts of a verification that draft-extend needs."""
 
     view: BatchView
     committed: Committed

@@ -20,17 +20,17 @@ NO_TOKEN_LEFT = "no token is left to choose"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Of one request. The masks are those of `RuleTable`."""
+    """The rules of one request. The masks are those of `RuleTable`."""
 
     masks_2W: np.ndarray  # int32
     min_tokens: int
     biases: Mapping[int, float]
-    bad_words: tuple[tuple[int, ...], ...]  # of several tokens
+    bad_words: tuple[tuple[int, ...], ...]  # those of several tokens
     penalties: tuple[float, float, float]  # repetition, frequency, presence
     edits: Edits
 
     def leaves_none(self, output: Sequence[int]) -> bool:
-        """Whether they forbid all tokens after this output."""
+        """Return whether the rules forbid all tokens after this output."""
         return not self.allowed(output).any()
 
     def allowed(self, output: Sequence[int]) -> np.ndarray:
@@ -45,8 +45,8 @@ class Rules:
 def make_rules(
     params: SamplingParams, bad_words: Sequence[tuple[int, ...]], limits: EngineLimits, has_grammar: bool = False
 ) -> Rules | None:
-    """None: the request has no rules. `bad_words`: as token ids. Raises FieldError where a token id is not in the
-    vocabulary, where there are more of something than the device has room for, or where no token is allowed."""
+    """Make the rules of a request; None: it has none. `bad_words`: their token ids. Raise FieldError if a token id is
+    not in the vocabulary, if there are more of something than the device has room for, or if no token is allowed."""
     biases = dict(params.logit_bias or {})
     penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     several = tuple(dict.fromkeys(word for word in bad_words if len(word) > 1))
@@ -105,7 +105,7 @@ def _check_count(name: str, what: str, count: int, limit: int) -> None:
 
 
 def _mask(vocab_size: int, allowed: Sequence[int] | None) -> np.ndarray:
-    """(W,) int32 words. None: all tokens are allowed."""
+    """Return the mask of the allowed tokens, (W,) int32 words. `allowed` None: all tokens are allowed."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
     bits[slice(vocab_size) if allowed is None else np.array(allowed, dtype=np.int64)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)

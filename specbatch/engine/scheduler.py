@@ -54,7 +54,7 @@ class Scheduler:
     ) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._prefilling: list[Sequence] = []  # of these, those whose prompts are not computed yet
+        self._prefilling: list[Sequence] = []  # those of `running` whose prompts are not computed yet
         self.num_preemptions = 0
         self._pool = pool
         self._prefix = prefix
@@ -89,7 +89,7 @@ class Scheduler:
             if budget:
                 budget -= self._take(plan, seq, budget, is_new=False, num_cached=0)
                 computing.update(self._prefix_paths(seq, plan[-1]))
-        if budget and (plan or self._resume_deferred or self._is_worth_a_chunk()):
+        if budget and (plan or self._resume_deferred or self._should_prefill()):
             has_passed = self._take_waiting(plan, budget, computing)
             self._resume_deferred = has_passed and not self._resume_deferred
         return plan
@@ -117,8 +117,8 @@ class Scheduler:
             computing.update(self._prefix_paths(seq, plan[-1]))
         return has_passed
 
-    def _is_worth_a_chunk(self) -> bool:
-        """Whether to compute prompts now, or to run rounds until more requests have ended."""
+    def _should_prefill(self) -> bool:
+        """Return whether to compute prompts now. Otherwise rounds run until more requests have ended."""
         free = self._max_batch_size - len(self.running)
         if free >= min(self.min_free_requests, len(self.waiting)):
             return True
@@ -139,7 +139,7 @@ class Scheduler:
         return end - seq.num_computed_tokens
 
     def _prefix_paths(self, seq: Sequence, span: PrefillSpan) -> list[int]:
-        """What identifies each page that `span` fills: a hash over all tokens up to its end."""
+        """Return a key for each page that `span` fills: a hash over all tokens up to the page's end."""
         if self._prefix is None:
             return []
         size = self._pool.page_size
@@ -148,8 +148,8 @@ class Scheduler:
         return [hashes[n] for n in range(first, len(hashes)) if self._prefix.key(seq.tokens, n) is not None]
 
     def _page_hashes(self, tokens: list[int], num_pages: int) -> list[int]:
-        """Of each of the first pages, a hash over the tokens up to its end. If two collide, a request starts one chunk
-        later."""
+        """Return a hash for each of the first pages, over the tokens up to its end. If two collide, a request starts
+        one chunk later."""
         size, hashes, last = self._pool.page_size, [], 0
         for number in range(num_pages):
             last = hash((last, *tokens[number * size : (number + 1) * size]))
@@ -157,7 +157,7 @@ class Scheduler:
         return hashes
 
     def _shares_pending_page(self, seq: Sequence, computing: set[int]) -> bool:
-        """Whether a page is being computed that the sequence could take from the cache."""
+        """Return whether a page is being computed that the sequence could take from the cache."""
         if not computing:
             return False
         num_pages = seq.max_cached // self._pool.page_size
@@ -211,7 +211,7 @@ class Scheduler:
         return found
 
     def would_preempt(self) -> bool:
-        """Whether `plan_round` would have to take pages from a running request."""
+        """Return whether `plan_round` would have to take pages from a running request."""
         return not self._make_room(sum(missing for _, missing in self._short_of_pages()))
 
     def plan_round(self) -> list[Sequence]:
@@ -244,14 +244,14 @@ class Scheduler:
         self._min_prefill_tokens = min(self._min_prefill_tokens, self._chunk_tokens)
 
     def lower_batch(self, size: int) -> None:
-        """From now on at most that many requests run: the youngest others wait again."""
+        """Run at most `size` requests from now on: the youngest others wait again."""
         while len(self.running) > size:
             self._put_back(self.running[-1])
         self._max_batch_size = size
         self.min_free_requests = min(self.min_free_requests, size)
 
     def finish(self, seq: Sequence, failed: bool = False) -> None:
-        """`failed`: what it has computed is not to be shared any more."""
+        """Remove a request that has ended. `failed`: its computed pages must not be shared any more."""
         if failed and self._prefix is not None:
             self._prefix.forget(seq.tokens, seq.pages, seq.num_cached)
         self._release(seq)

@@ -21,27 +21,30 @@ class Sequence:
 
     request: Request
     tokens: list[int]
-    max_length: int  # of `tokens`: max_tokens, or where the context or the cache ends
+    max_length: int  # largest length of `tokens`: by max_tokens, or the end of the context or the cache
     num_computed_tokens: int = 0
     # Of rounds that are under way on the device: slots that they commit at most, and how many rounds. 0 on the host's
+    # For the rounds in flight on the device: the most slots that they commit, and the number of rounds. 0 on the host's
     # own engine.
     num_in_flight: int = 0
     rounds_in_flight: int = 0
     req_idx: int = -1  # its line in the request table, while running
     was_admitted: bool = False  # before a preemption, perhaps
     num_cached: int = 0  # slots whose entries others had computed, all before its own
-    num_uncached: int | None = None  # while waiting: tokens to compute, by the prefix cache when that was asked
+    num_uncached: int | None = None  # while it waits: tokens to compute, as the prefix cache was when it was asked
     is_finished: bool = False
     pages: list[int] = field(default_factory=list)
     num_draft_computed: int = 0  # valid slots of the draft network's cache, while the prompt is computed
-    draft_state: Any = None  # the draft method's own, of a method on the host
-    logprobs: bytearray = field(default_factory=bytearray)  # of generated tokens, see `read_records`
-    margin: Margin = NO_MARGIN  # of the generated tokens, whether they are sampled or not
+    draft_state: Any = None  # state of a draft method on the host
+    # log-probabilities of the generated tokens, see `read_records`
+    logprobs: bytearray = field(default_factory=bytearray)
+    margin: Margin = NO_MARGIN  # margin of the generated tokens, whether they are sampled or not
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     rules: Rules | None = None
-    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index of the token, as far as computed
+    # keys: index of the token, as far as computed
+    prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     grammar: GrammarState | None = None
-    goes_back: bool = False  # on the device: it went on with a token that its grammar refuses, see `unchecked_round`
+    goes_back: bool = False  # the device continued with a token that the grammar refuses, see `unchecked_round`
     num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `grammar.MAX_FORCED`
 
     @property

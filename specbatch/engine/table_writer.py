@@ -1,4 +1,4 @@
-"""What the device knows of each running request: its slot's row of integers and floats, its tokens, its page table.
+"""The device tables of running requests: the integers and floats of each request, its tokens, its page table.
 
 Requests are given a slot on the host, and written to the device with the next prompt chunk; page tables are uploaded
 where they have grown.
@@ -22,15 +22,15 @@ from specbatch.engine.transfers import Transfers
 
 
 class TableWriter:
-    """`num_slots`: of `state`, the padding not counted."""
+    """The writer of the device tables. `num_slots`: the number of request indices of `state`, without the padding."""
 
     def __init__(self, state: RequestTable, transfers: Transfers, num_slots: int, vocab_size: int) -> None:
         self._state = state
         self._transfers = transfers
         self._page_table = np.zeros(state.page_table_SP.shape, dtype=np.int32)
-        self._num_pages_of = [0] * num_slots  # of each slot, in the table
+        self._num_pages_of = [0] * num_slots  # number of pages in the table for each request index
         self._vocab_size = vocab_size
-        self._started: list[Sequence] = []  # not yet on the device
+        self._started: list[Sequence] = []  # requests that are not yet on the device
         self._with_rules: set[int] = set()  # request indices whose line in the rules' table changes something
 
     def start(self, seq: Sequence, running: Iterable[Sequence]) -> None:
@@ -67,7 +67,8 @@ class TableWriter:
         self._started.clear()
 
     def _upload_rules(self) -> None:
-        """Of the requests that start. Before their tokens: the first rules make room for these."""
+        """Write the rules of the requests that start. This comes before their tokens: the first rules make room for
+        these."""
         if stale := [seq.req_idx for seq in self._started if seq.req_idx in self._with_rules]:
             self._state.add_rules(self._vocab_size).clear(self._transfers.upload(np.array(stale, dtype=np.int64)))
             self._with_rules.difference_update(stale)
@@ -78,7 +79,8 @@ class TableWriter:
                 write_rules(table, self._transfers, seq.req_idx, seq.rules, seq.num_prompt)
 
     def node_masks(self, num_nodes: int, *, with_forced: bool) -> RuleTable:
-        """The rules' table, with room for masks of that number of nodes. `with_forced`: for forced tokens, too."""
+        """Return the rules' table, with room for the masks of that number of nodes. `with_forced`: make room for forced
+        tokens, too."""
         table = self._state.add_rules(self._vocab_size)
         table.add_node_masks(num_nodes, with_forced=with_forced)
         return table
@@ -94,18 +96,19 @@ class TableWriter:
         changed = [seq.req_idx for seq in grown]
         slots = self._transfers.upload(np.array(changed, dtype=np.int64))
         self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
-        for seq in grown:  # not before: an upload may run out of memory
+        for seq in grown:  # The numbers are stored last, because an upload may run out of memory.
             self._num_pages_of[seq.req_idx] = len(seq.pages)
 
     def set_back(self, sequences: Seq[Sequence]) -> None:
-        """To what the host knows of these requests: rounds have gone further with tokens that do not count."""
+        """Set the device back to what the host knows of these requests: rounds have gone further with tokens that do
+        not count."""
         values = [[len(seq.tokens) - 1, seq.tokens[-1], 0] for seq in sequences]
         slots = self._transfers.upload(np.array([[seq.req_idx] for seq in sequences], dtype=np.int64))
         fields = self._transfers.upload(np.array([[Field.LENGTH, Field.ROOT, Field.DONE]], dtype=np.int64))
         self._state.ints_SF.index_put_((slots, fields), self._transfers.upload(np.array(values, dtype=np.int64)))
 
     def upload_host_trees(self, sequences: Seq[Sequence], packed_BZ: np.ndarray) -> None:
-        """What `HostDraftMethod.pack` made of the next round's trees."""
+        """Upload the next round's trees, which `HostDraftMethod.pack` made."""
         req_idx = self._transfers.upload(np.array([seq.req_idx for seq in sequences], dtype=np.int64))
         table_SZ = self._state.host_trees_SZ[:, : packed_BZ.shape[1]]
         table_SZ.index_copy_(0, req_idx, self._transfers.upload(packed_BZ))

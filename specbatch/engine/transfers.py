@@ -10,14 +10,15 @@ from specbatch.kernels.out_of_memory import is_out_of_memory
 
 
 class Transfers:
-    """On CUDA through pinned memory, whose allocator hands a block out again only when its copies are done."""
+    """Copies between host and device. On CUDA they use pinned memory, whose allocator reuses a block only when its
+    copies are done."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_cuda = device.type == "cuda"
 
     def host_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Of the host, not filled: its upload needs no copy in addition."""
+        """Return an empty tensor on the host. Its upload needs no additional copy."""
         return torch.empty(shape, dtype=dtype, pin_memory=self._is_cuda)
 
     def upload(self, array: np.ndarray | Tensor) -> Tensor:

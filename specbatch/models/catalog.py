@@ -25,8 +25,8 @@ class CatalogEntry:
     description: str
     licence: str  # SPDX
     upstream: str  # hub id of the model that it was converted from, or trained for
-    sha256: str  # of the .gguf or model.safetensors file
-    size_bytes: int  # of the same file
+    sha256: str  # hash of the .gguf or model.safetensors file
+    size_bytes: int  # size of the same file
     package: str | None = None  # requirement for pip, version pinned; None: it comes with specbatch
     draft_for: str | None = None  # the built-in model that this is an EAGLE-3 head for
 
@@ -104,7 +104,7 @@ def find_entry(name: str) -> CatalogEntry:
 
 
 def path_of(entry: CatalogEntry) -> Path:
-    """Where the model is, or will be after it is fetched."""
+    """Return the path where the model is, or will be after it is fetched."""
     if entry.package is None:
         return Path(__file__).parent / "heads" / entry.name
     # The hash in the name: a later version with another file does not find this one.

@@ -12,7 +12,7 @@ from typing import Any
 
 from specbatch.errors import ModelError
 
-MAX_SIZE = 2**31 - 1  # of anything that is counted: positions and token ids have 32 bits on the device
+MAX_SIZE = 2**31 - 1  # limit of everything that is counted: positions and token ids have 32 bits on the device
 MAX_LAYERS = 1_000
 
 
@@ -33,7 +33,7 @@ def number(value: object, name: str) -> float:
 
 
 def norm_eps(value: object, name: str) -> float:
-    """What is added to a mean of squares, to divide by its root."""
+    """Check the number that a norm adds to the mean of squares before it divides by the root; return it."""
     eps = number(value, name)
     if not 0 < eps < 1:
         raise ModelError(f"{name} is {eps:g}; it must be above 0 and below 1")
@@ -71,7 +71,7 @@ def first_names(names: Sequence[str], limit: int = 5) -> str:
 
 
 def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
-    """How the tensors of a checkpoint differ from the expected ones; empty where they do not."""
+    """Describe how the tensors of a checkpoint differ from the expected ones; empty if they do not."""
     missing = [name for name in expected if name not in found]
     unknown = sorted(name for name in found if name not in expected)
     wrong = [

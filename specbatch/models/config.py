@@ -1,4 +1,4 @@
-"""What a decoder is: sizes and traits, read from a Hugging Face `config.json` (of a GGUF: `formats/gguf_config.py`).
+"""The sizes and traits of a decoder, read from a Hugging Face `config.json` (for a GGUF: `formats/gguf_config.py`).
 
 One decoder serves Llama, Mistral, Qwen2 and Qwen3; what differs between them are the traits of `ModelConfig`. Defaults
 for keys that a config.json leaves out are those of transformers' config classes.
@@ -36,13 +36,13 @@ class ModelConfig:
     max_position_embeddings: int  # tokens of the longest sequence, what rope scaling adds included
     tie_word_embeddings: bool
     qkv_bias: bool
-    output_bias: bool  # of o_proj
+    output_bias: bool  # o_proj has a bias
     mlp_bias: bool
     qk_norm: bool  # RMSNorm over head_dim on queries and keys, before RoPE
     sliding_windows: tuple[int | None, ...]  # per layer; w: position p sees (p - w, p]; None: all of [0, p]
     eos_token_ids: tuple[int, ...]  # any of them ends a generation
-    attention_scale: float | None = None  # of queries times keys; None: head_dim ** -0.5
-    activation: Activation = "silu"  # of the MLP's gate
+    attention_scale: float | None = None  # factor of queries times keys; None: head_dim ** -0.5
+    activation: Activation = "silu"  # activation of the MLP's gate
 
     def checked(self, source: str) -> ModelConfig:
         """Itself. Raises ModelError, which begins with `source`, where sizes do not fit each other."""
@@ -64,7 +64,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"num_kv_heads": None, "head_dim": None, "max_position": 32768, "eos": None},
     "qwen3": {"num_kv_heads": None, "head_dim": 128, "max_position": 32768, "eos": None},
 }
-_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu"}  # by their names in config.json
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu"}  # keys: names in config.json
 SUPPORTED_MODEL_TYPES = tuple(_DEFAULTS)
 
 
@@ -137,7 +137,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def layer_tensors(config: ModelConfig, prefix: str, input_size: int | None = None) -> dict[str, tuple[int, ...]]:
-    """As `expected_tensors`, of one layer. `input_size`: of the attention's input; None: the hidden size."""
+    """Return the names and shapes of one layer's tensors, as `expected_tensors` does for the model. `input_size`: the
+    size of the attention's input; None: the hidden size."""
     c, q_size, kv_size = config, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     input_size = input_size or c.hidden_size
     linears = {

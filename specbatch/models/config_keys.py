@@ -107,8 +107,9 @@ _ROPE_KEYS_OF: Mapping[str, frozenset[str]] = {
 
 
 def check_keys(config: Mapping[str, Any], model_type: str | None = None) -> None:
-    """Raises ModelError for a key that changes what is computed and is not supported. `model_type`: also for those that
-    its family does not have; None: of a draft head, which has the traits that its tensors show."""
+    """Raise ModelError for a key that changes the computation and is not supported. `model_type`: also refuse keys that
+    this family does not have; None: the config is that of a draft head, whose traits are those that its tensors
+    show."""
     neutral = {**_NEUTRAL, **_NEUTRAL_OF_FAMILY.get(model_type or "", {})}
     for key, value in config.items():
         if key in neutral and value is not None and not is_one_of(value, neutral[key]):

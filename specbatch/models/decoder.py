@@ -20,7 +20,7 @@ from specbatch.cache.pages import KVCache, KVScales
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
 from specbatch.models.layers import Rotary
-from specbatch.models.linears.linear import Summed
+from specbatch.models.linears.linear import Residual
 from specbatch.models.linears.sharded import GatheredLinear
 from specbatch.models.stages import FIRST, Stages, Turn, completed
 from specbatch.models.weight_loader import WeightLoader
@@ -41,10 +41,10 @@ class Trunk(Protocol):
 
 
 class PagedModel:
-    """What a decoder and an EAGLE head have in common: rotary embeddings, a paged cache, logits.
+    """The common parts of a decoder and an EAGLE head: rotary embeddings, a paged cache, logits.
 
     `num_positions` sizes the rotary tables: the longest sequence, and the slots that speculation writes after it.
-    `kv_scales`: of the layers of an FP8 cache; none: 1.
+    `kv_scales`: the scales of each layer of an FP8 cache; empty: all are 1.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PagedModel:
         raise NotImplementedError
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """As `raw_logits`, float32 (float64 where the model is)."""
+        """Return `raw_logits` in float32 (in float64 if the model is in float64)."""
         out = self.raw_logits(hidden_RE)
         return out if out.dtype == torch.float64 else out.float()
 
@@ -89,11 +89,11 @@ class Decoder(PagedModel):
         second_backend: AttentionBackend | None = None,
         kv_scales: Sequence[KVScales] = (),
     ) -> None:
-        """`second_backend`: of the second of two passes at the same time; None: the first one, on a CPU, or if there
-        are no such passes."""
+        """Make the layers of the model. `second_backend`: the attention of the second of two passes at the same time;
+        None: it is the first one, which is right on a CPU, or if there are no such passes."""
         super().__init__(config, weights, backend, num_positions, kv_scales)
         self._second_backend = second_backend or backend
-        self.embedding_VE = weights.tensor("model.embed_tokens.weight")  # of a rank: a part
+        self.embedding_VE = weights.tensor("model.embed_tokens.weight")  # on a rank: its part
         self.embed = weights.embedding(self.embedding_VE)
         self.layers = [DecoderLayer(config, i, weights, f"model.layers.{i}.") for i in range(config.num_layers)]
         self._norm = weights.norm("model.norm", config.rms_norm_eps)
@@ -108,9 +108,9 @@ class Decoder(PagedModel):
         logits_indices: LogitsIndices | None = None,
         trunk: Trunk | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states after the final norm, (T, E), or (R, E) of the selected tokens; and the auxiliary hidden
-        states, (T, E) each: the inputs of `aux_layers`. There the number of layers means the last layer's output, which
-        needs all tokens. `trunk`: where it fits."""
+        """Return the hidden states after the final norm, (T, E), or (R, E) for the selected tokens; and the auxiliary
+        hidden states, (T, E) each: the inputs of `aux_layers`. The number of layers, as an index in `aux_layers`, means
+        the last layer's output, which needs all tokens. `trunk`: computes the layers if the pass fits into it."""
         if trunk is None or not trunk.fits(len(tokens_T), aux_layers):
             return completed(self.stages(tokens_T, batch, cache, aux_layers, logits_indices))
         step = ForwardPass(batch, self._backend, cache, self._rotary)
@@ -119,7 +119,7 @@ class Decoder(PagedModel):
         return self._finished(x, aux_hidden_states, aux_layers, logits_indices)
 
     def static_pass(self, batch: PagedBatch, cache: KVCache) -> ForwardPass:
-        """For layers that are captured without their attention."""
+        """Make the pass for layers that are captured without their attention."""
         return ForwardPass(batch, self._backend, cache, self._rotary, in_graph=True)
 
     def stages(
@@ -132,10 +132,10 @@ class Decoder(PagedModel):
         *,
         turn: Turn = FIRST,
     ) -> Stages[tuple[Tensor, list[Tensor]]]:
-        """`forward`, half a layer at a time. `turn`: of one of two passes at the same time."""
+        """Run `forward`, half a layer at a time. `turn`: the turn of this pass, if two passes run at the same time."""
         backend = self._second_backend if turn.is_second else self._backend
         step = ForwardPass(batch, backend, cache, self._rotary, turn=turn)
-        x = Summed(self.embed(tokens_T))
+        x = Residual(self.embed(tokens_T))
         aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
@@ -147,7 +147,7 @@ class Decoder(PagedModel):
 
     def _finished(
         self,
-        x: Summed,
+        x: Residual,
         aux_hidden_states: list[Tensor],
         aux_layers: Sequence[int],
         logits_indices: LogitsIndices | None,
@@ -161,7 +161,7 @@ class Decoder(PagedModel):
         return self.lm_head(hidden_RE)
 
     def best_tokens(self, hidden_RE: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor] | None:
-        """`argmax_and_margin` of the logits. None: to be found from `raw_logits`."""
+        """Return `argmax_and_margin` of the logits; None: find it from `raw_logits`."""
         head = self.lm_head
         if not isinstance(head, GatheredLinear) or not head.exchanges_best(hidden_RE):
             return None

@@ -19,16 +19,17 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.key_offset import key_offset
 from specbatch.models.layers import RMSNorm, Rotary
-from specbatch.models.linears.linear import Summed, traceable_parts
+from specbatch.models.linears.linear import Residual, traceable_parts
 from specbatch.models.stages import FIRST, Stages, Turn
 from specbatch.models.weight_loader import WeightLoader
 
 
 class ForwardPass:
-    """What all layers of one forward pass share.
+    """The state that all layers of one forward pass share.
 
-    `in_graph`: layers are captured without their attention. There is no plan then, and nothing is computed from the
-    batch before the layers run. `turn`: of one of two passes at the same time."""
+    `in_graph`: layers are captured without their attention. Then there is no plan, and nothing is computed from the
+    batch before the layers run. `turn`: the turn of this pass, if two passes run at the same time.
+    """
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class ForwardPass:
         return q_THD
 
     def attend(self, attention: Attention, q_THD: Tensor, plan: Any = None) -> Tensor:
-        """(T, H, D). `plan`: of other queries than the batch's."""
+        """Return the attention's output (T, H, D). `plan`: the plan for other queries than those of the batch."""
         plan = self.plan if plan is None else plan
         self._turn.will_read(attention.layer)
         return self.backend.attend(plan, q_THD, self.cache, attention.layer, attention.window)
@@ -94,7 +95,7 @@ class Attention:
 
     def start_output(
         self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
-    ) -> Callable[[], Summed]:
+    ) -> Callable[[], Residual]:
         """Launches residual + the output projection. The residual may be overwritten."""
         return self._out.start_with_residual(attended_THD.flatten(1), residual_TE, next_norm)
 
@@ -150,7 +151,7 @@ class MLP:
         """See `Layer`."""
         return self._gated.takes_normed
 
-    def start(self, x: Summed, norm: RMSNorm, next_norm: RMSNorm | None = None) -> Callable[[], Summed]:
+    def start(self, x: Residual, norm: RMSNorm, next_norm: RMSNorm | None = None) -> Callable[[], Residual]:
         """Launches x + mlp(norm(x)). x may be overwritten."""
         return self._gated.start_into(self._down, x, norm, next_norm)
 
@@ -160,8 +161,8 @@ class MLP:
 
 
 class DecoderLayer:
-    """Attention and MLP, each with a norm before it and a residual. Without `input_norm` the caller norms the input of
-    the attention."""
+    """Attention and MLP, each with a norm before it and a residual. Without `input_norm` the caller computes the norm
+    of the attention's input."""
 
     def __init__(
         self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str, *, input_norm: bool = True
@@ -179,15 +180,16 @@ class DecoderLayer:
 
     def stages(
         self,
-        x: Summed,
+        x: Residual,
         step: ForwardPass,
         logits_indices: LogitsIndices | None = None,
         *,
         residual_TE: Tensor | None = None,
         next_norm: RMSNorm | None = None,
-    ) -> Stages[Summed]:
-        """(T, E), or (R, E) of the selected tokens. `residual_TE`: of the attention; None: x. It may be overwritten.
-        `next_norm`: `first_norm` of the next layer."""
+    ) -> Stages[Residual]:
+        """Compute the layer: (T, E), or (R, E) for the selected tokens. `residual_TE`: the residual that the
+        attention's output is added to; None: x. It may be overwritten. `next_norm`: the `first_norm` of the next
+        layer."""
         q_THD = self.queries(x.x_TE, step) if x.normed_TE is None else self.attention.queries(x.normed_TE, step, None)
         residual_TE = x.x_TE if residual_TE is None else residual_TE
         return (yield from self.select(q_THD, residual_TE, step, logits_indices, next_norm))
@@ -203,13 +205,13 @@ class DecoderLayer:
         step: ForwardPass,
         logits_indices: LogitsIndices | None,
         next_norm: RMSNorm | None = None,
-    ) -> Stages[Summed]:
+    ) -> Stages[Residual]:
         """The layer's output, from its queries: (T, E), or (R, E) of the selected tokens."""
         plan = None
         if logits_indices is not None:
             q_THD, residual_TE = q_THD[logits_indices.index_R], residual_TE[logits_indices.index_R]
             if q_THD.shape[0] == 0:  # a piece of a prompt: only its keys and values are needed
-                return Summed(residual_TE)
+                return Residual(residual_TE)
             plan = step.backend.plan(logits_indices.batch)
         post_norm = self._post_norm if self._mlp.takes_normed else None
         # No name for what attention returns: its memory can be used again in the MLP.

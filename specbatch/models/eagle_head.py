@@ -25,14 +25,14 @@ from specbatch.cache.pages import KVCache
 from specbatch.models.decoder import Decoder, PagedModel
 from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
 from specbatch.models.eagle_config import EagleConfig, layer_prefix, target_ids_of
-from specbatch.models.linears.linear import Summed
+from specbatch.models.linears.linear import Residual
 from specbatch.models.stages import completed
 from specbatch.models.weight_loader import WeightLoader
 
 
 class EagleHead(PagedModel):
-    """The head as a model: features and tokens in, draft hidden states and draft logits out. `head`: with the sizes of
-    the part of its layer that `weights` loads."""
+    """The head as a model: features and tokens in, draft hidden states and draft logits out. `head`: its description,
+    with the sizes of the part of its layer that `weights` loads."""
 
     def __init__(
         self, head: EagleConfig, weights: WeightLoader, target: Decoder, backend: AttentionBackend, num_positions: int
@@ -80,7 +80,7 @@ class EagleHead(PagedModel):
             x = torch.cat((self._input_norm(embedded), normed), dim=-1)
         else:
             residual = x = self._fc(torch.cat((embedded, features_TE), dim=-1))
-        return completed(self._layer.stages(Summed(x), step, logits_indices, residual_TE=residual)).x_TE
+        return completed(self._layer.stages(Residual(x), step, logits_indices, residual_TE=residual)).x_TE
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Draft logits (R, W) in the model's dtype."""

@@ -1,4 +1,4 @@
-"""What keys lose before an FP8 cache rounds them.
+"""The vector that is subtracted from keys before an FP8 cache rounds them.
 
 Models with a bias on their keys (Qwen2, Qwen2.5) learn biases of up to 450 in dimensions that rotate hardly at all. A
 key is rounded to 3 bits of mantissa, so a part of 400 is wrong by up to 16, and what differs from key to key is lost.

@@ -12,7 +12,8 @@ _NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def chosen_layers(chosen: Sequence[str], names: Sequence[str]) -> str:
-    """Which of the layers `names` are chosen: the shorter of what is chosen and what is not."""
+    """Describe which of the layers `names` are chosen: list those that are chosen or those that are not, whichever is
+    shorter."""
     if len(chosen) == len(names) or not chosen:
         return "all" if chosen else "none"
     taken = set(chosen)
@@ -36,7 +37,7 @@ def _brief(some: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _numbers_of_kinds(names: Iterable[str]) -> dict[str, list[int]]:
-    """Of each kind, such as "mlp.up_proj": the numbers of the decoder's layers that have it."""
+    """Return for each kind, such as "mlp.up_proj", the numbers of the decoder's layers that have it."""
     kinds: dict[str, list[int]] = {}
     for match in filter(None, map(_NAME.fullmatch, names)):
         kinds.setdefault(match[2], []).append(int(match[1]))
@@ -44,7 +45,7 @@ def _numbers_of_kinds(names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _runs(numbers: Iterable[int]) -> str:
-    """Of 0, 1, 2, 3 and 7: "0-3+7"."""
+    """Write numbers as ranges: 0, 1, 2, 3 and 7 are "0-3+7"."""
     runs = []
     for _, run in groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
         first, *others = (number for _, number in run)

@@ -26,7 +26,7 @@ from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 
 RANDOM_WEIGHTS = "random weights"  # for logs and results
-REDUCED_DRAFT_VOCAB = 32000  # of EAGLE-3 heads as they are published for Llama 3 and Qwen 3
+REDUCED_DRAFT_VOCAB = 32000  # size of the published EAGLE-3 heads for Llama 3 and Qwen 3
 
 
 def geometries() -> dict[str, ModelConfig]:

@@ -58,7 +58,8 @@ class RopeConfig:
         return self
 
     def stretching(self) -> str | None:
-        """How linear and YaRN scaling extend the context, which config.json need not show; None for other scalings."""
+        """Describe how linear and YaRN scaling extend the context, which config.json need not show; None for other
+        scalings."""
         if self.scaling not in ("linear", "yarn"):
             return None
         return f"{self.scaling} scaling: {self.original_max_position} x {self.factor:g}"
@@ -141,7 +142,7 @@ class RopeConfig:
 
 
 def parse_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """From a config.json: transformers-5 `rope_parameters` as well as the older `rope_theta` with `rope_scaling`."""
+    """Read a config.json: `rope_parameters` of transformers 5, and the older `rope_theta` with `rope_scaling`."""
     # `rope_scaling` wins where both are present, as in transformers.
     given = _object(config, "rope_scaling") or _object(config, "rope_parameters")
     nested = [key for key, value in given.items() if isinstance(value, Mapping)]

@@ -23,7 +23,7 @@ Stages = Generator[None, None, T]
 
 
 def completed(stages: Stages[T]) -> T:
-    """What a pass that runs alone returns."""
+    """Run a pass alone and return its result."""
     one = _Pass(stages)
     while not one.is_done:
         one.go_on()
@@ -31,7 +31,7 @@ def completed(stages: Stages[T]) -> T:
 
 
 class Turn:
-    """Which of two passes at the same time a pass is."""
+    """The order of a pass among two that run at the same time."""
 
     is_second = False
 
@@ -69,8 +69,8 @@ class _Reader(_Second):
 
 
 def turns_over_one_sequence(device: torch.device) -> tuple[Turn, Turn]:
-    """Of passes over a sequence's first and later tokens: the second reads what the first writes. The sum over ranks
-    that follows is not waited for."""
+    """Return the turns of two passes over the first and the later tokens of one sequence: the second reads what the
+    first writes. It does not wait for the sum over ranks that follows."""
     writer = _Writer(device)
     return writer, _Reader(writer)
 
@@ -79,13 +79,13 @@ class TwoPasses:
     """Runs two passes of one model. They need working memory of their own each."""
 
     def __init__(self, device: torch.device, group: Group | None = None) -> None:
-        """`group`: of ranks that share the model."""
+        """Prepare the streams of the passes. `group`: the ranks that share the model."""
         self._group = group
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, first: Stages[T], second: Stages[T]) -> tuple[T, T]:
-        """What both return. The caller keeps what they read until then: memory that it frees earlier may be given to
-        others while the second pass still runs."""
+        """Run both passes and return their results. The caller keeps their inputs until then: memory that it frees
+        earlier may be given to others while the second pass still runs."""
         one, other = _Pass(first), _Pass(second)
         with self._lane(0):
             one.go_on()

@@ -8,7 +8,7 @@ from specbatch.batch import LogitsIndices
 from specbatch.models.decoder import Decoder
 from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.linear import Summed
+from specbatch.models.linears.linear import Residual
 from specbatch.models.stages import Stages
 
 
@@ -20,12 +20,12 @@ class _Skipped:
 
     def stages(
         self,
-        x: Summed,
+        x: Residual,
         step: ForwardPass,
         logits_indices: LogitsIndices | None = None,
         *,
         next_norm: RMSNorm | None = None,
-    ) -> Stages[Summed]:
+    ) -> Stages[Residual]:
         yield
         return x
 

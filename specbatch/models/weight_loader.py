@@ -1,4 +1,5 @@
-"""From a checkpoint's tensors to the layers of a model. Here is decided which implementation a linear layer has.
+"""The loader that makes a model's layers from a checkpoint's tensors. It decides which implementation a linear layer
+has.
 
 Shape suffixes: I input features, O output features.
 """
@@ -39,9 +40,10 @@ class TensorReader(Protocol):
 
 
 class WeightLoader:
-    """Makes the layers of a model that computes in `dtype` on `device`. Layers are named as in the checkpoint, without
-    the ending `.weight` or `.bias`. `gemm`: for layers whose rows do not depend on their number, on CUDA. `shard`: the
-    part of the model that this process holds; None: all of it. `quantization`: of its linear layers; None: none is."""
+    """The loader of a model that computes in `dtype` on `device`. Layers are named as in the checkpoint, without the
+    ending `.weight` or `.bias`. `gemm`: the GEMM of layers whose rows do not depend on their number, on CUDA. `shard`:
+    the part of the model that this process holds; None: all of it. `quantization`: the quantization of its linear
+    layers; None: they have none."""
 
     def __init__(
         self,
@@ -105,7 +107,8 @@ class WeightLoader:
         return linear if self._shard is None else SummedLinear(linear, self._shard.group, has_whole_input=True)
 
     def lm_head(self, embedding_VE: Tensor | None, vocab_size: int) -> Linear:
-        """`embedding_VE`: of a model that has one matrix for both."""
+        """Make the LM head. `embedding_VE`: the matrix of a model that has one for both embedding and LM head; None:
+        the LM head is a tensor of its own."""
         linear = self.linear("lm_head") if embedding_VE is None else self.new_linear(embedding_VE)
         if self._shard is None or self._shard.vocab is None:
             return linear
@@ -124,12 +127,13 @@ class WeightLoader:
         return self._quantization is not None and self._quantization.covers(layer)
 
     def _is_quantised(self, *names: str) -> bool:
-        """Whether the inputs of one of these layers are quantised, too: else it is an ordinary layer."""
+        """Return whether the inputs of one of these layers are quantised, too. If they are not, the layer is an
+        ordinary one."""
         return self._quantization is not None and self._quantization.inputs != "none" and any(map(self._covers, names))
 
     def _quantised(self, names: tuple[str, ...], has_bias: bool, input_ranks: Group | None = None) -> Linear:
-        """Layers of which some are quantised. `input_ranks`: have the features of the inputs that this process has
-        not."""
+        """Make one linear layer of several, some of which are quantised. `input_ranks`: the ranks that have the other
+        features of the inputs."""
         biases = [self.tensor(f"{name}.bias") for name in names] if has_bias else []
         weights = [self._own_fp8_weight(name) for name in names if self._covers(name)]
         joined = joined_weights(weights) if len(weights) == len(names) else None
@@ -139,14 +143,15 @@ class WeightLoader:
         bias = _joined(biases) if has_bias else None
         if self.device.type == "cuda":
             is_invariant = self._gemm is not None
-            if self._gemm is not None:  # without the ranks, which may have parts of other sizes to check
+            if self._gemm is not None:  # The ranks do not take part, because their parts may have other sizes to check.
                 alone = ScaledLinear(joined, bias, self._ops, self.dtype, invariant=is_invariant)
                 self._gemm.check(joined.values_OI, alone)
             return ScaledLinear(joined, bias, self._ops, self.dtype, invariant=is_invariant, input_ranks=input_ranks)
         return Fp8Linear(joined, bias, self._wide_linear, input_ranks)
 
     def _own_fp8_weight(self, layer: str) -> Fp8Weight:
-        """This process's part. What is quantised while it is loaded has the scales of the whole weight."""
+        """Load this process's part. Weights that are quantised while they are loaded have the scales of the whole
+        weight."""
         whole, shard = self._fp8_weight(layer), self._shard
         if shard is None:
             return whole
@@ -168,7 +173,7 @@ class WeightLoader:
         return Fp8Weight(weight, expand_scale(scale, weight.shape, outputs), quantization.inputs, static)
 
     def _wide_linear(self, weight_OI: Tensor) -> Linear:
-        """Of float32, whatever the model computes in."""
+        """Make a float32 layer, whatever the model computes in."""
         if is_packable(weight_OI):
             return PackedLinear(weight_OI)
         return DenseLinear(weight_OI, None, ops_for(self.device, torch.float32))
@@ -192,8 +197,8 @@ class WeightLoader:
 
 
 def _give_back_memory() -> None:
-    """Of a whole weight of which a rank keeps a part. Else small weights would lie in its place, and leave holes: 6 of
-    72 GiB for half of a 70B model (log, 2026-11-25)."""
+    """Free the memory of a whole weight of which a rank keeps a part. Otherwise small weights would lie in its place
+    and leave holes: 6 of 72 GiB for half of a 70B model (log, 2026-11-25)."""
     torch.cuda.empty_cache()
 
 

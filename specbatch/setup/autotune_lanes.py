@@ -27,10 +27,11 @@ from specbatch.setup.round_parts import Rounds
 from specbatch.setup.sizing import Sized
 from specbatch.setup.trial import trial_prompt
 
-MIN_GAIN = 0.02  # of the time of a round, for which there are two lanes: less is noise
+MIN_GAIN = 0.02  # least gain, as a share of a round's time, for which there are two lanes: less is noise
 _REPEATS = {"cpu": 3, "cuda": 20}
-_MIN_REPEATS = 3  # of what takes long
-_MICROS = 200_000  # that the repeats of each take, if there are more of them than few
+_MIN_REPEATS = 3  # repeats of a variant that takes long
+# time budget for the repeats of one variant, in microseconds, if it is enough for more than _MIN_REPEATS
+_MICROS = 200_000
 _FOLLOWS = {"cpu": False, "cuda": True}  # see `_rounds_that_gain`
 _CONTEXT = {"cpu": 32, "cuda": 1000}  # tokens of a request, if the prompts of all have no more than this:
 _PROMPT_TOKENS, _MIN_CONTEXT = 32768, 128
@@ -53,8 +54,9 @@ def median_times(
     restore: Callable[[], None],
     group: Group | None = None,
 ) -> LaneTimes:
-    """In turn, so that a change of the clock rate changes both. A GPU runs as often again before, because one that was
-    idle takes a while to run at full speed. `group`: of ranks, which all run as often."""
+    """Return the median times of the runs. They run in turn, so that a change of the clock rate changes all of them. On
+    a GPU, as many runs come before, because an idle GPU takes a while to run at full speed. `group`: the ranks, which
+    all run the same number of times."""
     found = [list[float]() for _ in runs]
 
     def run_all() -> None:
@@ -93,8 +95,8 @@ Measure = Callable[[Sequence[Callable[[], object]], torch.device, Callable[[], N
 def time_lanes(
     round_: Round, requests: Sequence[int], size: int, lane: int, measure: Measure = median_times
 ) -> LaneTimes:
-    """Of a greedy round of these request indices: as one lane of `size` rows, padding included, and as two of `lane`.
-    The requests are left as they were."""
+    """Time a greedy round of these request indices: as one lane of `size` requests, padding included, and as two lanes
+    of `lane` requests each. The requests are left as they were."""
     device, padding = round_.state.ints_SF.device, [round_.state.padding]
     half = -(-len(requests) // 2)
     single = [*requests, *padding * (size - len(requests))]
@@ -123,8 +125,9 @@ def _output(round_: Round, req_idx_B: Tensor, lane: int) -> Tensor:
 def chosen(
     sizes: Sequence[int], measure: Callable[[int], LaneTimes], larger_follow: bool
 ) -> tuple[set[int], list[str]]:
-    """Those of these sizes, ascending, that have one lane, and notes on what was found. `measure`: of two lanes of a
-    size. `larger_follow`: from the first one on that gains, all have two lanes."""
+    """Choose which of these sizes, in ascending order, have one lane. Return them and notes on what was found.
+    `measure`: the times of one lane and of two lanes for a size. `larger_follow`: from the first size that gains on,
+    all sizes have two lanes."""
     single, notes = set[int](), list[str]()
     for size in sizes:
         times, last = measure(size), sizes[-1]
@@ -142,8 +145,8 @@ def chosen(
 def with_lanes_that_gain(
     sized: Sized, engine: Engine, group: Group | None, measure: Measure | None = None
 ) -> tuple[Sized, list[str]]:
-    """With two lanes only where they gain, and what was found. `engine`: idle, of these rounds, without graphs.
-    `group`: of ranks that share the target."""
+    """Keep two lanes only where they gain; return notes on what was found, too. `engine`: an idle engine with these
+    rounds and without graphs. `group`: the ranks that share the target."""
     rounds = sized.rounds
     measure = partial(median_times, group=group) if measure is None else measure
     lanes, notes = None, list[str]()
@@ -156,8 +159,9 @@ def with_lanes_that_gain(
 def _rounds_that_gain(
     sized: Sized, engine: Engine, lanes: LaneSizes, group: Group | None, measure: Measure
 ) -> tuple[LaneSizes, list[str]]:
-    """With GPUs as ranks, lanes gain the more, the more tokens they have: sums grow with them, and the weights, which
-    each lane reads, do not. So of each draft shape, sizes are measured up to the first that gains."""
+    """Find the sizes of rounds for which two lanes gain. If ranks are GPUs, lanes gain more with more tokens: sums grow
+    with them, while the time to read the weights, which each lane does, stays the same. So for each draft shape, sizes
+    are measured only up to the first that gains."""
     executor = engine.executor
     batches = {size: min(2 * size, sized.max_batch_size) for size in lanes.sizes}
     context = min(_CONTEXT[engine.device.type], max(_MIN_CONTEXT, _PROMPT_TOKENS // max(batches.values(), default=1)))
@@ -185,8 +189,8 @@ def _rounds_that_gain(
 
 
 def _with_prompts_that_gain(sized: Sized, engine: Engine, group: Group | None, measure: Measure) -> tuple[Rounds, str]:
-    """Of chunks of 1, 2, 4... times the least tokens for two lanes, from the first one on that gains. Without ranks
-    there is nothing to wait for."""
+    """Find from which size on two lanes gain in prompt chunks: 1, 2, 4... times the least number of tokens for two
+    lanes are measured, up to the first size that gains. Without ranks there is nothing to wait for."""
     option, rounds = "engine.two_batch_overlap: prompts", sized.rounds
     round_ = rounds.items.items[0]
     lanes, device = round_.two_lanes, engine.device

@@ -57,8 +57,8 @@ class Built:
 
 
 def build_engine(run: ResolvedRun, on_progress: Callable[[str], None] = lambda progress: None) -> BatchEngine:
-    """Read the weights and put the engine together. What is decided on the way is added to `run.notes`; `on_progress`
-    gets what is being done.
+    """Read the weights and put the engine together. Decisions on the way are added to `run.notes`; `on_progress` gets
+    the name of each step.
 
     Raises ModelError where the memory does not suffice.
     """
@@ -68,7 +68,8 @@ def build_engine(run: ResolvedRun, on_progress: Callable[[str], None] = lambda p
 def build(
     run: ResolvedRun, on_progress: Callable[[str], None] = lambda progress: None, group: Group | None = None
 ) -> Built:
-    """As `build_engine`. `group`: the ranks that share the target; None: this process holds all of it."""
+    """Build the engine (`build_engine`) and return its parts, too. `group`: the ranks that share the target; None: this
+    process holds all of it."""
     num_ranks = run.config.engine.tensor_parallel
     if num_ranks != (1 if group is None else group.size):
         raise ConfigError(
@@ -94,7 +95,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     if on_cuda:
         if run.device.index is not None:
             torch.cuda.set_device(run.device)  # Triton, graphs and events go to the current device
-        torch.cuda.empty_cache()  # of an engine before this one
+        torch.cuda.empty_cache()  # frees the memory of an engine before this one
     available = available_memory(run.device)
     parts, rounds = read_models(run, group)
     if on_cuda:
@@ -137,7 +138,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
             threads=threads,
             shrinks=group is None,
             trunks=trunks,
-            steady=run.config.engine.deterministic,
+            deterministic=run.config.engine.deterministic,
         )
 
     if run.engine.lanes is not None and run.engine.lane_mode == "auto":
@@ -239,7 +240,8 @@ def _measured(
 
 
 def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None], *, shrinks: bool) -> RoundExecutor:
-    """With the graphs of rounds as the configuration asks for them. Rows may ask for others: these come later."""
+    """Make the executor, with the graphs that the configuration's sampling needs. Rows may need others, which are
+    captured later."""
     graphs, batch = run.engine.graphs, sized.max_batch_size
     executor = RoundExecutor(sized.rounds.items, batch, run.device, graphs, sized.rounds.lanes, shrinks=shrinks)
     if executor.runner is not None:
@@ -258,7 +260,7 @@ def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None]
 def _trunks(
     run: ResolvedRun, sized: Sized, pieces: PromptPieces, runner: GraphRunner, on_progress: Callable[[str], None]
 ) -> PromptTrunks:
-    """With the graphs of pieces of prompts."""
+    """Make the prompt trunks with CUDA graphs, and add a note on them."""
     sizes, net = token_sizes(pieces.target.model, sized.prefill_chunk_tokens), sized.rounds.items.items[0].method.net
     trunks = piecewise_trunks(pieces, sized.rounds.caches[0], net, sizes, runner, on_progress=on_progress)
     run.notes.append(
@@ -284,9 +286,10 @@ def build_decoder(
     *,
     two_lanes: bool = False,
 ) -> Decoder:
-    """A model with the weights of `tensors`. `kv_dtype`: of the cache it will read; None: `dtype`. `gemm`: of a
-    deterministic run on CUDA. `shard`: the part to load; None: all. `quantization`: of the linear layers. `kv_scales`:
-    of the layers of an FP8 cache; none: 1. `two_lanes`: two passes may run at the same time."""
+    """Build a model with the weights of `tensors`. `kv_dtype`: the data type of the cache that it will read; None:
+    `dtype`. `gemm`: the GEMM of a deterministic run on CUDA. `shard`: the part to load; None: all. `quantization`: the
+    quantization of the linear layers. `kv_scales`: the scales of an FP8 cache for each layer; empty: all are 1.
+    `two_lanes`: two passes may run at the same time."""
     config = config if shard is None else shard.config
     weights = WeightLoader(tensors, dtype, device, gemm, shard, quantization)
     backends = [
@@ -322,7 +325,7 @@ def _attention(
 def _build_net(
     run: ResolvedRun, target: Decoder, num_positions: int, gemm: InvariantGemm | None, group: Group | None
 ) -> DraftNet:
-    """With a cache of one page: how large it will be is decided later."""
+    """Build the draft network with a cache of one page. The size of its cache is decided later."""
     vocab_size, name = run.target.config.vocab_size, run.engine.attention
     if isinstance(run.draft, EagleCheckpoint):
         head, tensors = run.draft.config, run.draft.tensors
@@ -341,7 +344,7 @@ def _build_net(
 
 
 def _configs(run: ResolvedRun) -> list[ModelConfig]:
-    """Of the target and of what drafts: sampled texts depend on the bits of both."""
+    """Return the configurations of the target and of the draft network: sampled texts depend on the bits of both."""
     if run.draft is None:
         return [run.target.config]
     return [run.target.config, run.draft.config.decoder if isinstance(run.draft, EagleCheckpoint) else run.draft.config]

@@ -21,22 +21,23 @@ from specbatch.setup.memory import (
     plan_cache,
 )
 
-DEFAULT_BATCH = {"cpu": 16, "cuda": 256}  # engine.max_batch_size: null
-_LARGE_BATCHES = (1024, 768, 512)  # that are chosen on CUDA if the cache is large enough
-_MAX_VERIFY_TOKENS = 4096  # of a round, for which they are: with more, the fixed cost of a round is next to nothing
-_PROMPT_TOKENS = 1024  # of a row, before any was read
-_ENOUGH_ROWS, _MAX_CARDS = 16, 8  # when the number of GPUs for a model is advised
+DEFAULT_BATCH = {"cpu": 16, "cuda": 256}  # used if engine.max_batch_size is null
+_LARGE_BATCHES = (1024, 768, 512)  # sizes that CUDA uses if the cache is large enough
+# largest number of tokens in a round of a large batch: with more, the fixed cost of a round is next to nothing
+_MAX_VERIFY_TOKENS = 4096
+_PROMPT_TOKENS = 1024  # assumed length of a row's prompt before any was read
+_ENOUGH_ROWS, _MAX_CARDS = 16, 8  # used to advise a number of GPUs for a model
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRequest:
-    """What the cache is for, and what the user has said of it."""
+    """The use of the cache, and what the user has set for it."""
 
     models: Sequence[CachedModel]  # the target first
     rows: Rows
-    dtype: torch.dtype  # of the weights
+    dtype: torch.dtype  # data type of the weights
     device: torch.device
-    given_tokens: int | None  # engine.kv_cache_tokens, where it is set
+    given_tokens: int | None  # engine.kv_cache_tokens, or None if it is not set
     memory_fraction: float
     # On a GPU, whose memory is measured when the engine is built: (nodes of a request in a round, tokens of a prompt
     # chunk). None: on a CPU, where the size is decided here.
@@ -59,7 +60,8 @@ class CacheRequest:
 
 
 def default_batch_size(wanted: CacheRequest, available: int, max_tokens: int) -> int:
-    """engine.max_batch_size: null. `available`: bytes that are free. `max_tokens`: of a row's output.
+    """Return the batch size for engine.max_batch_size: null. `available`: the free bytes. `max_tokens`: the longest
+    output of a row.
 
     The fixed cost of a round is shared by its rows, and a file ends with fewer rounds of few rows, so more rows at once
     take less time. But rows that the cache does not hold are preempted and computed again. While a row runs, it holds
@@ -119,7 +121,7 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
 
 
 def _likely(wanted: CacheRequest, available: int) -> tuple[CachePlan, int]:
-    """On a GPU: (an estimate of the cache, bytes of working memory and graphs)."""
+    """Estimate the cache of a GPU: return its plan, and the bytes of working memory and graphs."""
     assert wanted.measured is not None, "of a GPU"
     (nodes, chunk), rows = wanted.measured, wanted.rows
     working = estimated_working_bytes(wanted.models[0].config, rows.max_batch_size, nodes, chunk, wanted.dtype.itemsize)
@@ -171,8 +173,8 @@ def _refuse(wanted: CacheRequest, plan: CachePlan, available: int) -> None:
 
 
 def cards_for(wanted: CacheRequest, available: int) -> int | None:
-    """How many GPUs with as much free memory hold the model (or the part of it that a rank has) and _ENOUGH_ROWS rows;
-    None: more than _MAX_CARDS, or more than can divide it."""
+    """Return how many GPUs with this much free memory hold the model (or the part of it that a rank has) and
+    _ENOUGH_ROWS rows; None: more than _MAX_CARDS, or more than can divide the model."""
     heads, tokens = wanted.models[0].config.num_heads, _ENOUGH_ROWS * min(ENOUGH_ROW, wanted.rows.max_positions)
     for count in range(1, _MAX_CARDS // wanted.num_ranks + 1):
         part = (wanted.weights + tokens * wanted.rows.token_bytes) / count

@@ -1,4 +1,4 @@
-"""Whether rounds read what requests share once for all of them (`engine.cascade_attention`)."""
+"""The decision on `engine.cascade_attention`: rounds read the keys that requests share once for all of them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def resolve_cascade(
     max_batch_size: int,
     notes: list[str],
 ) -> GroupLimits | None:
-    """The smallest groups; None: it is off. Raises ConfigError where it was asked for and cannot be. `attention`: as
-    resolved. `windows`: of the target's layers. `num_queries`: new tokens of a request in a round."""
+    """Return the limits of the smallest groups; None: cascade attention is off. Raise ConfigError if it was asked for
+    and is not possible. `attention`: the attention backend as resolved. `windows`: the sliding window of each layer of
+    the target. `num_queries`: the new tokens of a request in a round."""
     problem = _problem(section, attention, windows)
     if section.cascade_attention == "on":
         if problem is not None:

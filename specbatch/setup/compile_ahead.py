@@ -32,9 +32,9 @@ _MAX_THREADS = 16  # there are about 70 kernels
 def compile_kernels(
     parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int, identity: str
 ) -> str:
-    """Returns a note on what was done. `max_length`: of the longest row. `identity`: of the run; two runs with the same
-    one need the same kernels. What fails here is only said: kernels are compiled at their first launch then. Ranks
-    share the cores."""
+    """Compile all kernels of rounds and prompt chunks; return a note on it. `max_length`: the length of the longest
+    row. `identity`: a name of the run; two runs with the same name need the same kernels. A failure here is only
+    reported: the kernels are then compiled at their first launch. Ranks share the cores."""
     from specbatch.kernels.triton.compile_ahead import compile_ahead  # Triton need not exist where CUDA does not
 
     num_ranks = 1 if parts.group is None else parts.group.size
@@ -61,7 +61,7 @@ def compile_kernels(
 
 
 def identity_of(run: ResolvedRun, rank: int) -> str:
-    """Of the kernels of a rank of the run: what they depend on, and more."""
+    """Return a name of the kernels of one rank: everything that they depend on, and more."""
     card = torch.cuda.get_device_name(run.device), torch.cuda.get_device_capability(run.device)
     engine = replace(run.engine, left_open=frozenset())  # a set has another order in each process
     # What differs from file to file changes no kernel.
@@ -101,13 +101,13 @@ def _first_line(error: Exception) -> str:
 
 
 def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int) -> None:
-    """What the trial runs, and rounds of all sizes that are captured after it."""
+    """Run the trial, and the rounds of all sizes that are captured after it."""
     size = parts.page_size
     rounds = parts.make(max_batch_size, max_length, (-(-prefill_chunk_tokens // size) + 2) * size).items
     table, sizes = rounds.items[0].state, padded_sizes(rounds, max_batch_size)
     padding = torch.full((max_batch_size,), table.padding, dtype=torch.int64, device=parts.device)
     table.add_rules(parts.target.config.vocab_size).add_node_masks(parts.num_lookahead)
-    for i, (rows, _) in {i: size for size, i in reversed(sizes)}.items():  # the largest of each
+    for i, (rows, _) in {i: size for size, i in reversed(sizes)}.items():  # the largest size of each item
         trial_round(rounds.items[i], padding[:rows], MAX_TOP_LOGPROBS)
     table.remove_rules()
     for (rows, _), i in sizes:

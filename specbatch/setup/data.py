@@ -1,4 +1,4 @@
-"""What the model decides of the `data` options."""
+"""The `data` options that depend on the model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from specbatch.errors import ConfigError
 
 
 def has_chat_template(data: DataSection, tokenizer: Any) -> bool:
-    """Whether chats can be written: with the configuration's template, or with the model's own."""
+    """Return whether chats can be written, with the configuration's template or with the model's own."""
     return bool(data.chat_template or getattr(tokenizer, "chat_template", None))
 
 
 def runs_prompts_as_chat(data: DataSection, tokenizer: Any) -> bool:
-    """data.prompts_as_chat; where it is left open, true where there is a chat template. Raises ConfigError."""
+    """Return data.prompts_as_chat. If it is not set, it is true if there is a chat template. Raise ConfigError if it is
+    set and there is none."""
     has_template = has_chat_template(data, tokenizer)
     if data.prompts_as_chat and not has_template:
         raise ConfigError(

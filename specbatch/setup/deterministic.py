@@ -1,4 +1,5 @@
-"""What `engine.deterministic` can run with: a row's tokens must not depend on what is computed together with it."""
+"""The checks of `engine.deterministic`: a row's tokens must not depend on the rows that are computed together with
+it."""
 
 from __future__ import annotations
 
@@ -65,12 +66,12 @@ def check_kv_dtype(device: torch.device, kv_dtype: torch.dtype) -> None:
 
 
 def bits_depend_on(device: torch.device, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What the bits of a deterministic run depend on, in addition to its configuration, model files and device. Raises
-    ConfigError where cuBLASLt is missing."""
+    """Return what the bits of a deterministic run depend on, in addition to its configuration, model files and device.
+    Raise ConfigError if cuBLASLt is missing."""
     found = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         return found | {"triton": importlib.metadata.version("triton"), "cuBLASLt": str(_cublaslt_version())}
-    limit_threads()  # as the engine will, when it is built
+    limit_threads()  # The engine limits the threads in the same way when it is built.
     # Processors of one name can differ in these: a virtual machine can hide some.
     found |= {"threads": str(torch.get_num_threads()), "instructions": torch.backends.cpu.get_cpu_capability()}
     return found | {name: environment[name] for name in _CPU_VARIABLES if environment.get(name)}

@@ -30,7 +30,7 @@ _CUDA_12, _CUDA_13 = f"{_PIP}cu126", f"{_PIP}cu130"
 
 @dataclass(frozen=True)
 class Driver:
-    """What is known of an NVIDIA driver without torch."""
+    """The facts about an NVIDIA driver that are known without torch."""
 
     version: str | None  # such as "535.104.05"
     has_device: bool  # a GPU's device file is there: not so in a container that was given none
@@ -41,13 +41,13 @@ class Driver:
 
 
 def hidden_gpus() -> bool:
-    """Whether the user has hidden all GPUs from CUDA."""
+    """Return whether the user has hidden all GPUs from CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible is not None and visible.split(",")[0].strip() in ("", "-1", "none", "NoDevFiles")
 
 
 def find_driver(root: Path = Path("/")) -> Driver | None:
-    """None where the machine has no NVIDIA GPU, as far as files show. `root`: for tests."""
+    """Find the NVIDIA driver; None: no file shows an NVIDIA GPU. `root`: the root of the file system, for tests."""
     device = (root / "dev/nvidia0").exists() or (root / "dev/dxg").exists()  # dxg: Windows' GPUs under WSL
     proc, program = root / "proc/driver/nvidia/version", shutil.which("nvidia-smi")
     if proc.is_file():
@@ -83,7 +83,8 @@ def why_unused(driver: Driver, torch_version: str = torch.__version__, cuda: str
 
 
 def resolve_device(name: str, notes: list[str], driver: Callable[[], Driver | None] = find_driver) -> torch.device:
-    """Warns of a GPU that `auto` cannot use. `driver`: for tests.
+    """Return the device of `engine.device`. A note warns of a GPU that `auto` cannot use. `driver`: a substitute of
+    `find_driver` for tests.
 
     Raises ConfigError for a device that is none or is not there.
     """
@@ -127,7 +128,8 @@ def resolve_dtype(
     notes: list[str],
     capability_of: Callable[[torch.device], tuple[int, int]] | None = None,
 ) -> torch.dtype:
-    """`capability_of`: for tests. Raises ConfigError for bfloat16 on a GPU that has none."""
+    """Return the data type of `engine.dtype`. `capability_of`: the compute capability of a GPU, for tests. Raise
+    ConfigError for bfloat16 on a GPU that does not have it."""
     capability = _AMPERE if device.type == "cpu" else (capability_of or torch.cuda.get_device_capability)(device)
     before_ampere, number = capability < _AMPERE, ".".join(map(str, capability))
     if name == "auto" and before_ampere:

@@ -9,7 +9,7 @@ from specbatch.engine.base import check_finite
 from specbatch.engine.engine import Engine
 from specbatch.types import Request, RngKey, SamplingParams
 
-TIMED_TOKENS = 128  # that a timed request may still write
+TIMED_TOKENS = 128  # tokens that a timed request may still write
 
 
 def dummy_requests(vocab_size: int, count: int, tokens: int, max_tokens: int) -> list[Request]:
@@ -36,11 +36,11 @@ def dummy_batch(engine: Engine, batch_size: int, context: int) -> Iterator[None]
 
 
 def fits(engine: Engine, batch_size: int, context: int) -> bool:
-    """Whether the cache holds that many requests of `dummy_batch`."""
+    """Return whether the cache holds that many requests of `dummy_batch`."""
     pages = -(-(_dummy_context(engine, context) + TIMED_TOKENS + engine.num_lookahead) // engine.page_size) + 1
     return batch_size * pages <= engine.num_pages
 
 
 def _dummy_context(engine: Engine, context: int) -> int:
-    """At most `context`: prompt tokens of a request that may still write TIMED_TOKENS."""
+    """Return the number of prompt tokens, at most `context`, of a request that may still write TIMED_TOKENS."""
     return max(1, min(context, engine.limits.max_prompt_tokens - TIMED_TOKENS))

@@ -43,7 +43,7 @@ def resolve_kv_dtype(
 
 
 def check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype, kv_scales: Sequence[KVScales] = ()) -> None:
-    """What FlashInfer's kernels are built for."""
+    """Raise ConfigError if FlashInfer has no kernels for this model and cache."""
     hint = "use engine.attention: triton"
     if any(window is not None for window in model.sliding_windows):
         raise ConfigError(f"engine.attention: flashinfer has no sliding windows; {model.model_type} has", hint=hint)

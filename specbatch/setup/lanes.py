@@ -21,8 +21,8 @@ Mode = Literal["off", "on", "auto"]
 
 
 class Job(NamedTuple):
-    """What `auto` decides by. `num_nodes`: tokens of a row in a round. `has_groups`: rounds read what requests share
-    once, which lanes would divide."""
+    """The facts by which `auto` decides. `num_nodes`: the tokens of a request in a round. `has_groups`: rounds read the
+    keys that requests share once, and lanes would divide these groups."""
 
     max_batch_size: int
     num_nodes: int
@@ -63,7 +63,7 @@ def _reason_against(section: EngineSection, device: torch.device, attention: str
 
 
 def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, notes: list[str]) -> LaneLimits | None:
-    """None: there is one lane everywhere."""
+    """Return the limits of two lanes; None: there is one lane everywhere."""
     prompt_tokens = MIN_PROMPT_LANE[device.type]
     if mode == "off":
         return None

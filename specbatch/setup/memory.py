@@ -1,4 +1,4 @@
-"""How many tokens of keys and values fit into memory, and how long a row may be.
+"""The number of tokens whose keys and values fit into memory, and the longest row.
 
 The rule is here once, as functions of plain numbers. `resolve.py` asks before the weights are read, with estimates;
 `sizing.py` asks again with what it has measured. On the host there is nothing to measure.
@@ -23,13 +23,13 @@ MEMORY_FRACTION = {"cpu": 0.5, "cuda": 0.9}  # engine.memory_fraction: null
 # Where the cache holds a row of this length (or the model's longest), batches and prompt chunks stay as large as they
 # are by default.
 ENOUGH_ROW = 4096
-_SMALLEST_BATCH, _SMALLEST_CHUNK = 16, 512  # that are chosen to make room
+_SMALLEST_BATCH, _SMALLEST_CHUNK = 16, 512  # smallest sizes that are chosen to make room
 
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model that shares the cache's pages: the target, a draft model, or the one layer of a draft head.
-    `vocab_rows`: of its embedding and its LM head together, where it has its own."""
+    """A model that shares the cache's pages: the target, a draft model, or the one layer of a draft head. `vocab_rows`:
+    the rows of its own embedding and LM head together; 0: it has none."""
 
     config: ModelConfig
     num_layers: int
@@ -54,14 +54,14 @@ class CachedModel:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the size of a cache depends on, in addition to memory."""
+    """The facts that the size of a cache depends on, in addition to memory."""
 
-    token_bytes: int  # of keys and values, in all caches together
+    token_bytes: int  # bytes of keys and values of one token, in all caches together
     page_size: int
     lookahead: int  # slots past the committed ones that a round may write
     max_positions: int  # tokens of the model's longest sequence
     max_batch_size: int
-    spare_pages: int = 0  # of each cache, that hold no row
+    spare_pages: int = 0  # pages of each cache that hold no row
 
     @property
     def usable_pages(self) -> int:
@@ -71,7 +71,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """`capacity`: tokens of the longest row (prompt and output) that fits. `longest_row`: that a new job allows."""
+    """The size of a cache. `capacity`: the tokens of the longest row (prompt and output) that fits. `longest_row`: the
+    tokens of the longest row that a new job allows."""
 
     num_pages: int
     capacity: int
@@ -88,7 +89,7 @@ def bytes_for_cache(available: int, fraction: float, weights: int, reserved: int
 
 
 def plan_cache(num_bytes: int, rows: Rows, most: int | None = None) -> CachePlan:
-    """Of the largest cache in `num_bytes`. `most`: no longer row is wanted.
+    """Plan the largest cache that takes `num_bytes`. `most`: no row is longer than this; None: there is no such limit.
 
     Where it is the cache that limits rows, their length is a power of two, so that it does not change with every few
     megabytes that other programs take: it decides which rows are errors.
@@ -101,7 +102,7 @@ def plan_cache(num_bytes: int, rows: Rows, most: int | None = None) -> CachePlan
 
 
 def given_cache(num_tokens: int, rows: Rows) -> CachePlan:
-    """Of a cache whose size the user has set: all of it is for rows."""
+    """Plan a cache whose size the user has set: all of it is for rows."""
     capacity = _capacity(num_tokens // rows.page_size, rows)
     return CachePlan(num_tokens // rows.page_size, capacity, capacity)
 
@@ -130,8 +131,8 @@ Tried = TypeVar("Tried")
 def first_that_fits(
     sizes: Sequence[tuple[int, int]], enough: int, attempt: Callable[[int, int], tuple[CachePlan, Tried] | None]
 ) -> tuple[CachePlan, Tried] | None:
-    """What `attempt` gives for the first of the sizes whose cache holds a row of `enough` tokens, else for the last one
-    that works. An attempt that runs out of memory gives None; so does this, where all of them do."""
+    """Return the result of `attempt` for the first size whose cache holds a row of `enough` tokens, otherwise for the
+    last size that works. An attempt that runs out of memory returns None. If all attempts do, so does this function."""
     found = None
     for batch, chunk in sizes:
         found = attempt(batch, chunk) or found

@@ -25,7 +25,7 @@ _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
 def resolve_quantization(
     config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, notes: list[str]
 ) -> Quantization | None:
-    """How the target's layers are quantised."""
+    """Decide the quantization of the target's layers."""
     option, is_gguf = config.model.quantization, isinstance(target.tensors, GgufSource)
     if option == "fp8" and is_gguf:
         raise ConfigError(
@@ -66,7 +66,8 @@ def quantization_name(
 def saved_bytes(
     quantization: Quantization | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> int:
-    """How many bytes less the weights take than in `dtype`. On a CPU, which emulates FP8, none."""
+    """Return how many bytes the weights save by the quantization, compared with `dtype`. It is 0 on a CPU, which
+    emulates FP8."""
     if quantization is None or quantization.inputs == "none" or device.type != "cuda":
         return 0
     return quantization.num_values(expected_tensors(config)) * (dtype.itemsize - 1)
@@ -95,7 +96,8 @@ def _check_cuda(what: str, device: torch.device) -> None:
 def quantization_of_draft(
     draft: Checkpoint | EagleCheckpoint | None, config: Config, device: torch.device
 ) -> Quantization | None:
-    """Of a draft model: as its checkpoint is, or dequantised, on CUDA in every case."""
+    """Decide the quantization of a draft model: that of its checkpoint, or none if it is dequantised, which is always
+    so on CUDA."""
     if not isinstance(draft, Checkpoint):
         return None
     is_dequantised = config.model.quantization == "none" or device.type == "cuda"

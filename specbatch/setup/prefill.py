@@ -24,7 +24,8 @@ def resolve_prompt_graphs(
     attention: str,
     rounds: GraphMode,
 ) -> PromptGraphMode:
-    """`attention`, and `rounds`, the graphs of rounds: as resolved. Raises ConfigError."""
+    """Decide the graphs of prompts. `attention`: the attention backend as resolved. `rounds`: the graphs of rounds as
+    resolved. Raise ConfigError if the wanted graphs are not possible."""
     can_be_whole = on_cuda and attention == "triton" and rounds == "round"
     if wanted == "auto":
         of_some = _AUTO if section.tensor_parallel == 1 else "whole"

@@ -59,7 +59,7 @@ from specbatch.setup.speculation import (
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What is decided for the options of `engine` that may be left open."""
+    """The decisions on the `engine` options that may be left open."""
 
     attention: AttentionName
     graphs: GraphMode
@@ -70,8 +70,8 @@ class EngineSettings:
     prompt_graphs: PromptGraphMode
     compiles: bool  # pieces of prompts
     lane_mode: LaneMode = "off"
-    lanes: LaneLimits | None = None  # where there can be two; None: nowhere
-    compiles_ahead: bool = False  # kernels, in threads
+    lanes: LaneLimits | None = None  # sizes from which there are two lanes; None: there is one everywhere
+    compiles_ahead: bool = False  # compile kernels at the start, in threads
     cascade: GroupLimits | None = None  # None: what requests share is read by each
     left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
 
@@ -87,18 +87,19 @@ class ResolvedRun:
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     dtype: torch.dtype
-    kv_dtype: torch.dtype  # of cached keys and values
+    kv_dtype: torch.dtype  # data type of cached keys and values
     engine: EngineSettings
     cache: CachePlan  # on a GPU an upper bound: the memory is measured when the engine is built
     rows: Rows
     # How the layers of the target, and of a draft model, are quantised when they are loaded.
     quantization: Quantization | None
     draft_quantization: Quantization | None
-    row_tokens: int | None  # longest row, where the user's engine.kv_cache_tokens, and not the model, limits it
-    description: dict[str, str]  # what the models are, for the statistics
-    low_acceptance: str | None  # what is likely wrong where drafts are hardly ever right; None: not worth a word
-    bits_depend_on: dict[str, str]  # in addition to what identifies the job anyway; of a deterministic run
-    notes: list[str] = field(default_factory=list)  # how each `auto` was decided
+    row_tokens: int | None  # longest row if the user's engine.kv_cache_tokens limits it; None: the model limits it
+    description: dict[str, str]  # description of the models, for the statistics
+    low_acceptance: str | None  # likely reason if drafts are hardly ever right; None: there is no warning
+    # for a deterministic run: facts that its bits depend on and that do not identify the job
+    bits_depend_on: dict[str, str]
+    notes: list[str] = field(default_factory=list)  # notes on how each `auto` was decided
 
     @property
     def on_cuda(self) -> bool:

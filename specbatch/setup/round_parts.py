@@ -26,7 +26,7 @@ class Rounds:
     """The round of each draft shape."""
 
     items: ByBatch[Round]
-    caches: list[KVCache]  # of the target and the draft network
+    caches: list[KVCache]  # caches of the target and the draft network
     lanes: LaneSizes | None = None  # None: rounds have one lane
 
     def with_two_lanes(self, two_lanes: TwoLanes | None) -> Rounds:
@@ -39,10 +39,10 @@ class Rounds:
 
 @dataclass(frozen=True)
 class RoundParts:
-    """What rounds are made of. `methods`: of one draft network or of none. `simulate`, `fixed_shapes`: see `Round`.
-    `group`: of ranks that share the target. `first_part`: sizes of what the first of them holds.
-    `lanes`: where there can be two of them; None: nowhere. `cascade`: see `RequestTable`; rounds with two lanes have
-    none."""
+    """The parts of which rounds are made. `methods`: the draft methods, all with the same draft network or with none.
+    `simulate`, `fixed_shapes`: see `Round`. `group`: the ranks that share the target. `first_part`: the sizes of the
+    part that the first of them holds. `lanes`: the sizes from which there are two lanes; None: there is one everywhere.
+    `cascade`: see `RequestTable`; rounds with two lanes have none."""
 
     target: Decoder
     methods: ByBatch[DraftMethod]
@@ -70,7 +70,8 @@ class RoundParts:
         return max(method.num_lookahead for method in self.methods.items)
 
     def make(self, max_batch_size: int, max_length: int, num_slots: int) -> Rounds:
-        """`max_length`: of the longest row. `num_slots`: of the caches, of which the last page is spare."""
+        """Make the rounds and caches. `max_length`: the length of the longest row. `num_slots`: the slots of each
+        cache; its last page is spare."""
         net, methods, dtype = self.methods.items[0].net, self.methods.items, self.target.embedding_VE.dtype
         least = None if self.lanes is None else self.lanes.requests
         assert least is None or self.cascade is None, "groups are of one lane"

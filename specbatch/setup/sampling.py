@@ -91,8 +91,8 @@ def resolve_sampling(config: Config, target: Checkpoint, notes: list[str]) -> Sa
 
 
 def _value(key: str, name: str, value: Any) -> Any:
-    """As `sampling` has it."""
-    if key == "top_k" and value == -1:  # off, in vLLM
+    """Return the value in the form that the `sampling` options have."""
+    if key == "top_k" and value == -1:  # vLLM writes -1 for off.
         value = 0
     if isinstance(value, float) and value.is_integer() and isinstance(getattr(SamplingParams(), name), int):
         value = int(value)

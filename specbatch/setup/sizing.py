@@ -43,11 +43,11 @@ class Sized:
     chunk_cost: ChunkCost | None = None  # None: short prompts are not held
     in_pieces: bool = False  # prompts have room for graphs of their pieces
     graph_bytes: int = 0  # reserved
-    bytes: dict[str, int] | None = None  # of the device: what was measured and reserved
+    bytes: dict[str, int] | None = None  # bytes of the device that were measured and reserved
 
 
 def planned(parts: RoundParts, plan: CachePlan, max_batch_size: int, prefill_chunk_tokens: int) -> Sized:
-    """Of a CPU."""
+    """Return the sizes of a CPU's engine, as they were planned."""
     num_slots = (plan.num_pages + 1) * parts.page_size
     rounds = parts.make(max_batch_size, plan.capacity, num_slots)
     return Sized(rounds, plan, max_batch_size, prefill_chunk_tokens)
@@ -55,9 +55,10 @@ def planned(parts: RoundParts, plan: CachePlan, max_batch_size: int, prefill_chu
 
 @dataclass(frozen=True, slots=True)
 class CardBudget:
-    """What a GPU's memory is divided by. `available`: bytes that were free before the weights were read. `bound`: no
-    longer row than its capacity fits. `kv_cache_tokens` None: what `memory_fraction` of what was available leaves after
-    everything else. `sizes`: batch sizes and prompt chunks, of which the first is taken that leaves room for rows."""
+    """The limits by which a GPU's memory is divided. `available`: the bytes that were free before the weights were
+    read. `bound`: the plan whose capacity no row exceeds. `kv_cache_tokens` None: the cache gets what `memory_fraction`
+    of the available bytes leaves after everything else. `sizes`: batch sizes and prompt chunks; the first that leaves
+    room for rows is taken."""
 
     available: int
     bound: CachePlan
@@ -65,7 +66,7 @@ class CardBudget:
     kv_cache_tokens: int | None
     memory_fraction: float
     sizes: Seq[tuple[int, int]]
-    group: Group | None = None  # of ranks, whose caches have the same pages
+    group: Group | None = None  # ranks, whose caches have the same pages
 
     def cache_beside(self, trial: Trial, in_use: int) -> CachePlan:
         """`in_use`: bytes that the run uses after the trial."""
@@ -105,8 +106,8 @@ class _Measured:
 
 
 def measured(trials: Trials, budget: CardBudget, note: Callable[[str], None]) -> Sized:
-    """Of a GPU. `note` gets what was decided, a line each. Raises ModelError, with numbers, where the memory does not
-    suffice."""
+    """Return the sizes of a GPU's engine, by trial runs. `note` gets one line for each decision. Raise ModelError, with
+    numbers, if the memory does not suffice."""
 
     def attempt(batch: int, chunk: int) -> tuple[CachePlan, _Measured] | None:
         try:

@@ -15,12 +15,12 @@ from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, next_layers
 
 DEFAULT_TREE_TOKENS = 8
-MAX_TOPK, MAX_TREE_TOKENS = 16, 128  # of the device engine
+MAX_TOPK, MAX_TREE_TOKENS = 16, 128  # limits of the device engine
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What a run drafts."""
+    """The draft method and the draft shapes of a run."""
 
     section: SpeculationSection  # with everything filled in
     schedule: Schedule
@@ -31,12 +31,12 @@ class Speculation:
 
     @property
     def has_network(self) -> bool:
-        """Whether a draft network drafts, which `section.draft` names."""
+        """Return whether a draft network drafts, which `section.draft` names."""
         return METHODS[self.method].net is not None
 
     @property
     def shapes(self) -> list[DraftShape]:
-        """Those that draft something."""
+        """Return the shapes that draft something."""
         return [shape for shape in self.schedule.items if shape is not None]
 
     @property
@@ -70,8 +70,8 @@ def decide_method(section: SpeculationSection, target: str, notes: list[str]) ->
 def resolve_speculation(
     section: SpeculationSection, target: str, notes: list[str], coupled: bool = False
 ) -> Speculation:
-    """Decide the method and the draft shapes, and check them. `target`: model.target. What was decided is added to
-    `notes`. `coupled`: see `DraftParts`."""
+    """Decide the method and the draft shapes, and check them. `target`: the value of model.target. Decisions are added
+    to `notes`. `coupled`: see `DraftParts`."""
     section = decide_method(section, target, notes)
     if section.method == "none":
         section = replace(

@@ -22,15 +22,16 @@ from specbatch.graphs.runner import GraphRunner
 from specbatch.models.config import num_layer_weights
 from specbatch.setup.round_parts import RoundParts, Rounds
 
-_PROMPT_GRAPHS = 16  # of a job, roughly
+_PROMPT_GRAPHS = 16  # rough number of prompt graphs of a job
 _SHORT_PROMPT = 32  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was made for batches and prompt chunks of these sizes, and the bytes that running them takes: `eager_bytes`
-    at once and given back, `graph_bytes` kept by CUDA graphs, `rule_bytes` by the tables of rules, from the first row
-    with rules on, `piece_bytes` by graphs of pieces of prompts; None: prompts are not computed in pieces."""
+    """The rounds that were made for batches and prompt chunks of these sizes, and the bytes that running them takes.
+    `eager_bytes`: taken at once and given back. `graph_bytes`: kept by CUDA graphs. `rule_bytes`: kept by the tables of
+    rules, from the first row with rules on. `piece_bytes`: kept by graphs of pieces of prompts; None: prompts are not
+    computed in pieces."""
 
     max_batch_size: int
     prefill_chunk_tokens: int
@@ -48,9 +49,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Trials:
-    """`max_length`: of the longest row that the cache may turn out to hold. `whole_prompts`: chunks of short prompts
-    are graphs, where rounds are. `pieces`: of other chunks; None: these have no graphs. `shrinks`: a graph that does
-    not fit into memory is left out. `new_runner`: of the graphs of pieces."""
+    """The runner of trials. `max_length`: the length of the longest row that the cache may turn out to hold.
+    `whole_prompts`: chunks of short prompts are graphs, if rounds are. `pieces`: the pieces for other chunks; None:
+    these have no graphs. `shrinks`: a graph that does not fit into memory is left out. `new_runner`: makes the runner
+    for the graphs of pieces."""
 
     parts: RoundParts
     max_length: int
@@ -74,7 +76,7 @@ class Trials:
             prefill_chunk_tokens,
             self.whole_prompts,
         )
-        prompt = rounds.items[0]  # for prompts, which no draft method changes
+        prompt = rounds.items[0]  # used for prompts, which are the same for all draft methods
         prompt_bytes = self._prompt_peak(prompt, prefill_chunk_tokens)
         padded_bytes = self._prompt_peak(prompt, chunk_cost.graph_tokens) if chunk_cost.graph_tokens else 0
         trial_short_prompts(prompt, max_batch_size, prefill_chunk_tokens)
@@ -93,8 +95,9 @@ class Trials:
         )
 
     def _graph_bytes(self, made: Rounds, max_batch_size: int, num_sizes: int, padded_bytes: int) -> int:
-        """All graphs of rounds share one pool, which is as large as the largest needs: that one is captured here. What
-        the driver keeps for each comes in addition. A quarter more of both: pools are fragmented."""
+        """Estimate the bytes of the graphs of rounds. All graphs share one pool, which is as large as the largest
+        needs: that one is captured here. In addition, the driver keeps some bytes for each graph. A quarter is added to
+        both, because pools are fragmented."""
         if self.graphs == "none":
             return 0
         executor = RoundExecutor(
@@ -118,8 +121,8 @@ class Trials:
         return kept * 5 // 4 + 2 * padded_bytes
 
     def _piece_bytes(self, pieces: PromptPieces, made: Rounds, prefill_chunk_tokens: int) -> int | None:
-        """Of the pieces of prompts; None: they do not fit. The largest are captured here; as for rounds, the driver
-        keeps something for each graph in addition to the pool."""
+        """Estimate the bytes of the graphs of pieces of prompts; None: they do not fit. The largest are captured here;
+        as for rounds, the driver keeps some bytes for each graph in addition to the pool."""
         sizes, runner = token_sizes(self.parts.target, prefill_chunk_tokens), self.new_runner(self.parts.device)
         net = made.items.items[0].method.net
         trunks = piecewise_trunks(pieces, made.caches[0], net, sizes[-1:], runner)
@@ -130,7 +133,8 @@ class Trials:
         return kept * 5 // 4 if fits else None
 
     def _prompt_peak(self, round_: Round, num_tokens: int) -> int:
-        """In one lane and, where there can be two, in these: which has more at once depends on the model."""
+        """Return the peak of a prompt chunk, in one lane and, if there can be two, in two: which needs more depends on
+        the model."""
         ways = [round_] if round_.two_lanes is None else [round_, round_.with_two_lanes(None)]
         return max(_peak(self.parts.device, partial(trial_prompt, way, num_tokens)) for way in ways)
 
@@ -171,8 +175,8 @@ def trial_short_prompts(round_: Round, max_batch_size: int, prefill_chunk_tokens
 
 @torch.inference_mode()
 def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None) -> None:
-    """A chunk of prompts of equal length, which end there. None: of one prompt, and as many tokens as slots are chosen
-    after it, as if short prompts ended there. All is in padding's slot, which stays done."""
+    """Run a chunk of prompts of equal length, which end there. `num_prompts` None: it is one prompt, and as many tokens
+    as slots are chosen after it, as if short prompts ended there. All of it is in padding's slot, which stays done."""
     state, page_size = round_.state, round_.page_size
     device = state.ints_SF.device
     pages = -(-num_tokens // page_size)

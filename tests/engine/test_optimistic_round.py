@@ -276,7 +276,7 @@ def test_rounds_that_depend_on_nothing_else(always: list[type[GrammarRound]]) ->
     """As with engine.deterministic: results have the same bytes, with their numbers of rounds."""
 
     def found(batch: int) -> list[Any]:
-        engine = unchecked(max_batch_size=batch, steady=True)
+        engine = unchecked(max_batch_size=batch, deterministic=True)
         return [(c.token_ids, c.speculation, c.margin) for c in run_requests(engine, rows("plain", (0.0, 0.7)))]
 
     alone = found(1)

@@ -22,7 +22,7 @@ from specbatch.kernels.torch.fp8 import quantise
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.fp8 import Fp8Linear, Fp8Weight, SiluGatedLinear, quantise_weight
-from specbatch.models.linears.linear import Summed
+from specbatch.models.linears.linear import Residual
 from specbatch.models.linears.packed import PackedLinear
 from specbatch.models.linears.quantization import ON_LOAD, Quantization, chosen, parse_quantization
 from specbatch.models.linears.scaled import ScaledGatedLinear, ScaledLinear
@@ -196,13 +196,13 @@ def test_layers_of_a_gpu_compute_the_same(inputs: Any, monkeypatch: pytest.Monke
     gated_cpu = SiluGatedLinear(Fp8Linear(half, None, PackedLinear), Fp8Linear(other, None, PackedLinear))
     gated_gpu = ScaledGatedLinear(ScaledLinear(weight, None, ops, torch.float32), ops)
     assert not gated_gpu.takes_normed, "its norm quantises"
-    before = Summed(x)
+    before = Residual(x)
     expected = gated_cpu.start_into(Fp8Linear(narrow, bias, PackedLinear), before, norm)().x_TE
     found = gated_gpu.start_into(ScaledLinear(narrow, bias, ops, torch.float32), before, norm)().x_TE
     # A last bit of the activations may round to the next number of FP8.
     assert float((found - expected).norm() / expected.norm()) < 1e-2
     plain, last = PackedLinear(rows(200, 100)), RMSNorm(rows(1, 200, seed=5)[0], 1e-5)
-    monkeypatch.setattr(plain, "start_with_residual", lambda x, residual, norm: lambda: Summed(x, norm.weight), False)
+    monkeypatch.setattr(plain, "start_with_residual", lambda x, residual, norm: lambda: Residual(x, norm.weight), False)
     assert gated_gpu.start_into(plain, before, norm, last)().normed_TE is last.weight, "the next norm is not passed on"
     monkeypatch.undo()
     torch.testing.assert_close(

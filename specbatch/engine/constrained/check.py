@@ -1,4 +1,4 @@
-"""Which nodes of a draft tree need a mask, by what the target chooses there without one.
+"""The check that finds which nodes of a draft tree need a mask, from the target's choices without masks.
 
 A greedy request takes the token with the largest logit. If its mask has that token, the token is the same with the mask
 and without it. So a mask is needed only where the grammar refuses the target's own choice, and not at nodes that no
@@ -18,8 +18,8 @@ from specbatch.engine.constrained.tree import GrammarTree
 
 
 def refused_nodes(state: GrammarState, tree: GrammarTree, choices: Sequence[int]) -> list[int]:
-    """The nodes that need a mask. `choices`: of each node. The state, which is after the root, goes along the choices
-    up to the first that the grammar refuses, so that it need not follow them later."""
+    """Return the nodes that need a mask. `choices`: the target's choice after each node. The state is after the root.
+    It advances along the choices up to the first that the grammar refuses, so that it need not follow them later."""
     node: int | None = 0
     while node is not None:
         token = choices[node]
@@ -33,8 +33,8 @@ def refused_nodes(state: GrammarState, tree: GrammarTree, choices: Sequence[int]
 
 
 def find_forced(state: GrammarState, tree: GrammarTree, node: int = 0) -> None:
-    """What is forced after a node, where the state is, and after those below it: all that a check does not need the
-    choices for."""
+    """Find the forced tokens after a node, where the state is, and after its descendants. This is the part of a check
+    that needs no choices."""
     _only_token(state, tree, node)
     for child in _children(state, tree, node):
         if state.enter(tree.tokens[child]):
@@ -50,7 +50,7 @@ def _visit(state: GrammarState, tree: GrammarTree, choices: Sequence[int], node:
     if state.takes(token, _only_token(state, tree, node)):
         children = [child for child in children if tree.tokens[child] == token]
     else:
-        found.append(node)  # with the mask, any of its children may be chosen
+        found.append(node)  # any of its children may be chosen once the mask is applied
     for child in children:
         if state.enter(tree.tokens[child]):
             _visit(state, tree, choices, child, found)

@@ -26,12 +26,14 @@ _TENSORS = ("tokens_BN", "num_nodes_B", "parents_BN", "depths_BN", "mask_BNW", "
 
 
 class GrammarGraphs:
-    """`max_batch_size`: of the buffers, which all batch sizes share."""
+    """The CUDA graphs of rounds with grammars. `max_batch_size`: the batch size of the buffers, which all smaller sizes
+    share."""
 
     def __init__(self, runner: GraphRunner, max_batch_size: int) -> None:
         self._runner = runner
         self._max_batch_size = max_batch_size
-        self._buffers: dict[tuple[int, bool, int | None], DraftTrees] = {}  # by item of the schedule, `sampled`, nodes
+        # keys: item of the schedule, `sampled`, number of nodes
+        self._buffers: dict[tuple[int, bool, int | None], DraftTrees] = {}
 
     def capture(
         self,
@@ -41,7 +43,8 @@ class GrammarGraphs:
         padding: GrammarRound,
         report: Callable[[Verified], Any],
     ) -> None:
-        """`padding`: of a batch without requests. `report`: what is kept of a round."""
+        """Capture the graphs of a kind of round. `padding`: a grammar round whose batch has no requests. `report`:
+        makes the tensors that are kept of a round."""
         size, sampled = key.size, key.sampled
         _, drafted = round_.draft(req_idx_B, sampled)
         trees = padding.reshape(drafted)

@@ -17,7 +17,7 @@ from specbatch.engine.transfers import Transfers
 
 
 class WantedMasks(NamedTuple):
-    """Of nodes of a request's tree, see `grammar_tree.write_masks`."""
+    """The masks to compute for nodes of the tree of one request, see `grammar_tree.write_masks`."""
 
     req_idx: int
     state: GrammarState
@@ -38,7 +38,7 @@ class NodeMasks:
     def clear(self) -> None:
         while self._written:
             self._masks_KW.index_fill_(0, self._written[-1], -1)
-            self._written.pop()  # not before: a launch may run out of memory
+            self._written.pop()  # The indices are removed last, because a launch may run out of memory.
         if self._with_forced is not None:
             self._forced_SN.index_fill_(0, self._with_forced, -1)
             self._with_forced = None

@@ -1,4 +1,4 @@
-"""Rounds of plain decoding in which the target's choices are taken before grammars have seen them, in fixed shapes.
+"""Rounds of plain decoding in fixed shapes, in which the target's choices are taken before grammars have checked them.
 
 So the device never waits for the host. Where only one token may come, the host knows it while the target runs, and that
 token replaces the choice. What else the target chooses is checked one round later, when it is read. A token that the

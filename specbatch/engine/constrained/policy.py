@@ -1,4 +1,4 @@
-"""Which rounds the batches with grammars have, and the masks of first tokens."""
+"""The policy for batches with grammars: the kind of each round, and the masks of first tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Transfers
 
-_WORTH_ROOM = 0.25  # forced tokens of a request and round
-_WORTH_NO_CHECKS = 0.85  # of the requests of a round begin it with a token that their grammar allows
+_WORTH_ROOM = 0.25  # forced tokens for each request and round
+_WORTH_NO_CHECKS = 0.85  # share of a round's requests that begin it with a token that their grammar allows
 
 
 class Grammars:
-    """The grammars of an engine's requests. `num_nodes`: of the largest tree. `fixed_shapes`: of its rounds.
-    `simulates`: they commit what the target does not choose, so its choices say nothing about masks. `steady`:
-    the number of a request's rounds depends on nothing that runs with it."""
+    """The grammars of an engine's requests. `num_nodes`: the number of nodes of the largest tree. `fixed_shapes`:
+    rounds have fixed shapes. `simulates`: rounds commit tokens that the target does not choose, so its choices cannot
+    show which masks are needed. `deterministic`: the number of rounds of a request must not depend on its batch."""
 
     def __init__(
         self,
@@ -32,20 +32,20 @@ class Grammars:
         *,
         fixed_shapes: bool,
         simulates: bool,
-        steady: bool,
+        deterministic: bool,
     ) -> None:
         self._table = table
         self._transfers = transfers
         self._num_nodes = num_nodes
         self._fixed_shapes = fixed_shapes
         self._all_masks = simulates
-        self._may_vary = fixed_shapes and not steady  # the number of a request's rounds, in plain decoding
+        self._may_vary = fixed_shapes and not deterministic  # the number of a request's rounds, in plain decoding
         self._room, self._unchecked = RunningChoice(_WORTH_ROOM), RunningChoice(_WORTH_NO_CHECKS)
         self._masks: NodeMasks | None = None  # made for the first request with a grammar
 
     def method(self, sequences: Seq[Sequence], method: DraftMethod, padded_size: int) -> DraftMethod:
-        """What drafts in the next round of these requests, where that is `method` without grammars. Plain decoding has
-        room for forced tokens, as long as there are some: it makes rounds longer."""
+        """Return the draft method for the next round. `method` is the one without grammars. Plain decoding gets room
+        for forced tokens only while there are some, because the room makes rounds longer."""
         if method.has_drafts or not self._may_vary or not _has_grammars(sequences):
             return method
         return method.with_room(padded_size) if self._room.next() else method
@@ -53,7 +53,8 @@ class Grammars:
     def of_round(
         self, sequences: Seq[Sequence], method: DraftMethod, read: Callable[[], object]
     ) -> GrammarRound | None:
-        """None: no request of the batch has a grammar. `method`: see `method`. `read`: see `GrammarRound`."""
+        """Return the grammar round of a batch; None: no request of it has a grammar. `method`: the result of `method`.
+        `read`: see `GrammarRound`."""
         if not _has_grammars(sequences):
             return None
         traits = {"fixed_shapes": self._fixed_shapes, "all_masks": self._all_masks}
@@ -63,7 +64,7 @@ class Grammars:
         return kind(sequences, method, self._cleared_masks(), self._transfers, read, **traits)
 
     def saw(self, round_: GrammarRound) -> None:
-        """A round that has been launched."""
+        """Record the gain of a round that was launched."""
         counts, num_requests = round_.counts, round_.num_requests
         if not round_.method.has_drafts and round_.method.num_nodes > 1:
             self._room.saw(counts.forced, num_requests)
@@ -71,7 +72,8 @@ class Grammars:
             self._unchecked.saw(round_.num_greedy - round_.num_going_back, round_.num_greedy)
 
     def write_first_masks(self, ready: Seq[Sequence]) -> None:
-        """Of the first tokens of prompts that end. A request that is computed again has its first token."""
+        """Write the masks for the first tokens of prompts that end. A request that is computed again already has its
+        first token."""
         roots = [
             WantedMasks(seq.req_idx, seq.grammar, GrammarTree.of([0], None), [0])
             for seq in ready

@@ -34,14 +34,14 @@ from specbatch.engine.constrained.tree import GrammarTree, grow
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download, Transfers
 
-_Tree = tuple[int, GrammarState, GrammarTree]  # of a request with a grammar: index, state, tree
+_Tree = tuple[int, GrammarState, GrammarTree]  # a request with a grammar: its index, state and tree
 
 
 class GrammarRound:
-    """`sequences`: of the batch, without its padding. `read`: reads what was launched before this round, after which
-    requests may be finished. `fixed_shapes`: of the round. Trees keep the size of `method` then, else they have as many
-    nodes as they need. `all_masks`: compute the masks of
-    all nodes, whatever the target chooses."""
+    """A round of a batch with grammars. `sequences`: the requests of the batch, without its padding. `read`: reads the
+    results that were launched before this round; requests may be finished after it. `fixed_shapes`: the round has fixed
+    shapes. Then trees keep the size of `method`; otherwise they have as many nodes as they need. `all_masks`: compute
+    the masks of all nodes, whatever the target chooses."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class GrammarRound:
         return sum(seq.grammar is not None and not seq.is_finished for seq in self._sequences)
 
     def of_padding(self) -> GrammarRound:
-        """Of a batch that is all padding."""
+        """Make the same kind of round for a batch that is all padding."""
         nothing = functools.partial(list[None])
         fixed = self._fixed_shapes
         return type(self)([], self.method, self._masks, self._transfers, nothing, fixed_shapes=fixed)
 
     def reshape(self, trees: DraftTrees) -> DraftTrees:
-        """The trees to verify. The host waits for the drafts, unless no other tree is possible."""
+        """Return the trees to verify. The host waits for the drafts, unless no other tree is possible."""
         if self._fixed_shapes and self.method.num_nodes == 1:
             return trees
         is_chain, is_drawn = trees.parents_BN is None, trees.probs_BDW is not None
@@ -154,8 +154,8 @@ class GrammarRound:
     def _probs(
         self, probs_BDW: Tensor | None, grown: Seq[GrammarTree], lines: Seq[list[int]], num_drafts: int
     ) -> Tensor:
-        """What the drafts of the new chains were drawn from: nothing for forced ones, which are accepted without a
-        draw. Drafts of the old chain come first in the new one, the one that is forbidden last."""
+        """Return the distributions that the drafts of the new chains were drawn from. Forced drafts have zeros, as they
+        are accepted without a draw. Drafts of the old chain come first in the new one, the forbidden draft last."""
         assert probs_BDW is not None
         drawn = [tree.num_drafts + (len(line) > len(tree.tokens)) for tree, line in zip(grown, lines, strict=True)]
         drawn_B = self._transfers.upload(np.array(drawn, dtype=np.int64))
@@ -210,17 +210,18 @@ class GrammarRound:
 
 
 def is_followed(seq: Sequence) -> bool:
-    """Whether what a round does with a request with a grammar counts."""
+    """Return whether the result of a round counts for a request: it is not finished, and its grammar follows its
+    tokens."""
     return not (seq.is_finished or seq.goes_back or seq.grammar is None or seq.grammar.failure is not None)
 
 
 def is_checked(seq: Sequence, *, all_masks: bool) -> bool:
-    """Whether it gets masks only where its grammar refuses what it chooses."""
+    """Return whether the request gets masks only at nodes where its grammar refuses the target's choice."""
     return seq.grammar is not None and seq.request.params.temperature == 0 and not all_masks
 
 
 def nodes_that_go_on(state: GrammarState, tree: GrammarTree) -> list[int]:
-    """Nothing of what comes after the others counts."""
+    """Return the nodes after which the request continues. Tokens after the other nodes do not count."""
     return [node for node, token in enumerate(tree.tokens) if not node or not state.is_end(token)]
 
 

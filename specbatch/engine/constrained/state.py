@@ -1,4 +1,4 @@
-"""Where a request is in its grammar: what may come next, and what alone may.
+"""The state of a request in its grammar: which tokens may come next, and whether a single one may.
 
 Shape suffixes: W words of a mask.
 """
@@ -14,19 +14,21 @@ from numpy.typing import NDArray
 from specbatch.grammar.masks import only_token
 from specbatch.matcher import GrammarMatcher, Walk
 
-FREE, ODD = -1, -2  # in place of the only token that may come: more may come; the mask has to be computed
+# Values of `only_token` if there is no forced token: several may come (FREE), or the mask must be computed (ODD).
+FREE, ODD = -1, -2
 
 
 class Plan(NamedTuple):
-    """What comes after a round whose tokens are known before it has run: see `unchecked_round`."""
+    """The continuation after a round whose tokens are known before it has run, see `unchecked_round`."""
 
-    num_tokens: int  # of the request after that round
-    num_new: int  # of these, those of the round
-    drafts: list[int]  # of the next one
+    num_tokens: int  # tokens of the request after that round
+    num_new: int  # tokens that the round adds
+    drafts: list[int]  # drafts of the next round
 
 
 class GrammarState:
-    """Of a request. `stops`: tokens that end it, `eos` among them. `vocab_size`: of the model."""
+    """The state of one request in its grammar. `stops`: the tokens that end the request; `eos` is added to them.
+    `vocab_size`: the number of tokens of the model."""
 
     def __init__(self, matcher: GrammarMatcher, eos: Iterable[int], stops: Iterable[int], vocab_size: int) -> None:
         self._matcher = matcher
@@ -49,9 +51,9 @@ class GrammarState:
         self._ahead: list[int] = []  # tokens after these that it has seen, too, and that will most likely be committed
 
     def follow(self, tokens: Sequence[int], num_prompt: int = 0) -> None:
-        """Go to the end of the output, which comes after the prompt. It has grown by tokens that the masks allowed,
-        none of which ends it. What `choose` took and was not committed after all, because a launch failed, is taken
-        back. If the matcher fails on the way, `failure` says why."""
+        """Advance to the end of the output, which comes after the prompt. The output has grown by tokens that the masks
+        allowed, none of which ends it. Tokens that `choose` took and that were not committed, because a launch failed,
+        are taken back. If the matcher fails on the way, `failure` says why."""
         if self.failure is not None:
             return
         new = tokens[num_prompt + self._num_followed :]
@@ -68,17 +70,18 @@ class GrammarState:
         self._ahead = []
 
     def failure_after(self, tokens: Sequence[int], num_prompt: int) -> str | None:
-        """The error for which nothing may come after the output, see `follow`; None: there is none."""
+        """Return the error for which nothing may come after the output (see `follow`); None: there is no error."""
         self.follow(tokens, num_prompt)
         return self.failure or self._matcher.failure(None)
 
     def may_end_after(self, tokens: Sequence[int], num_prompt: int) -> bool:
-        """Whether the output is complete, see `follow`."""
+        """Return whether the output is complete, see `follow`."""
         self.follow(tokens, num_prompt)
         return self.failure is None and self._matcher.is_complete()
 
     def admit(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens that a round has committed the grammar allows: all, if that was known before."""
+        """Return how many of the tokens that a round has committed the grammar allows. All are allowed if the round was
+        checked."""
         if not self.is_unchecked:
             return len(tokens)
         self.is_unchecked = False
@@ -111,11 +114,13 @@ class GrammarState:
         return self.only_token(), []
 
     def takes(self, token: int, only: int) -> bool:
-        """Whether `mask` has the token; False where only the mask shows it. `only`: what `only_token` says."""
+        """Return whether `mask` has the token; False where only the mask can show it. `only`: the result of
+        `only_token`."""
         return token == only if only != FREE else token >= 0 and self.allows(token)
 
     def choose(self, token: int, only: int) -> bool:
-        """As `takes`. A token that it has and that does not end the request is gone on with, in the same step."""
+        """Return the same as `takes`. If the mask has the token and the token does not end the request, advance with
+        it."""
         if token in self._stops or token < 0:
             return self.takes(token, only)
         if (only != FREE and token != only) or token >= self._vocab_size or not self._matcher.advance(token):
@@ -146,7 +151,7 @@ class GrammarState:
             masks_KW[at] = (masks_KW[at] & first._text_bits) | stops
 
     def walk(self, path: Sequence[int], tokens: Sequence[int], line: int) -> Walk | None:
-        """From after `path`. All of these tokens may come. None: the matcher fails on the path."""
+        """Start a walk after `path`, along `tokens`, which may all come. None: the matcher fails on the path."""
         matcher = self._matcher
         if path:
             matcher = matcher.fork()
@@ -155,12 +160,12 @@ class GrammarState:
         return Walk(matcher, tokens, line)
 
     def is_end(self, token: int) -> bool:
-        """Whether the request ends with this token."""
+        """Return whether the request ends with this token."""
         return token in self._stops
 
     def allows(self, token: int) -> bool:
-        """Whether a token may come next. Where a text is forced, the mask has one token of it, and this allows all with
-        which the text can begin."""
+        """Return whether a token may come next. Where a text is forced, the mask has one of its tokens, and this
+        function allows all tokens with which the text can begin."""
         if token in self._stops and self._matcher.is_complete():
             return True
         return token not in self._eos and self._matcher.allows(token)

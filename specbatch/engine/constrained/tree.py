@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from specbatch.engine.constrained.state import GrammarState
 from specbatch.matcher import Walk
 
-MAX_FORCED = 15  # nodes that a tree may have in addition to those of its draft shape, where shapes are free
-_FORCED = -1  # in place of a draft node's index
+MAX_FORCED = 15  # nodes that a tree without a fixed shape may have in addition to those of its draft shape
+_FORCED = -1  # the index of a node that is not a draft
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class GrammarTree:
 
     @staticmethod
     def of(tokens: Sequence[int], parents: Sequence[int] | None) -> GrammarTree:
-        """A draft tree as it is; None: a chain."""
+        """Copy a draft tree without changes. `parents` None: it is a chain."""
         count = len(tokens)
         chain = range(-1, count - 1)
         return GrammarTree(
@@ -52,8 +52,8 @@ class GrammarTree:
         self.forced.append(None)
 
     def add_forced(self, state: GrammarState, node: int, most: int) -> int:
-        """What is forced after a node, where the state is; returns the number of tokens. They are asked for once: each
-        time, the library makes tokens of the whole forced text. The masks of the later ones are computed."""
+        """Add the forced tokens after a node, where the state is; return their number. They are asked for once, because
+        the library makes tokens of the whole forced text each time. The masks of the later ones are computed."""
         tokens = state.forced(most)
         end = next((i + 1 for i, token in enumerate(tokens) if state.is_end(token)), len(tokens))
         self.forced[node] = tokens[0] if tokens else None
@@ -81,13 +81,14 @@ def grow(
     *,
     all_sure: bool = False,
 ) -> GrammarTree:
-    """The draft tree `tokens`, `parents` (node 0: the root; None: a chain) under the grammar, whose state is after the
-    root, before and after the call. Forced nodes are added up to `max_nodes` nodes in all, and down to `max_depth`.
-    `all_sure`: of a chain, each of them is sure to be accepted, not only the first: it takes longer."""
+    """Grow a draft tree under the grammar. `tokens`, `parents`: the tree (node 0: the root; None: a chain). The state
+    is after the root, before and after the call. Forced nodes are added up to `max_nodes` nodes in all, and down to
+    `max_depth`. `all_sure`: in a chain, every forced token is sure to be accepted, not only the first; this takes
+    longer."""
     if parents is None:
         return _grow_chain(state, tokens, max_nodes, max_depth, all_sure)
     children: list[list[int]] = [[] for _ in tokens]
-    sizes = [1] * len(tokens)  # of subtrees
+    sizes = [1] * len(tokens)  # number of nodes of each subtree
     for node in range(len(tokens) - 1, 0, -1):
         children[parents[node]].insert(0, node)
         sizes[parents[node]] += sizes[node]
@@ -126,7 +127,7 @@ def grow(
 def _grow_chain(
     state: GrammarState, tokens: Sequence[int], max_nodes: int, max_depth: int, all_sure: bool
 ) -> GrammarTree:
-    """As the walk over a tree, in fewer steps."""
+    """Grow a chain: the result is that of the walk over a tree, in fewer steps."""
     drafts = tokens[1:]
     num_entered = num_legal = state.enter_all(drafts)
     has_ended = num_legal < len(drafts) and state.is_end(drafts[num_legal]) and state.allows(drafts[num_legal])
@@ -163,8 +164,8 @@ def write_masks(wanted: Sequence[tuple[GrammarState, GrammarTree, Sequence[int]]
 def _walks(
     state: GrammarState, tree: GrammarTree, nodes: Sequence[int], start: int, masks_KW: NDArray[np.int32]
 ) -> Iterator[Walk]:
-    """To each of these nodes whose mask is not known; those are written. Nodes that follow each other are one walk.
-    After a node that the matcher fails at, nothing may come."""
+    """Walk to each of these nodes whose mask must be computed; known masks are written at once. Nodes that follow each
+    other share one walk. If the matcher fails at a node, nothing may come after it."""
     first = 0
     while first < len(nodes):
         node = nodes[first]

@@ -27,8 +27,8 @@ NEVER = sys.maxsize  # tokens of a chunk that nobody has
 
 
 class LaneLimits(NamedTuple):
-    """Where there can be two lanes. `requests`: least of each lane of a round; None: rounds have one lane.
-    `prompt_tokens`: least tokens of each lane of a prompt chunk."""
+    """The sizes from which there are two lanes. `requests`: the least number of requests in each lane of a round; None:
+    rounds have one lane. `prompt_tokens`: the least number of tokens in each lane of a prompt chunk."""
 
     requests: int | None
     prompt_tokens: int
@@ -89,7 +89,7 @@ class Lanes:
 def _filled(
     lanes: tuple[list[Sequence], list[Sequence]], more: Iterable[Sequence], size: int
 ) -> tuple[list[Sequence], list[Sequence]]:
-    """Each of `more` is added to the lane that reads fewer keys, if that is not full."""
+    """Add each of `more` to the lane that reads fewer keys, if that lane is not full."""
     loads = [sum(map(_num_keys, lane)) for lane in lanes]
     for seq in more:
         lane = int(loads[1] < loads[0])
@@ -101,5 +101,5 @@ def _filled(
 
 
 def _num_keys(seq: Sequence) -> int:
-    """That the attention of a round reads."""
+    """Return the number of keys that the attention of a round reads."""
     return len(seq.tokens)

@@ -30,7 +30,7 @@ class TwoLanes:
     def forward(
         self, tokens_T: Tensor, layout: PagedBatch, aux_layers: Sequence[int], lane: int, num_tokens: int
     ) -> Output:
-        """As the target's. The first lane has `lane` requests with `num_tokens` tokens."""
+        """Run the target's forward pass in two lanes. The first lane has `lane` requests with `num_tokens` tokens."""
         first, second = layout.divided(lane, num_tokens)
         one, other = tokens_T[:num_tokens], tokens_T[num_tokens:]
         return self._run((one, first, FIRST, None), (other, second, SECOND, None), aux_layers)

@@ -1,4 +1,4 @@
-"""How many request indices must be free before short prompts are computed.
+"""The number of request indices that must be free before short prompts are computed.
 
 A chunk costs the same for one short prompt as for many: the host's launches, or as a graph (`prompt_graphs`) the time
 of a round and of the packing. If requests wait until g indices are free, there are fewer chunks, but rounds run with
@@ -19,22 +19,23 @@ from dataclasses import dataclass
 _LAUNCH_MS, _LAYER_MS = 0.32, 0.02
 _BYTES_PER_MS, _FLOPS_PER_MS = 4.2e9, 6e11
 _MANY_REQUESTS = 1.5  # a round of many requests takes that many times as long as one of few
-_PACK_MS = 0.5  # of a chunk that is a graph, on the host
-_MEAN_OVER = 256  # requests that have ended
+_PACK_MS = 0.5  # time on the host for packing a chunk that is a graph
+_MEAN_OVER = 256  # number of ended requests that the mean covers
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkCost:
-    """Of a chunk of short prompts, in addition to computing them."""
+    """The cost of a chunk of short prompts, in addition to computing them."""
 
-    rounds: float  # that take as long
-    tokens: int  # of prompts, whose computing takes as long: with more the GPU does not idle
-    graph_tokens: int = 0  # up to which chunks are padded, to be graphs
+    rounds: float  # rounds that take as long
+    tokens: int  # prompt tokens whose computing takes as long: with more of them the GPU does not idle
+    graph_tokens: int = 0  # largest padded size of a chunk that is a graph; 0: chunks are not graphs
 
     @staticmethod
     def of_model(num_layers: int, num_parameters: int, prefill_chunk_tokens: int, graphs: bool) -> ChunkCost:
-        """`num_parameters`: of the linear layers. `graphs`: chunks may be graphs. Those are that a GPU computes in less
-        time than launching them takes. `tokens` is at least a quarter of the largest chunk."""
+        """Compute the cost for a model. `num_parameters`: the parameters of the linear layers. `graphs`: chunks may be
+        graphs. These are the chunks that a GPU computes in less time than the host takes to launch them. `tokens` is at
+        least a quarter of the largest chunk."""
         launch_ms = num_layers * _LAUNCH_MS
         round_ms = _MANY_REQUESTS * (num_layers * _LAYER_MS + 2 * num_parameters / _BYTES_PER_MS)
         flops = 2 * num_parameters / _FLOPS_PER_MS

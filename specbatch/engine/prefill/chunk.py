@@ -1,4 +1,4 @@
-"""What `Round.prefill` computes. Shape suffixes: T packed tokens, R prompts that end, K tokens that are scored."""
+"""The input of `Round.prefill`. Shape suffixes: T packed tokens, R prompts that end, K tokens that are scored."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from specbatch.batch import LogitsIndices, PagedBatch
 
 
 class ChunkCut(NamedTuple):
-    """Where a chunk is divided into two lanes. The first has whole sequences and the first tokens of the next one."""
+    """The cut of a chunk into two lanes. The first lane has whole sequences and the first tokens of the next one."""
 
-    num_sequences: int  # whole ones
+    num_sequences: int  # whole sequences in the first lane
     num_tokens: int
     in_next: int  # tokens of the next sequence; 0: none is cut
-    num_selected: int  # prompts that end in it
+    num_selected: int  # prompts that end in the first lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class PromptChunk:
     logits_indices: LogitsIndices  # their last tokens
     lengths_R: Tensor  # int64, committed once this is done
     roots_R: Tensor  # int64, the root of a request that is computed again; -1: to be chosen
-    draft_tokens_T: Tensor  # what the draft network reads; the rows of roots yet to be chosen hold anything
+    draft_tokens_T: Tensor  # tokens that the draft network reads; the rows of roots yet to be chosen hold anything
     draft_layout: PagedBatch | None
     draft_selected: LogitsIndices | None
     # Of prompt tokens whose log-probabilities are wanted: the packed token before each, and itself. None: of none.
     scored_K2: Tensor | None = None  # int64
-    scored_num_top: int = 0  # as `num_top` of `Round`, of these
+    scored_num_top: int = 0  # `num_top` (see `Round`) for the scored tokens
     cut: ChunkCut | None = None  # None: the target computes it as one lane

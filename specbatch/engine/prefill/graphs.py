@@ -38,8 +38,9 @@ CAPTURE_AFTER = 24  # chunks of a shape that are computed in pieces
 
 
 class PromptGraphs:
-    """`max_tokens` of a padded chunk; 0: none are padded. On a CPU, for tests, chunks are padded and nothing is
-    captured. `trunks`: for the other chunks. `shrinks`: a chunk whose graph does not fit into memory runs without."""
+    """The launcher of prompt chunks. `max_tokens`: the largest padded chunk; 0: no chunk is padded. On a CPU, for
+    tests, chunks are padded and nothing is captured. `trunks`: the models that compute the other chunks. `shrinks`: a
+    chunk whose graph does not fit into memory runs without one."""
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class PromptGraphs:
         self._max_tokens = max_tokens
         self._trunks = trunks
         self._came: Counter[tuple[Any, ...]] = Counter()  # chunks for each graph
-        self._uncaptured: set[tuple[Any, ...]] = set()  # their graphs did not fit into memory
-        self._buffers: dict[ChunkShape, Tensor] = {}  # what graphs read
+        self._uncaptured: set[tuple[Any, ...]] = set()  # keys whose graphs did not fit into memory
+        self._buffers: dict[ChunkShape, Tensor] = {}  # buffers that the graphs read
         self.runner = GraphRunner(device) if device.type == "cuda" else None
 
     def run(
@@ -72,8 +73,9 @@ class PromptGraphs:
         mode: GraphMode,
         edits: Edits = Edits.NONE,
     ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
-        """As `Round.prefill`, but more tokens can follow those of the prompts that end here. `mode`: of the rounds;
-        prompts are graphs with whole rounds only. The output is valid until the next chunk."""
+        """Compute a chunk as `Round.prefill` does; but more tokens can follow those of the prompts that end here.
+        `mode`: the graph mode of rounds; prompts are graphs only if whole rounds are. The output is valid until the
+        next chunk."""
         may_pad = not packed.scored and (mode == "round" or self.runner is None)
         shape = self.shape_of(packed) if may_pad else None
         key = (shape, sampled, round_.method.net is not None, num_top, edits)

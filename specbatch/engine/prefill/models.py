@@ -1,4 +1,4 @@
-"""How prompts are computed: by pieces that are CUDA graphs (`graphs/piecewise.py`), or kernel by kernel."""
+"""The models that compute prompts: by pieces that are CUDA graphs (`graphs/piecewise.py`), or kernel by kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PromptGraphMode = Literal["off", "whole", "piecewise", "both"]
 
 
 class PromptTrunks(NamedTuple):
-    """Of the target and of a draft model. None: as in a round, kernel by kernel."""
+    """The parts of the target and of a draft model that compute prompts. None: kernel by kernel, as in a round."""
 
     target: Trunk | None = None
     draft: Trunk | None = None
@@ -32,7 +32,7 @@ EAGER = PromptTrunks()
 
 
 class PromptPieces(NamedTuple):
-    """Of the target and of a draft model, before there is a cache to read."""
+    """The pieces of the target and of a draft model, before there is a cache to read."""
 
     target: Pieces
     draft: Pieces | None
@@ -56,8 +56,8 @@ class PromptPieces(NamedTuple):
 
 
 def token_sizes(target: Decoder, prefill_chunk_tokens: int) -> list[int]:
-    """Numbers of tokens to capture: of chunks that the GPU computes in less time than the host takes to launch them
-    (`ChunkCost`). With more tokens nothing is gained, and padding would be lost."""
+    """Return the numbers of tokens to capture. These are chunks that the GPU computes in less time than the host takes
+    to launch them (`ChunkCost`). For larger chunks a graph gains nothing, and padding costs time."""
     config = target.config
     cost = ChunkCost.of_model(config.num_layers, num_layer_weights(config), prefill_chunk_tokens, graphs=True)
     return token_ladder(cost.graph_tokens)
@@ -72,8 +72,8 @@ def piecewise_trunks(
     *,
     on_progress: Callable[[str], None] = lambda progress: None,
 ) -> PromptTrunks:
-    """Captured where there is a `runner`; a model whose graphs do not fit into memory has no trunk then. `cache`: of
-    the target. `sizes`: numbers of tokens."""
+    """Make the trunks, and capture them if there is a `runner`. A model whose graphs do not fit into memory gets no
+    trunk then. `cache`: the target's KV cache. `sizes`: the numbers of tokens to capture."""
 
     def make(name: str, pieces: Pieces, cache: KVCache) -> PiecewiseTrunk | None:
         try:

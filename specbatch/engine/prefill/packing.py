@@ -25,7 +25,7 @@ F = TypeVar("F")
 
 
 class TokenFields(NamedTuple, Generic[F]):
-    """Of the new tokens that one network computes: something for each array of them."""
+    """Something for each array of the new tokens that one network computes."""
 
     tokens_T: F
     positions_T: F
@@ -42,9 +42,9 @@ class ChunkFields(NamedTuple, Generic[F]):
     draft: TokenFields[F]  # empty arrays without a draft network
     req_idx_B: F
     ready_R: F  # request indices of the prompts that end here
-    ready_index_R: F  # which of the B sequences they are
-    lengths_R: F  # tokens of each once the chunk is computed
-    roots_R: F  # of a request that is computed again; -1: to be chosen
+    ready_index_R: F  # index of each among the B sequences
+    lengths_R: F  # number of tokens of each prompt once the chunk is computed
+    roots_R: F  # the root of a request that is computed again; -1: to be chosen
 
     def flat(self) -> tuple[F, ...]:
         return (*self.target, *self.draft, *self[2:])
@@ -77,7 +77,7 @@ class ChunkArrays:
     """All arrays of a chunk, one after the other in one buffer, to be uploaded."""
 
     buffer: np.ndarray  # int64
-    sizes: tuple[int, ...]  # of the arrays
+    sizes: tuple[int, ...]  # sizes of the arrays
     # Of the target's and the draft network's tokens, for attention that plans on the host. None: the chunk is padded,
     # and a graph may hold it.
     query_starts: tuple[np.ndarray, np.ndarray] | None
@@ -97,8 +97,8 @@ class ScoredToken(NamedTuple):
     """A prompt token whose log-probability is wanted."""
 
     seq: Sequence
-    position: int  # in the sequence
-    row: int  # in the chunk, of the token before it
+    position: int  # index of the token in the sequence
+    row: int  # index in the chunk of the token before it
 
 
 class PackedPrompts:
@@ -116,7 +116,7 @@ class PackedPrompts:
 
     @property
     def num_tokens(self) -> int:
-        """Of the target or of the draft network, whichever has more."""
+        """Return the number of tokens of the target or of the draft network, whichever has more."""
         return max(len(self.target.tokens), len(self.draft.tokens))
 
     @property
@@ -128,7 +128,7 @@ class PackedPrompts:
         return len(self.ready) == len(self.req_idx)
 
     def cut(self, min_lane: int) -> ChunkCut | None:
-        """In the middle of the target's tokens. None: a lane would have less than `min_lane` of them."""
+        """Cut the chunk in the middle of the target's tokens. None: a lane would have less than `min_lane` of them."""
         num_tokens, starts = len(self.target.tokens) // 2, self.target.query_starts
         if num_tokens < min_lane:
             return None
@@ -147,8 +147,9 @@ class PackedPrompts:
         return ChunkArrays(_joined(fields, sizes, sizes), sizes, starts)
 
     def padded(self, shape: ChunkShape, padding: int) -> ChunkArrays:
-        """With prompts of no tokens at the request index `padding`, and tokens of no prompt. All prompts must end. If
-        there are prompts of no tokens, there is at least one such token: it is what is read as their last one."""
+        """Pad the chunk with prompts of no tokens at the request index `padding`, and with tokens of no prompt. All
+        prompts must end. If there are prompts of no tokens, there is at least one such token, which is read as their
+        last one."""
         assert self.all_end, "a prompt goes on in another chunk"
         has_padding = shape.num_sequences > len(self.req_idx)
         assert self.num_tokens + has_padding <= shape.num_tokens, "no token is left to pad with"
@@ -199,8 +200,8 @@ class PromptPacker:
         return packed
 
     def chunk(self, arrays: ChunkArrays, buffer: Tensor, page_table_SP: Tensor, max_queries: int) -> PromptChunk:
-        """What `arrays` are on the device, in `buffer`, where `page_table_SP` holds the pages of all request indices.
-        No sequence has more than `max_queries` tokens."""
+        """Make the prompt chunk from the arrays, which `buffer` holds on the device. `page_table_SP` holds the pages of
+        all request indices. No sequence has more than `max_queries` tokens."""
         fields = arrays.views(buffer)
         tables_BP = page_table_SP[fields.req_idx_B]
         tables_RP = tables_BP[fields.ready_index_R]
@@ -233,7 +234,7 @@ class PackedTokens:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self.tokens: list[int] = []
-        self._pages: list[int] = []  # that the tokens lie in
+        self._pages: list[int] = []  # pages that hold the tokens
         self._first_pages: list[int] = []  # index there of each sequence's page 0, which may be before the list's start
         self._starts: list[int] = []
         self.query_starts: list[int] = [0]
@@ -280,6 +281,6 @@ def _joined(arrays: Iterable[Ints], sizes: Seq[int], fills: Iterable[int]) -> np
 
 
 def _num_words(size: int, is_int32: bool) -> int:
-    """Of an array in the buffer."""
+    """Return the number of words that an array takes in the buffer."""
     num_bytes = size * (4 if is_int32 else _WORD)
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT // _WORD

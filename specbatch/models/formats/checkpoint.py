@@ -38,9 +38,9 @@ class Checkpoint:
     config: ModelConfig
     tensors: TensorSource
     description: str  # for logs and results, such as "safetensors bfloat16", "Q4_K_M dequantised" or "random weights"
-    quantization: Quantization | None = None  # of its linear layers, as the files have them
-    kv_scales: tuple[KVScales, ...] = ()  # of each layer, for a cache in FP8; none: 1
-    generation_config: Mapping[str, Any] = field(default_factory=dict)  # as the file has it; empty: there is none
+    quantization: Quantization | None = None  # quantization of the linear layers in the files
+    kv_scales: tuple[KVScales, ...] = ()  # scales of each layer for a cache in FP8; empty: all are 1
+    generation_config: Mapping[str, Any] = field(default_factory=dict)  # content of the file; empty: there is none
     ignored: tuple[str, ...] = ()  # keys of its configuration that are neither applied nor known to change nothing
 
 

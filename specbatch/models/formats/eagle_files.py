@@ -61,7 +61,7 @@ class EagleCheckpoint:
     config: EagleConfig
     tensors: TensorSource
     may_be_outputs: bool = False  # aux_layers are those of config.json, which other engines read as outputs
-    notes: tuple[str, ...] = ()  # how its config.json was read
+    notes: tuple[str, ...] = ()  # notes on how its config.json was read
 
 
 def open_eagle_head(
@@ -122,7 +122,7 @@ def next_layers(layers: tuple[int, ...]) -> list[int]:
 
 
 class _HeadJson:
-    """A head's config.json. What concerns the head as a whole is at its top, or in `eagle_config`."""
+    """A head's config.json. Keys that concern the whole head are at its top, or in `eagle_config`."""
 
     def __init__(self, raw: dict[str, Any], kind: EagleKind) -> None:
         self._kind = kind
@@ -152,8 +152,8 @@ class _HeadJson:
             )
 
     def check_window(self, config: ModelConfig) -> None:
-        """Raises ModelError for a head with a sliding window. `config`: what its file says. A default of its family is
-        not its own."""
+        """Raise ModelError for a head with a sliding window. `config`: the config.json of its file. A window that is
+        only a default of the family does not count."""
         window = config.sliding_windows[0]
         if self.sizes.get("sliding_window") is not None and (window or math.inf) < config.max_position_embeddings:
             raise ModelError(f"{_FILE} has sliding_window: {window}, which is not supported", hint=_OTHER_HEAD)
@@ -196,7 +196,7 @@ class _HeadJson:
         return {prefix + key: part[key] for prefix, part in parts if part.get(key) not in (None, [])}
 
     def _one(self, key: str, hint: str | None = None) -> Any:
-        """The one value of a key, or None. `hint`: where there are several."""
+        """Return the one value of a key, or None. `hint`: the hint of the error if there are several values."""
         found = self._found(key)
         values = list(found.values())
         if any(value != values[0] for value in values):

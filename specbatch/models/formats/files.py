@@ -13,7 +13,7 @@ _MAX_JSON_BYTES = 64 << 20  # the index of a model of 1,000 shards has some mega
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is such a file. Raises ModelError if it is not a regular file: reading a pipe or a device may
+    """Return whether there is such a file. Raise ModelError if it is not a regular file: reading a pipe or a device may
     never end."""
     try:
         mode = path.stat().st_mode

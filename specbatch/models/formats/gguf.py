@@ -40,9 +40,9 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 # Bounds, many times above those of any model, so that a damaged number costs neither minutes nor gigabytes.
 _HEADER_BYTES = 1 << 27
-_MAX_ITEMS = 1 << 22  # of all arrays together
-_MAX_DEPTH = 4  # of arrays in arrays
-_MAX_DIMS = 4  # of a tensor, as in ggml
+_MAX_ITEMS = 1 << 22  # elements of all arrays together
+_MAX_DEPTH = 4  # depth of nested arrays
+_MAX_DIMS = 4  # dimensions of a tensor, as in ggml
 # Elements dequantised at a time: temporaries stay in the processor's cache (2-5x faster than whole tensors).
 _CHUNK_ELEMENTS = 1 << 18
 _MAX_THREADS = min(16, os.cpu_count() or 1)
@@ -266,13 +266,14 @@ class GgufSource:
 
 
 def _unpermute(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """From interleaved-RoPE row order (pairs adjacent) to Hugging Face's (halves of a head): both rotate alike."""
+    """Convert the row order of interleaved RoPE (pairs adjacent) to that of Hugging Face (halves of a head). Both give
+    the same rotation."""
     half = tensor.shape[0] // num_heads // 2
     return tensor.reshape(num_heads, half, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def gguf_description(file: GgufFile) -> str:
-    """Such as "Q4_K_M dequantised" or "GGUF F16"."""
+    """Describe the weights of a file, such as "Q4_K_M dequantised" or "GGUF F16"."""
     try:
         name = LlamaFileType(file.metadata["general.file_type"]).name
     except (KeyError, ValueError):  # no such key, no such number

@@ -34,7 +34,7 @@ _TEKKEN_PATTERN = (
 
 @dataclass(frozen=True)
 class _ByteLevelKind:
-    """What turns text into the pieces that byte-level BPE merges within."""
+    """The pre-tokenizer of a byte-level BPE, which cuts a text into the pieces that BPE merges within."""
 
     pattern: str | None  # None: GPT-2's own, built into the ByteLevel pre-tokenizer
     split_digits: bool = False  # every digit apart, before anything else

@@ -26,7 +26,8 @@ def is_kv_scale(name: str) -> bool:
 
 
 def has_fp8_cache(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> bool:
-    """Whether the scales of a checkpoint are for a cache in FP8, from its config.json and `hf_quant_config.json`."""
+    """Return whether the scales of a checkpoint are for a cache in FP8, by its config.json and
+    `hf_quant_config.json`."""
     for given in (quantization_section(config)[1], modelopt):
         section = given.get("quantization", given) if isinstance(given, Mapping) else {}
         scheme = section.get("kv_cache_scheme")
@@ -40,8 +41,8 @@ def has_fp8_cache(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None)
 
 
 def read_kv_scales(tensors: TensorSource, num_layers: int) -> tuple[KVScales, ...]:
-    """Of each layer; empty if there are none. A scale that is missing is 1. Raises ModelError for a scale that is not
-    one positive number, such as one for each head."""
+    """Read the scales of each layer; empty if there are none. A missing scale is 1. Raise ModelError for a scale that
+    is not one positive number, such as one for each head."""
     if not any(map(is_kv_scale, tensors.shapes())):
         return ()
     prefixes = [f"model.layers.{layer}.self_attn." for layer in range(num_layers)]

@@ -34,7 +34,7 @@ class Fp8Weight:
     values_OI: Tensor
     scale: Tensor
     inputs: InputScales
-    input_scale: float | None = None  # of static inputs
+    input_scale: float | None = None  # scale of static inputs
 
     def dequantised(self) -> Tensor:
         """(O, I) float32."""

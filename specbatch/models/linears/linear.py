@@ -23,7 +23,7 @@ from specbatch.kernels import ops_for
 from specbatch.models.layers import RMSNorm
 
 
-class Summed(NamedTuple):
+class Residual(NamedTuple):
     """The residual stream x. `normed_TE`: norm(x) for the layer that reads x next, if it was computed with the sum."""
 
     x_TE: Tensor
@@ -47,12 +47,12 @@ class Layer(Protocol):
         """The layer of norm(x)."""
         return self(norm(x_TI))
 
-    def after_norm(self, x: Summed, norm: RMSNorm) -> Tensor:
+    def after_norm(self, x: Residual, norm: RMSNorm) -> Tensor:
         """The layer of norm(x)."""
         return self.with_norm(x.x_TE, norm) if x.normed_TE is None else self(x.normed_TE)
 
     def traceable(self) -> Layer | None:
-        """The same layer in plain torch operations, for a compiler to fuse. None: there is none."""
+        """Return the same layer in plain torch operations, which a compiler can fuse; None: there is none."""
         return None
 
 
@@ -65,26 +65,27 @@ class Linear(Layer, Protocol):
 
     def start_with_residual(
         self, x_TI: Tensor, residual_TO: Tensor, next_norm: RMSNorm | None = None
-    ) -> Callable[[], Summed]:
-        """Launches `with_residual`. Before its result is asked for, other layers can run. `next_norm`: of the layer
-        that reads the sum, which a sum over ranks may compute, too."""
+    ) -> Callable[[], Residual]:
+        """Launch `with_residual`. Other layers can run before its result is asked for. `next_norm`: the norm of the
+        layer that reads the sum. A sum over ranks may compute it, too."""
         y_TO = self.with_residual(x_TI, residual_TO)
-        return lambda: Summed(y_TO)
+        return lambda: Residual(y_TO)
 
 
 class GatedLinear(Layer, Protocol):
     """act(x G^T) * (x U^T): the first half of a gated feed-forward (Shazeer 2020)."""
 
     def start_into(
-        self, down: Linear, x: Summed, norm: RMSNorm, next_norm: RMSNorm | None = None
-    ) -> Callable[[], Summed]:
+        self, down: Linear, x: Residual, norm: RMSNorm, next_norm: RMSNorm | None = None
+    ) -> Callable[[], Residual]:
         """Launches the whole feed-forward: x + down(this layer of norm(x)). The sum may be written over x. The rest as
         of `Linear.start_with_residual`."""
         return down.start_with_residual(self.after_norm(x, norm), x.x_TE, next_norm)
 
 
 class DenseLinear(Linear):
-    """`ops`: as `kernels.ops_for` returns them. They fuse the norm and the residual where that is faster."""
+    """A linear layer without quantization. `ops`: the result of `kernels.ops_for`. They fuse the norm and the residual
+    if that is faster."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, ops: ModuleType) -> None:
         self._weight, self._bias, self._ops = weight_OI, bias_O, ops
@@ -106,7 +107,8 @@ class DenseLinear(Linear):
 
 
 class DenseGatedLinear(GatedLinear):
-    """`ops`: as for `DenseLinear`. They fuse the activation, and without a bias the GEMM and the norm with it."""
+    """The gated pair of linear layers of an MLP. `ops`: see `DenseLinear`. They fuse the activation and, without a
+    bias, the GEMM and the norm with it."""
 
     def __init__(self, gate_OI: Tensor, up_OI: Tensor, biases_O: tuple[Tensor, Tensor] | None, ops: ModuleType) -> None:
         self._weight = torch.cat((gate_OI, up_OI))
@@ -145,7 +147,7 @@ Parts = TypeVar("Parts")
 
 
 def traceable_parts(module: Parts, *names: str) -> Parts | None:
-    """A module with these parts of it traceable. None: one is not."""
+    """Return a module in which these parts are traceable; None: one of them cannot be."""
     other = copy(module)
     for name in names:
         part = getattr(module, name).traceable()

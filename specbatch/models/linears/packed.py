@@ -52,8 +52,8 @@ class PackedLinear(Linear):
 
 
 class PackedGatedLinear(GatedLinear):
-    """As `PackedLinear`. The activation is fused into the GEMM, which computes it alike for every element: torch's own
-    computes the elements at the end of a thread's share by another formula."""
+    """A gated pair of `PackedLinear`. The activation is fused into the GEMM, which computes it alike for every element.
+    Torch's own computes the elements at the end of a thread's share by another formula."""
 
     def __init__(
         self, gate_OI: Tensor, up_OI: Tensor, biases_O: tuple[Tensor, Tensor] | None, activation: Activation
@@ -82,7 +82,7 @@ class _PackedGemm:
         self.settings = _settle(in_features, out_features, torch.get_num_threads())
 
     def __call__(self, x_RI: Tensor, activation: str = "none") -> Tensor:
-        """With oneDNN's activation of the result, fused."""
+        """Compute the GEMM with oneDNN's activation of the result, fused."""
         with _threads(self.settings.threads_for(torch.get_num_threads())):
             return torch.ops.mkldnn._linear_pointwise(x_RI, self._weight, self._bias, activation, [], "")
 
@@ -94,14 +94,14 @@ class _PackedGemm:
 
 @dataclass(frozen=True, slots=True)
 class BlockSettings:
-    """How GEMMs of one size are run: the numbers of threads and the sizes of blocks that give the same bits, both
+    """The settings with which GEMMs of one size give the same bits: numbers of threads and sizes of blocks, both
     largest first."""
 
     threads: tuple[int, ...]
     blocks: tuple[int, ...]
 
     def threads_for(self, available: int) -> int:
-        """The most threads up to `available`; where fewer would give other bits, the fewest that do not."""
+        """Return the most threads up to `available`; if fewer would give other bits, the fewest that do not."""
         return next((count for count in self.threads if count <= available), self.threads[-1])
 
 
@@ -146,7 +146,7 @@ def _settle(in_features: int, out_features: int, max_threads: int) -> BlockSetti
         return torch.ops.mkldnn._linear_pointwise(x_RI, weight, None, "none", [], "")
 
     def is_stable(count: int) -> bool:
-        """Whether a token of the smallest block gives the same bits at each index."""
+        """Return whether a token of the smallest block gives the same bits at each index."""
         block = x[:BLOCK_TOKENS]
         with _threads(count):
             result = multiply(block)

@@ -1,4 +1,4 @@
-"""How the linear layers of a checkpoint are quantised to FP8 (E4M3: 4 bits of exponent, 3 of mantissa, at most 448).
+"""The quantization of a checkpoint's linear layers to FP8 (E4M3: 4 bits of exponent, 3 of mantissa, at most 448).
 
 Read are the formats of compressed-tensors (`float-quantized`), of NVIDIA ModelOpt (FP8), and of transformers
 (`quant_method: fp8`: blocks of weights, as DeepSeek-V3 and Qwen3-FP8 have them, or one scale a tensor).
@@ -30,7 +30,7 @@ class Quantization:
     """`block`: (outputs, inputs) of a block of weights that has one scale. `ignored`: layers that are not quantised, by
     name; "re:..." is a regular expression, and `*` matches anything. `lm_head`: quantised unless it is ignored."""
 
-    method: str  # as config.json names it
+    method: str  # name in config.json
     weights: WeightScales
     inputs: InputScales
     scale: Literal["weight_scale", "weight_scale_inv"] = "weight_scale"
@@ -45,7 +45,7 @@ class Quantization:
         return not any(_matches(pattern, layer) for pattern in self.ignored)
 
     def num_values(self, plain: Mapping[str, tuple[int, ...]]) -> int:
-        """How many weights are in FP8, from names and shapes of the unquantised model."""
+        """Count the weights that are in FP8. `plain`: the names and shapes of the unquantised model."""
         covered = (shape for name, shape in plain.items() if self.covers(name.removesuffix(".weight")))
         return sum(math.prod(shape) for shape in covered)
 
@@ -86,14 +86,14 @@ ON_LOAD = Quantization("while loading", "channel", "token")
 
 
 def chosen(option: Literal["auto", "none", "fp8"], stored: Quantization | None) -> Quantization | None:
-    """What `model.quantization` makes of a checkpoint that is `stored` so."""
+    """Return the quantization that `model.quantization` makes of a checkpoint. `stored`: that of its files."""
     if option == "none":
         return None if stored is None else replace(stored, inputs="none")
     return ON_LOAD if option == "fp8" and stored is None else stored
 
 
 def same_scale(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether a scale has the shape that is wanted, or holds as many values in a column or a row."""
+    """Return whether a scale has the shape that is wanted, or holds the same number of values in a column or a row."""
     return found == wanted or (math.prod(found) == math.prod(wanted) == max((*found, *wanted, 1)))
 
 
@@ -101,7 +101,8 @@ _KEYS = ("quantization_config", "compression_config")  # the second one: old fil
 
 
 def quantization_section(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
-    """What a config.json says about quantisation, and the name of its key for messages. None: nothing."""
+    """Return the section of a config.json on quantization, and the name of its key for messages. None: there is no such
+    section."""
     found = {key: mapping(config[key], f"config.json: {key}") for key in _KEYS if config.get(key)}
     if len(found) == len(_KEYS):
         raise ModelError(f"config.json has {' and '.join(_KEYS)}", hint="remove the one that is not of these weights")
@@ -111,8 +112,9 @@ def quantization_section(config: Mapping[str, Any]) -> tuple[str, Mapping[str, A
 
 
 def parse_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantization | None:
-    """From a config.json (see `quantization_section`), or from an `hf_quant_config.json` (`modelopt`). None: the
-    checkpoint is not quantised. Raises ModelError for what is not FP8 as described above."""
+    """Read the quantization from a config.json (see `quantization_section`), or from an `hf_quant_config.json`
+    (`modelopt`). None: the checkpoint is not quantised. Raise ModelError for formats other than the FP8 formats
+    above."""
     where, section = quantization_section(config)
     if section is None:
         return None if modelopt is None else _modelopt(mapping(modelopt.get("quantization"), "hf_quant_config.json"))
@@ -159,7 +161,7 @@ def _compressed_tensors(section: Mapping[str, Any], where: str) -> Quantization 
 
 
 def _arguments(value: object, name: str) -> Mapping[str, Any] | None:
-    """How one kind of tensor is quantised; None: it is not."""
+    """Check the quantization of one kind of tensor and return its arguments; None: it is not quantised."""
     if value is None:
         return None
     arguments = mapping(value, name)

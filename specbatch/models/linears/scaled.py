@@ -15,13 +15,14 @@ from specbatch.kernels.quantised import Quantised
 from specbatch.kernels.torch.fp8 import quantise_part
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.fp8 import Fp8Weight
-from specbatch.models.linears.linear import GatedLinear, Linear, Summed
+from specbatch.models.linears.linear import GatedLinear, Linear, Residual
 from specbatch.parallel.group import Group
 
 
 class ScaledLinear(Linear):
-    """`ops`: as `kernels.ops_for` returns them. `dtype`: of the results. `invariant`: a token's bits do not depend on
-    how many are computed with it. `input_ranks`: have the features of the inputs that this process has not."""
+    """A linear layer with weights in FP8. `ops`: the result of `kernels.ops_for`. `dtype`: the data type of the
+    results. `invariant`: a token's bits do not depend on how many tokens are computed with it. `input_ranks`: the ranks
+    that have the other features of the inputs."""
 
     def __init__(
         self,
@@ -83,9 +84,9 @@ class ScaledGatedLinear(GatedLinear):
         return y_TO
 
     def start_into(
-        self, down: Linear, x: Summed, norm: RMSNorm, next_norm: RMSNorm | None = None
-    ) -> Callable[[], Summed]:
+        self, down: Linear, x: Residual, norm: RMSNorm, next_norm: RMSNorm | None = None
+    ) -> Callable[[], Residual]:
         if isinstance(down, ScaledLinear):
             y_TO = down.of_gate_and_up(self._both.after_norm(x, norm), x.x_TE)
-            return lambda: Summed(y_TO)
+            return lambda: Residual(y_TO)
         return super().start_into(down, x, norm, next_norm)

@@ -26,7 +26,7 @@ from specbatch.kernels.quantised import GROUP
 from specbatch.kernels.torch.sampling import finite_peak, is_possible
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.linear import Linear, Summed
+from specbatch.models.linears.linear import Linear, Residual
 from specbatch.parallel.group import Group
 from specbatch.parallel.shares import HeadShare, even_shares, head_shares
 
@@ -37,8 +37,8 @@ _GATHERED_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class ModelShard:
-    """What one rank holds of a decoder. `config`: with the rank's number of heads and inner features; the vocabulary's
-    size is that of the model. `vocab` None: each rank has all of it."""
+    """The part of a decoder that one rank holds. `config`: the model's, with the rank's number of heads and inner
+    features; the vocabulary's size is that of the model. `vocab` None: each rank has all of it."""
 
     group: Group
     config: ModelConfig
@@ -48,7 +48,8 @@ class ModelShard:
 
     @staticmethod
     def of(config: ModelConfig, group: Group, *, divides_vocab: bool = True) -> ModelShard:
-        """`config`: of the whole model. Raises ValueError where a rank would have no head."""
+        """Compute this rank's part. `config`: the configuration of the whole model. Raise ValueError if a rank would
+        have no head."""
         rank, size = group.rank, group.size
         heads = head_shares(config.num_heads, config.num_kv_heads, size)[rank]
         inner = even_shares(config.intermediate_size, size)[rank]
@@ -58,7 +59,8 @@ class ModelShard:
 
     @staticmethod
     def of_head(config: ModelConfig, group: Group | None) -> ModelShard | None:
-        """Of a draft head. None: all of it, because there are no ranks, or more than it has heads for."""
+        """Compute this rank's part of a draft head. None: each rank has all of it, because there is one process, or
+        there are more ranks than it has heads for."""
         if group is None or part_of_head(config, group.rank, group.size) is None:
             return None
         return ModelShard.of(config, group, divides_vocab=False)
@@ -79,7 +81,7 @@ def local_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
 
 
 def part_of_head(config: ModelConfig, rank: int, size: int) -> ModelConfig | None:
-    """The sizes of a rank's part of a draft head. None: each rank has all of it, see `ModelShard.of_head`."""
+    """Return the sizes of a rank's part of a draft head. None: each rank has all of it, see `ModelShard.of_head`."""
     try:
         return local_config(config, rank, size)
     except ValueError:
@@ -121,7 +123,8 @@ def check_group_borders(layers: Sequence[str], config: ModelConfig, size: int) -
 
 
 def _inputs_of_part(layer: str, shard: ModelShard, num_inputs: int) -> range | None:
-    """Of a layer whose inputs are divided. `num_inputs`: of the whole layer."""
+    """Return this rank's range of input features of a layer; None: its inputs are not divided. `num_inputs`: the input
+    features of the whole layer."""
     if layer == "fc":
         return even_shares(num_inputs, shard.group.size)[shard.group.rank]
     if layer == "down_proj":
@@ -130,7 +133,7 @@ def _inputs_of_part(layer: str, shard: ModelShard, num_inputs: int) -> range | N
 
 
 def _outputs_of_part(layer: str, shard: ModelShard) -> range | None:
-    """Of a layer whose outputs are divided."""
+    """Return this rank's range of output features of a layer; None: its outputs are not divided."""
     head_dim = shard.config.head_dim
     return {
         "q_proj": _features(shard.heads.query, head_dim),
@@ -158,13 +161,13 @@ class SummedLinear(Linear):
 
     def start_with_residual(
         self, x_TI: Tensor, residual_TO: Tensor, next_norm: RMSNorm | None = None
-    ) -> Callable[[], Summed]:
+    ) -> Callable[[], Residual]:
         part_TO = self._part(self._own(x_TI))
         if next_norm is None:
             total = self._group.start_sum(part_TO, residual_TO)
-            return lambda: Summed(total())
+            return lambda: Residual(total())
         both = self._group.start_normed_sum(part_TO, residual_TO, next_norm)
-        return lambda: Summed(*both())
+        return lambda: Residual(*both())
 
     def _own(self, x_TI: Tensor) -> Tensor:
         if not self._has_whole_input:
@@ -189,12 +192,12 @@ class GatheredLinear(Linear):
         return torch.cat([part[:, : len(own)] for part, own in zip(parts, sizes, strict=True)], dim=1)
 
     def exchanges_best(self, x_TI: Tensor) -> bool:
-        """Whether `best` is what to use where it suffices."""
+        """Return whether `best` is the better way if the caller needs no logits."""
         return x_TI.device.type == "cpu" or len(x_TI) * self._total * x_TI.itemsize >= _GATHERED_BYTES
 
     def best(self, x_TI: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor]:
-        """`argmax_and_margin` of the logits, as `kernels.torch.sampling` has it; NO_TOKEN where they are not finite. Of
-        each row the ranks exchange three numbers."""
+        """Return `argmax_and_margin` of the logits (see `kernels.torch.sampling`); NO_TOKEN if they are not finite. The
+        ranks exchange three numbers for each row."""
         y_TO = self._part(x_TI)
         token_T, margin_T = ops.argmax_and_margin(y_TO)
         wide = torch.promote_types(y_TO.dtype, torch.float32)

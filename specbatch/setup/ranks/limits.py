@@ -1,4 +1,4 @@
-"""Whether the target can be divided among ranks (`engine.tensor_parallel`)."""
+"""The check that the target can be divided among ranks (`engine.tensor_parallel`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _TESTED = (1, 2)  # numbers of GPUs that have run as one
 
 
 def part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device, notes: list[str]) -> ModelConfig:
-    """The sizes of the target that the first rank holds, which has the most. What users should know is added to
-    `notes`."""
+    """Return the sizes of the part of the target that the first rank holds, which is the largest. Facts that users
+    should know are added to `notes`."""
     if num_ranks == 1:
         return config
     if device.type == "cuda":

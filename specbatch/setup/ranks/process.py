@@ -33,7 +33,7 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class RankStart:
-    """What a rank gets first. `meeting`: a file by which the ranks find each other."""
+    """The first message to a rank. `meeting`: a file by which the ranks find each other."""
 
     run: ResolvedRun  # its files are opened again
     rank: int
@@ -88,7 +88,8 @@ def _compiler(run: ResolvedRun, group: Group) -> GrammarCompiler:
 
 
 def _leave(code: int) -> None:
-    """With a GPU at once: NCCL, and a GPU in the middle of a sum, would wait for the other ranks."""
+    """Exit this process. If it uses a GPU, exit at once: NCCL, and a GPU in the middle of a sum, would wait for the
+    other ranks."""
     if torch.cuda.is_initialized():
         sys.stderr.flush()
         os._exit(code)
@@ -97,7 +98,7 @@ def _leave(code: int) -> None:
 
 def _repeat(engine: Engine, connection: Connection, grammars: GrammarCompiler) -> None:
     def answer(tokens: Sequence[int], start: int, num_new: int) -> int | None:
-        """What rank 0 has found in these tokens."""
+        """Return what rank 0 has found in these tokens."""
         name, keep = connection.recv()
         assert name == "stop", f"this rank looks for a stop string, and rank 0 calls {name}"
         return keep  # type: ignore[no-any-return]

@@ -35,14 +35,14 @@ from specbatch.setup.resolve import ResolvedRun
 from specbatch.types import Completion, EngineLimits, Request, StopCheck
 
 _END_SECONDS = 5.0  # a rank ends when its connection does
-_NOTICE_SECONDS = 2.0  # from a broken connection to the end of the process that had it
+_NOTICE_SECONDS = 2.0  # time from a broken connection to the end of the process at its other side
 _LOOK_SECONDS = 0.2
 _IS_EXITING = 0x4  # PF_EXITING of Linux
-_STUCK_SECONDS = 5.0  # from a rank's end to the end of a process that waits for it
+_STUCK_SECONDS = 5.0  # time from a rank's end to the end of a process that waits for it
 
 
 class RankProcess(Protocol):
-    """Of subprocess.Popen; tests fork instead, which is faster."""
+    """The part of subprocess.Popen that is used. Tests fork instead, which is faster."""
 
     pid: int
 
@@ -72,10 +72,11 @@ class _Rank:
 
 @dataclass
 class _Calls:
-    """Of this process, for the thread that watches it."""
+    """The calls of this process, for the thread that watches it."""
 
     is_closing: threading.Event = field(default_factory=threading.Event)
-    shared_since: float | None = None  # when it began what needs the other ranks; None: it does nothing of that
+    # time at which it began a step that needs the other ranks; None: it is in no such step
+    shared_since: float | None = None
 
 
 class OtherRanks:
@@ -132,8 +133,8 @@ class OtherRanks:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """For what needs all ranks: where one of them has ended, it cannot succeed. Outside of it this process finds
-        that by its next message, and may do something else for as long as it likes. Blocks may be nested."""
+        """Mark a block that needs all ranks: it cannot succeed if one of them has ended. Outside of such blocks this
+        process notices the end by its next message, and may do something else for any time. Blocks may be nested."""
         before = self._calls.shared_since
         self._calls.shared_since = time.monotonic() if before is None else before
         try:
@@ -176,7 +177,7 @@ def _has_ended(process: RankProcess) -> bool:
     as that GPU waits for this one."""
     if process.poll() is not None:
         return True
-    try:  # on Linux; field 9 is its flags
+    try:  # Linux has this file; field 9 holds the flags.
         flags = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[6])
     except (OSError, ValueError, IndexError):
         return False
@@ -261,7 +262,7 @@ class RankedEngine:
         try:
             with self._others.shared():
                 done = self._engine.step()
-        except RuntimeError as error:  # of Gloo, when the other side of a connection is gone
+        except RuntimeError as error:  # Gloo raises it if the other side of a connection is gone.
             lost = self._others.failure()
             if lost is None:
                 raise
@@ -298,7 +299,7 @@ class RankedEngine:
             end_without_gpu(lost)
 
     def _sent(self, check: StopCheck) -> StopCheck:
-        """As `check`; the other ranks get each answer, in this order."""
+        """Wrap `check`: the other ranks get each answer, in this order."""
 
         def answer(tokens: Sequence[int], start: int, num_new: int) -> int | None:
             keep = check(tokens, start, num_new)
@@ -313,7 +314,8 @@ def build_ranked(
     on_progress: Callable[[str], None] = lambda progress: None,
     start: Callable[[Connection], RankProcess] = start_process,
 ) -> RankedEngine:
-    """As `build_engine`, on `engine.tensor_parallel` ranks. They end with the engine, or with this process."""
+    """Build the engine (see `build_engine`) on `engine.tensor_parallel` ranks. The other ranks end with the engine, or
+    with this process."""
     size = run.config.engine.tensor_parallel
     on_progress(f"starting {size - 1} more ranks")
     others, is_built = OtherRanks(run, start), False
@@ -325,7 +327,7 @@ def build_ranked(
         others.wait_ready()
     except BaseException as error:
         lost = error if is_built and isinstance(error, ModelError) else None
-        if isinstance(error, RuntimeError):  # of Gloo or NCCL, when the other side of a connection is gone
+        if isinstance(error, RuntimeError):  # Gloo or NCCL raises it if the other side of a connection is gone.
             lost = others.failure()
         if lost is not None and run.on_cuda:
             end_without_gpu(lost)

@@ -1,5 +1,5 @@
-"""How a process ends whose GPU waits for a rank that is no more. Nothing can interrupt that wait, and what frees a
-group's memory would wait for the GPU: so the operating system frees it."""
+"""The exit of a process whose GPU waits for a dead rank. Nothing can interrupt that wait, and code that frees a group's
+memory would wait for the GPU. So the operating system frees the memory."""
 
 from __future__ import annotations
 
