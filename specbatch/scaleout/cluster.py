@@ -11,11 +11,11 @@ from typing import Any
 from specbatch.config import ClusterSection, Config
 from specbatch.errors import ConfigError
 from specbatch.job.worker import Worker
-from specbatch.scaleout.crew import PoolLimits
 from specbatch.scaleout.needs import WorkerNeeds
 from specbatch.scaleout.pool import Pool
 from specbatch.scaleout.transport import Event, Transport, WorkerId
 from specbatch.scaleout.worker import MakeWorker
+from specbatch.scaleout.worker_manager import PoolLimits
 
 _SMALLEST_SHARE = 0.0001  # of a GPU, in Ray
 

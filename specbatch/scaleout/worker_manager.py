@@ -38,7 +38,7 @@ class Handlers:
     gone: Callable[[PoolWorker, str, bool], None]  # (worker, reason, whether a row can be the cause)
 
 
-class Crew:
+class WorkerManager:
     """An error is kept in `error`: when it comes, rows can have finished that are to be returned first."""
 
     def __init__(
