@@ -139,7 +139,7 @@ _INSTEAD = {
 }
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 KNOWN_NAMES = (*SAMPLING_NAMES, *CHAT_FIELDS, *UNSUPPORTED, "do_sample", *PROMPTS)
-MAX_NAME_CHARS = 60  # of a name that are compared and shown
+MAX_NAME_CHARS = 60  # characters of a name that are compared and shown
 _MIN_SIMILARITY = 0.82  # difflib's ratio: `temprature` and `topk` are similar to a parameter, `topic` is not
 
 
