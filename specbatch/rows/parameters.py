@@ -147,9 +147,8 @@ def refuse_unsupported(row: Mapping[str, Any], params: SamplingParams, as_data: 
     """Raises RowError for a parameter that would change the output and is not implemented. `params`: the row's.
     `as_data`: what to do with a field that is only data."""
     given = row.keys() & UNSUPPORTED.keys()
-    for name in sorted(
-        given
-    ):  # in one order, because errors are bytes of the file: that of a set differs from process to process
+    # The order of a set differs from process to process, and errors are bytes of the file.
+    for name in sorted(given):
         value = row[name]
         if value is not None and not _is_one_of(value, UNSUPPORTED[name]):
             instead = f"use {_INSTEAD[name]}; " if name in _INSTEAD else ""

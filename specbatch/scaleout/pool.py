@@ -27,8 +27,8 @@ from specbatch.scaleout.rows import PoolRows
 from specbatch.scaleout.transport import Transport
 from specbatch.scaleout.worker_manager import Handlers, PoolLimits, WorkerManager
 
-_CREDIT_BATCHES = 3  # of rows at a worker: one that runs, and two that wait
-_CREDIT_SLICES = 3  # of rows, if more rows finish in a slice: else the engine would run out of them
+_CREDIT_BATCHES = 3  # batches of rows at a worker: one that runs, and two that wait
+_CREDIT_SLICES = 3  # slices of rows at a worker, if more rows finish in a slice: else the engine would run out of rows
 _MAX_EXCHANGES = 2  # at a worker
 _DRAIN_SECONDS = 10.0
 _LATE_SECONDS = 5.0  # after the end of a slice without an answer: a worker is slow
@@ -59,7 +59,7 @@ class Pool:
         handlers = Handlers(self._open, self._take, self._give_back)
         self._manager = WorkerManager(transport, num_workers, self._limits, handlers, log, clock)
         self._rows = PoolRows()
-        self._results: ResultFile | None = None  # that records deaths
+        self._results: ResultFile | None = None  # the file that records deaths
         self._is_ending = False
         self._finished = Finished()
         self._past = Load()  # sums over workers that are gone
