@@ -17,9 +17,10 @@ LOGPROBS = 5  # log-probabilities per token of rows that run again: enough if th
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one row. `token`: the first one that differs, from 0. `margin`, in nats: between the log-probabilities in
-    plain decoding of the token chosen there and of the one that leads to the other text (or, if none of the known ones
-    does, of the likeliest other one). Both are None if the row, run again, gave the other text."""
+    """The difference of one row. `token`: the first one that differs, from 0. `margin`: the difference in nats of two
+    log-probabilities in plain decoding, that of the token chosen there and that of the token that leads to the other
+    text (or, if none of the known ones does, of the likeliest other one). Both are None if the row, run again, gave the
+    other text."""
 
     index: int
     id: Any
