@@ -85,8 +85,8 @@ class LLM:
         return _decoded(self.generate_lines(rows, in_order=in_order))
 
     def generate_lines(self, rows: Rows, *, in_order: bool = True) -> Generator[bytes, None, None]:
-        """As `generate`, but each result is the line of a result file, with its newline. That costs less, for programs
-        that write results or send them on."""
+        """Return results as `generate` does, but each as the line of a result file, with its newline. That costs less,
+        for programs that write results or send them on."""
         self._check_free()
         return self._generate(raw_rows(rows), in_order)
 
@@ -163,7 +163,7 @@ class Report:
     """A finished job."""
 
     output: Path
-    stats: Mapping[str, Any]  # of OUTPUT's stats.json, see docs/formats.md
+    stats: Mapping[str, Any]  # content of OUTPUT's stats.json, see docs/formats.md
 
     @property
     def num_rows(self) -> int:

@@ -62,7 +62,7 @@ def option_paths() -> list[str]:
 
 
 def configs_folder() -> Path:
-    """Where the packaged configurations and eval tasks are: in the package, or next to it in a checkout."""
+    """Return the folder of the packaged configurations and eval tasks: in the package, or next to it in a checkout."""
     package = Path(specbatch.__file__).resolve().parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"

@@ -27,7 +27,7 @@ def on_signals(handler: Handler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[None]:
-    """What comes in the block is handled after it: some libraries crash later if an exception comes inside them."""
+    """Handle signals that come in the block after it. Some libraries crash later if an exception comes inside them."""
     came: list[int] = []
     try:
         with on_signals(lambda number, frame: came.append(number)):

@@ -1,4 +1,4 @@
-"""What commands and the Python interface need to run a model: paths of models, quiet libraries."""
+"""Preparation of commands and the Python interface before a model runs: paths of models, quiet libraries."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def allow_open_files(more: int = 0) -> None:
 
 
 def runtime(console: Console) -> Runtime:
-    """What jobs need of the engine. Torch is imported on first use: it takes seconds, and mistakes in the command line,
-    the input and the output are found before."""
+    """Return the functions of the engine that jobs need. Torch is imported on first use: it takes seconds, and mistakes
+    in the command line, the input and the output are found before."""
     from specbatch.job.worker import Runtime
 
     def build(run: ResolvedRun, on_progress: Callable[[str], None]) -> BatchEngine:
@@ -68,7 +68,7 @@ def runtime(console: Console) -> Runtime:
 
 
 def open_pool(config: Config, console: Console) -> WorkerPool:
-    """Where the rows of a job run: in this process, or on the workers of `cluster`."""
+    """Open the pool that runs the rows of a job: in this process, or on the workers of `cluster`."""
     from specbatch.job.terminal import print_notes
 
     def log(line: str) -> None:

@@ -1,4 +1,4 @@
-"""How a command ends: mistakes of the user, signals and internal errors, each with its exit code."""
+"""End of a command: mistakes of the user, signals and internal errors, each with its exit code."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def _print_error(error: SpecbatchError | WorkerFailed, console: Console) -> None
 
 
 def _memory_ran_out(error: Exception) -> bool:
-    """Whether the cause is memory, also during the import of a library. The engine has its own errors for that."""
+    """Return whether memory ran out, which can happen during the import of a library too. The engine has its own errors
+    for that."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, ImportError | OSError) and any(text in str(error).lower() for text in _NO_MEMORY)

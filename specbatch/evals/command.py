@@ -123,7 +123,7 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
 
 
 def _check(options: EvalOptions, tasks: Sequence[Task], config: Config) -> None:
-    """What needs neither data nor model."""
+    """Check the options that need neither data nor model. Raises ConfigError."""
     if options.data is not None and len(tasks) > 1:
         raise ConfigError(
             f"--data replaces the rows of one task, and {len(tasks)} are given", "run them one after the other"

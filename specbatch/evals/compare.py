@@ -1,4 +1,4 @@
-"""With and without speculation: the first token that differs, and the logit margin there.
+"""Comparison with plain decoding: the first token that differs, and the logit margin there.
 
 Greedy texts are the same token for token if arithmetic is exact. Otherwise (bfloat16, another batch) rounding can swap
 two tokens that are about equally probable: the margin between them is then small.
@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 _MAX_BEFORE = 8  # tokens by which texts can differ later than tokens do
-LOGPROBS = 5  # of rows that run again: enough if three tokens are about equally probable
+LOGPROBS = 5  # log-probabilities per token of rows that run again: enough if three tokens are about equally probable
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one row. `token`: the first one that differs, from 0. `margin`, in nats: between the log-probabilities in
-    plain decoding of the token chosen there and of the one that leads to the other text (or, if none of the known ones
-    does, of the likeliest other one). Both are None if the row, run again, gave the other text."""
+    """The difference of one row. `token`: the first one that differs, from 0. `margin`: the difference in nats of two
+    log-probabilities in plain decoding, that of the token chosen there and that of the token that leads to the other
+    text (or, if none of the known ones does, of the likeliest other one). Both are None if the row, run again, gave the
+    other text."""
 
     index: int
     id: Any
@@ -50,7 +51,8 @@ def _as_written(result: Mapping[str, Any], plain: Mapping[str, Any], raw: str) -
 def difference(
     index: int, result: Mapping[str, Any], plain: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
 ) -> Difference:
-    """Where `result` leaves `plain`, the row's result without speculation, run with LOGPROBS."""
+    """Find the position where `result` differs from `plain`, the row's result without speculation, run with
+    LOGPROBS."""
     logprobs = plain.get("logprobs", ())  # a row that failed this time has none
     ids = [entry["token_id"] for entry in logprobs]
     if _texts(plain) == _texts(result) or not ids:
@@ -78,5 +80,5 @@ def _others(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _leads_past(shared: str, text: str, other: str) -> bool:
-    """Whether `text` continues after `shared`, or ends, as `other` does."""
+    """Return whether `text` continues after `shared`, or ends, as `other` does."""
     return other == text or (len(other) > len(shared) and text.startswith(other))

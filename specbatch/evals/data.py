@@ -1,4 +1,4 @@
-"""Where a task's rows come from: a packaged file, a file next to the task, the hub, or the user's --data."""
+"""Sources of a task's rows: a packaged file, a file next to the task, the hub, or the user's --data."""
 
 from __future__ import annotations
 

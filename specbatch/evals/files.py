@@ -127,8 +127,8 @@ def _holds_samples(path: Path) -> bool:
 
 
 def _prompts_of(outputs: Sequence[Path], lines: bytes) -> Callable[[Path], bool]:
-    """Whether prompts are an evaluation's: they are `lines`, this run's, or the folder has the answers of an earlier
-    run. The file alone looks like any input."""
+    """Return a test of whether a file has prompts of an evaluation: they are `lines`, those of this run, or the folder
+    has the answers of an earlier run. The file alone looks like any input."""
     return lambda path: path.read_bytes() == lines or any(map(_has_job, outputs))
 
 

@@ -63,7 +63,7 @@ class Remove(Step):
 
 @dataclass(frozen=True)
 class CodeBlock(Step):
-    """What the first ``` block holds; the whole text where there is none."""
+    """Keep the content of the first ``` block, or the whole text if there is no block."""
 
     def apply_one(self, value: str) -> str:
         block = _BLOCK.search(value)
@@ -86,7 +86,7 @@ class Strip(Step):
 
 @dataclass(frozen=True)
 class TakeFirst(Step):
-    """Of several answers to a row (sampling.n) the first."""
+    """Keep the first of several answers to a row (sampling.n)."""
 
     def apply(self, values: list[str]) -> list[str]:
         return values[:1]
@@ -94,7 +94,7 @@ class TakeFirst(Step):
 
 @dataclass(frozen=True)
 class MajorityVote(Step):
-    """Of several answers to a row the most frequent one, the earliest of equals."""
+    """Keep the most frequent of several answers to a row, the earliest if several are equally frequent."""
 
     def apply(self, values: list[str]) -> list[str]:
         return [Counter(values).most_common(1)[0][0]]

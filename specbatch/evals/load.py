@@ -50,7 +50,7 @@ def load_task(path: Path) -> Task:
 
 
 def _check_relations(task: Task) -> None:
-    """What no single option shows."""
+    """Check the options that depend on each other. Raises ConfigError."""
     _check_source(task.data, "data")
     few = task.few_shot
     if few is not None:

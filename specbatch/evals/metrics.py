@@ -1,4 +1,4 @@
-"""How values are scored: one class and one entry of METRICS for each metric."""
+"""Metrics that score values: one class and one entry of METRICS for each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a filter made of one answer to a row."""
+    """The text that a filter made of one answer to a row."""
 
     text: str
     row: Row
@@ -30,11 +30,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one value."""
+    """The score of one value."""
 
     correct: float  # 0 .. 1
     detail: str = ""  # why a program did not pass
-    isolation: Mapping[str, str] | None = None  # of a program: what it was kept from, and how
+    isolation: Mapping[str, str] | None = None  # isolation of a program: what it could not reach, and how
 
 
 class Metric:
@@ -55,8 +55,8 @@ class Metric:
 
 @dataclass(frozen=True)
 class ExactMatch(Metric):
-    """Whether value and answer are equal, once both have lost what is ignored. As lm-evaluation-harness' (and before it
-    Hugging Face evaluate's) exact_match."""
+    """Score whether value and answer are equal after the ignored parts of both are removed. It is exact_match of
+    lm-evaluation-harness (and before it of Hugging Face evaluate)."""
 
     needs_answer: ClassVar[bool] = True
     ignore_case: bool = option(False, "Compare in lower case.")
@@ -76,7 +76,7 @@ class ExactMatch(Metric):
 
 @dataclass(frozen=True)
 class Execution(Metric):
-    """Whether a program runs to its end."""
+    """Score whether a program runs to its end."""
 
     runs_programs: ClassVar[bool] = True
     program: str = required("A template over the row's fields and `response`, the value.", check_template)
@@ -99,8 +99,8 @@ class Execution(Metric):
 
 @dataclass(frozen=True)
 class MultipleChoice(Metric):
-    """Whether the likeliest choice is the right one. Values and answers are indices. As lm-evaluation-harness' acc and
-    acc_norm of its multiple_choice tasks."""
+    """Score whether the likeliest choice is the right one. Values and answers are indices. It is acc and acc_norm of
+    lm-evaluation-harness' multiple_choice tasks."""
 
     needs_answer: ClassVar[bool] = True
     scores_choices: ClassVar[bool] = True

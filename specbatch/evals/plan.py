@@ -25,15 +25,15 @@ class Plan:
 
     task: Task
     num_examples: int
-    source: str  # of the rows, by name
-    identity: dict[str, Any]  # of the rows
+    source: str  # name of the source of the rows
+    identity: dict[str, Any]  # identity of the rows
     rows: list[dict[str, Any]]
     ids: list[Any]
     prompts: list[str | Messages]
     answers: list[str] | None  # what the metric compares with; None where it compares with nothing
-    choices: list[list[str]] | None  # of each row; None: its answer is generated
+    choices: list[list[str]] | None  # choices of each row; None: its answer is generated
     sampling: SamplingParams
-    folder: Path  # of this task's files
+    folder: Path  # folder of this task's files
 
     def lines(self, indices: Iterable[int] | None = None) -> bytes:
         """The rows that the file job reads, as JSON lines. `indices`: of these; None: all."""
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def choice_start(self) -> str:
-        """What comes before each choice."""
+        """Return the text before each choice."""
         return "" if self.task.prompt.kind == "chat" else self.task.prompt.answer_delimiter
 
 

@@ -28,7 +28,7 @@ class Measured:
     """One way (with speculation or without) of running a task."""
 
     scores: Scores
-    stats: Mapping[str, Any]  # of its file job
+    stats: Mapping[str, Any]  # statistics of the file job
 
 
 def task_report(plan: Plan, run: Measured, plain: Measured | None, differences: Sequence[Difference]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _speed_up(stats: Mapping[str, Any], plain: Mapping[str, Any]) -> float | Non
 
 
 def _figures(task: Mapping[str, Any]) -> dict[str, str]:
-    """What the table shows of one way of running a task."""
+    """Return the figures that the table shows for one way of running a task."""
     shown = {}
     for name, found in task["accuracy"].items():
         error = found["standard_error"]

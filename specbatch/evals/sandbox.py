@@ -57,8 +57,8 @@ def run_programs(
 def run_program(
     program: str, timeout_seconds: float, memory_mb: int, stopped: threading.Event | None = None
 ) -> Verdict:
-    """Whether `program`, Python source, runs to its end within wall seconds and MiB of address space, and before it is
-    `stopped`."""
+    """Run `program`, Python source. It passes if it ends by itself within `timeout_seconds` of wall time and
+    `memory_mb` MiB of address space, and before `stopped` is set."""
     stopped = stopped or threading.Event()
     job = {"program": program, "timeout_seconds": timeout_seconds, "memory_mb": memory_mb}
     with (

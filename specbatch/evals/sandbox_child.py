@@ -46,7 +46,7 @@ _FILE_MIB = 16  # longest file that a program may write
 _MAX_FDS = 64
 _DETAIL_CHARS = 200
 _KEY_BYTES = 16
-_MAX_SAID = 1 << 16  # that a runner writes to its socket; after that the socket is closed
+_MAX_SAID = 1 << 16  # bytes that a runner may write to its socket; after that the socket is closed
 _PROCESS_NAMES = "system popen fork forkpty kill killpg execv execve execvp posix_spawn posix_spawnp"
 _PROCESS_CALLS = (
     (os, _PROCESS_NAMES),
@@ -55,7 +55,7 @@ _PROCESS_CALLS = (
     (subprocess, "Popen"),
 )
 _GC_CALLS = ((gc, "get_objects get_referrers get_referents unfreeze"),)
-_FILE_CALLS = (  # where the user's files are in reach
+_FILE_CALLS = (  # the calls that could change the user's files, if these can be reached
     (os, "remove unlink rmdir removedirs rename renames replace truncate chmod chown lchown fchmod fchown"),
     (shutil, "rmtree move chown"),
 )
@@ -104,7 +104,8 @@ def _read(said: int) -> bytes:
 
 
 def _outcome(text: bytes, status: int) -> dict[str, Any]:
-    """Of a runner that has written `text` and ended. What the program has written there is between the keys."""
+    """Return the outcome of a runner that has written `text` and ended. The program's own writes there are between the
+    keys."""
     if len(text) >= 2 * _KEY_BYTES and text[:_KEY_BYTES] == text[-_KEY_BYTES:]:
         return {"outcome": "passed"}
     if os.WIFSIGNALED(status):
@@ -164,7 +165,7 @@ def _limit(seconds: float, memory_mb: int) -> None:
 
 
 def _disarm(calls: Sequence[tuple[types.ModuleType, str]]) -> None:
-    """What a function that is asked for a number has no business with."""
+    """Disable functions and sockets that a program which only computes an answer does not need."""
 
     def refused(*args: object, **options: object) -> NoReturn:
         raise PermissionError("generated programs may not do this")

@@ -1,5 +1,6 @@
-"""What keeps a generated program from the rest of the machine: namespaces, a root folder of its own, a filter of system
-calls. Linux only; standard library only, since the sandbox's process imports it by its path.
+"""Isolation of a generated program from the rest of the machine: namespaces, a root folder of its own, a filter of
+system calls. It works on Linux only, and uses the standard library only, since the sandbox's process imports it by its
+path.
 
 As root, the program becomes the user `nobody` before it runs. Without root, a user namespace gives the rights to build
 the rest.
@@ -20,7 +21,7 @@ _NAMESPACES = _NEWNET | _NEWPID | _NEWIPC | _NEWNS
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 2, 4, 4096, 1 << 14, 1 << 18, 2
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _MOUNT_SETATTR = 442  # on every machine
-_RDONLY, _NOSUID = 1, 2  # of mount_setattr(2)
+_RDONLY, _NOSUID = 1, 2  # flags of mount_setattr(2)
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
 _CAPABILITIES_3 = 0x20080522  # version of the structures of capset(2)
 NOBODY = 65534
@@ -80,7 +81,7 @@ def isolate(writable_mib: int) -> dict[str, str]:
 
 
 def give_up_rights(become_nobody: bool) -> None:
-    """Of root, of the user namespace, and to system calls that no generated program has a use for."""
+    """Give up the rights of root and of the user namespace, and system calls that no generated program needs."""
     libc = ctypes.CDLL(None, use_errno=True)
     if become_nobody:
         os.setgroups([])
@@ -95,7 +96,7 @@ def give_up_rights(become_nobody: bool) -> None:
 
 
 def is_public(path: str) -> bool:
-    """Whether every user can read this file."""
+    """Return whether every user can read this file."""
     parents = os.path.realpath(path).split("/")
     folders = ("/".join(parents[:count]) or "/" for count in range(1, len(parents)))
     return all(os.stat(folder).st_mode & 0o001 for folder in folders) and bool(os.stat(path).st_mode & 0o004)

@@ -1,4 +1,4 @@
-"""What a task is: frozen data, read from one YAML file by `load.py`.
+"""Data of a task: frozen dataclasses, read from one YAML file by `load.py`.
 
 Names follow lm-evaluation-harness where it has them (group_select, fallback, ignore_case, regexes_to_ignore), so that
 its tasks can be compared line by line.

@@ -15,10 +15,10 @@ from specbatch.evals.plan import Plan
 
 @dataclass(frozen=True)
 class RowScore:
-    """Of one row under one filter."""
+    """The values and scores of one row under one filter."""
 
     values: list[str]
-    scores: list[Score]  # of each value
+    scores: list[Score]  # score of each value
 
     @property
     def correct(self) -> float:
@@ -28,10 +28,10 @@ class RowScore:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a task. [row] = its scores by filter; None for a row that failed."""
+    """The scores of a task. [row] = its scores by filter; None for a row that failed."""
 
     rows: list[dict[str, RowScore] | None]
-    isolation: Mapping[str, str] | None  # of programs: what they were kept from
+    isolation: Mapping[str, str] | None  # isolation of the programs: what they could not reach
 
     def of(self, name: str) -> list[float]:
         """The scores of one filter, rows in order, failed ones left out."""
@@ -56,7 +56,7 @@ def accuracy(scores: Sequence[float]) -> Accuracy:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean of `values`; None for fewer than two."""
+    """Return the standard error of the mean of `values`. Returns None for fewer than two."""
     if len(values) < 2:
         return None
     mean = sum(values) / len(values)
@@ -72,7 +72,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 def score(plan: Plan, results: Sequence[Mapping[str, Any]], on_progress: Callable[[int, int], None]) -> Scores:
     """Score a task's results. `on_progress(done, total)`: programs that have run."""
     found: list[dict[str, list[str]] | None] = []
-    values: list[Value] = []  # of all rows and filters
+    values: list[Value] = []  # the values of all rows and filters
     for i, result in enumerate(results):
         answer = plan.answers[i] if plan.answers is not None else None
         by_filter = None
@@ -93,7 +93,7 @@ def score(plan: Plan, results: Sequence[Mapping[str, Any]], on_progress: Callabl
 
 
 def _values(plan: Plan, index: int, result: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What is scored of a row's answers, by filter."""
+    """Return the values that are scored for a row's answers, by filter."""
     if plan.choices is None:
         return {f.name: f.apply(_texts(result)) for f in plan.task.scored_filters}
     logprobs = [score["logprob"] for score in result["choice_scores"]]

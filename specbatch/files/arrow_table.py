@@ -92,7 +92,7 @@ def _with_long_times(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _has_other_keys(kind: pa.DataType) -> bool:
-    """Whether a value of this type can have a map whose keys are not text."""
+    """Return whether a value of this type can have a map whose keys are not text."""
     if pa.types.is_map(kind) and not (pa.types.is_string(kind.key_type) or pa.types.is_large_string(kind.key_type)):
         return True
     if pa.types.is_dictionary(kind):
@@ -101,7 +101,7 @@ def _has_other_keys(kind: pa.DataType) -> bool:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """As JSON has them."""
+    """Convert the keys of maps to text, as JSON requires."""
     if isinstance(value, dict):
         return {key if isinstance(key, str) else str(key): _with_text_keys(item) for key, item in value.items()}
     return [_with_text_keys(item) for item in value] if isinstance(value, list) else value

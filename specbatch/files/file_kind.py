@@ -31,7 +31,7 @@ _BINARY = (  # first bytes, what they are, how to make an input of it
     (b"version https://git-lfs", "the pointer of Git LFS to a file", "git lfs pull"),
 )
 _TO_UTF8 = "iconv -f {} -t UTF-8 FILE > NEW_FILE"
-_MAGIC = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}  # by the end of the name
+_MAGIC = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}  # kind of a file by the end of its name
 _MARKUP = re.compile(rb"<(!doctype|html|\?xml|head|body)\b", re.IGNORECASE)
 _ARRAY = re.compile(rb"\[\s*(\{|\]?\s*\Z)")
 _PRETTY = re.compile(rb"\{[ \t]*\r?\n")
@@ -51,7 +51,8 @@ def check_content(name: str, head: bytes, suffix: str) -> None:
 
 
 def check_text(name: str, head: bytes, suffix: str) -> None:
-    """As `check_content`, of the text in a file; `suffix`: .jsonl, .csv, .tsv or .json."""
+    """Raises InputError if the text in a file is not what `suffix` says: .jsonl, .csv, .tsv or .json. See
+    `check_content`."""
     if (found := binary_kind(head)) is not None:
         raise InputError(f"{name} is {found[0]}, not {_article(suffix)}", found[1])
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -71,7 +72,7 @@ def check_text(name: str, head: bytes, suffix: str) -> None:
 
 
 def _begins_with_a_row(text: bytes) -> bool:
-    """Whether the first line is JSON by itself, and others come after it: then it is one bad row."""
+    """Return whether the first line is JSON by itself, and others come after it. The line is one bad row then."""
     first, _, rest = text.partition(b"\n")
     try:
         decode_value(first.decode())

@@ -85,7 +85,7 @@ def rows_of_stream(opened: Callable[[], BinaryIO], name: str) -> Iterator[tuple[
 
 
 def is_text(name: str) -> bool:
-    """Whether a name is that of a file whose rows are lines of text."""
+    """Return whether a file with this name has lines of text as rows."""
     return (suffix_of(name) or "").startswith(_TEXTS)
 
 

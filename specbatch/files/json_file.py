@@ -19,7 +19,7 @@ _ENDS = json.JSONDecoder(strict=False, parse_int=len, parse_float=len)
 
 
 def has_lines(file: BinaryIO) -> bool:
-    """Whether the first line that is not blank is a row, so that the file has JSON lines."""
+    """Return whether the first line that is not blank is a row. The file has JSON lines then."""
     while line := file.readline(jsonl.MAX_LINE_BYTES):
         if line.strip(b"\xef\xbb\xbf \t\r\n"):
             break
@@ -62,8 +62,8 @@ class _Text:
         # Bytes that are not UTF-8 come back as the same bytes; then they are an error of their row.
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
         self._text, self._at = "", 0
-        self._is_all = False  # of the file
-        self._num_values = self._num_lines = 0  # before the text in memory
+        self._is_all = False  # the text in memory reaches the end of the file
+        self._num_values = self._num_lines = 0  # values and lines before the text in memory
 
     def peek(self) -> str:
         """The next character that is no white space; empty at the end."""

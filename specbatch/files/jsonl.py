@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, cast
 
 from specbatch.errors import InputError, RowError
 
-READ_ERRORS = (OSError, EOFError, zlib.error)  # that gzip and Arrow raise for a damaged file
+READ_ERRORS = (OSError, EOFError, zlib.error)  # gzip and Arrow raise these for a damaged file.
 _CHUNK = 1 << 20
-MAX_LINE_BYTES = 64 << 20  # of an input line; in a compressed file of a few MB one line can fill the memory
+MAX_LINE_BYTES = 64 << 20  # bytes of an input line; in a compressed file of a few MB one line can fill the memory
 
 
 def open_lines(path: Path) -> BinaryIO:
@@ -92,7 +92,7 @@ def _refuse_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
-MAX_DEPTH = 100  # of nested containers in a row: the encoder, which is recursive, must be able to write the row
+MAX_DEPTH = 100  # nested containers in a row: the encoder, which is recursive, must be able to write the row
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
@@ -157,9 +157,9 @@ def json_type(value: Any) -> str:
     return names.get(type(value)) or ("a number" if type(value) in (int, float) else type(value).__name__)
 
 
-_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")  # in the repr of an image; it differs from process to process
-_MAX_DIGITS = 1000  # of a number that is written as one
-_MISSING = ("NaTType", "NAType")  # of pandas
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")  # An address in the repr of an image differs from process to process.
+_MAX_DIGITS = 1000  # digits of a decimal that is written as a number
+_MISSING = ("NaTType", "NAType")  # types of missing values in pandas
 
 
 def json_form(value: Any) -> Any:
@@ -183,8 +183,8 @@ def json_form(value: Any) -> Any:
 
 
 def _foreign(value: Any) -> Any:
-    """As `json_form`, also of the other values that tables and data sets have: bytes, images. Bytes that are no text
-    become a data URL, so that no two of them are written alike."""
+    """Return the JSON form of any value that tables and data sets have, such as bytes and images (see `json_form`).
+    Bytes that are no text become a data URL, so that no two of them are written alike."""
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")

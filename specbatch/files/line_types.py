@@ -16,11 +16,11 @@ class Usage(TypedDict):
 
     prompt_tokens: int
     completion_tokens: int
-    total_tokens: NotRequired[int]  # of an OpenAI Batch line
+    total_tokens: NotRequired[int]  # only in an OpenAI Batch line
 
 
 class Speculation(TypedDict):
-    """How a row was drafted. `simulated` exists only if the text is no answer."""
+    """Statistics of a row's drafting. `simulated` exists only if the text is no answer."""
 
     simulated: NotRequired[bool]
     rounds: int
@@ -46,7 +46,7 @@ class Failure(TypedDict):
 
 
 class ChoiceScore(TypedDict):
-    """How likely the model finds one of the row's `score_choices`."""
+    """The probability that the model gives to one of the row's `score_choices`."""
 
     text: str
     logprob: float | None  # None: it failed
@@ -60,8 +60,8 @@ class NativeLine(TypedDict):
     id: Any
     index: int
     text: str | None
-    reasoning_content: NotRequired[str]  # of a chat
-    tool_calls: NotRequired[list[Any]]  # as in OpenAI's messages
+    reasoning_content: NotRequired[str]  # only in the result of a chat
+    tool_calls: NotRequired[list[Any]]  # calls have the form of OpenAI's messages
     finish_reason: Finish
     incomplete: NotRequired[bool]  # cut before its grammar allows an end
     usage: NotRequired[Usage]

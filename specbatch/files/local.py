@@ -49,7 +49,7 @@ def chunks(path: Path) -> Iterator[bytes]:
 
 
 def file_facts(path: Path) -> FileFacts:
-    """Of the whole file."""
+    """Return the facts of the whole file."""
     facts = FileFacts()
     for chunk in chunks(path):
         facts.add(chunk)

@@ -61,7 +61,7 @@ def schema() -> pa.Schema:
 
 
 def _type(hint: Any) -> pa.DataType:
-    """Of a field with this annotation; text for JSON."""
+    """Return the parquet type of a field with this annotation. JSON becomes text."""
     hint = _bare(hint)
     if typing.is_typeddict(hint):
         return pa.struct([pa.field(name, _type(kind)) for name, kind in typing.get_type_hints(hint).items()])

@@ -26,7 +26,7 @@ from specbatch.files.template_files import chat_template_file, prompt_template_f
 from specbatch.files.urls import STORES, scheme_of, url_of
 
 ELSEWHERE = "-o PATH writes elsewhere"
-_MAX_BYTES = 64 << 20  # of a result line and of statistics
+_MAX_BYTES = 64 << 20  # bytes of a result line and of statistics
 # The beginnings of partial files, of this version and older ones.
 _PARTIAL_MARKS = (b'{"check":"', b'{"specbatch_job":')
 _RUNNING_MARK = b'{"specbatch_running":'
@@ -66,7 +66,7 @@ def stats_path_of(output: Path) -> Path:
 class Written:
     """A file that a command writes. `objection` reads an existing one: why it must not be replaced, or None."""
 
-    what: str  # for messages: "the statistics"
+    what: str  # name for messages, such as "the statistics"
     path: Path
     objection: Callable[[Path], str | None]
 
@@ -214,12 +214,12 @@ def check_can_write(files: Iterable[Written]) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Whether it is the file of an unfinished job, also if its first line is torn."""
+    """Return whether `path` is the file of an unfinished job. Its first line can be torn."""
     return _begins_with(path, _PARTIAL_MARKS)
 
 
 def is_running_table(path: Path) -> bool:
-    """Whether it is the file of `crashes.RunningRows`, also if its first line is torn."""
+    """Return whether `path` is the file of `crashes.RunningRows`. Its first line can be torn."""
     return _begins_with(path, (_RUNNING_MARK,))
 
 
@@ -229,8 +229,8 @@ def _begins_with(path: Path, marks: Sequence[bytes]) -> bool:
 
 
 def holds_results(path: Path) -> bool:
-    """Whether it begins with a result line, or is empty: nothing is lost with an empty file. A torn compressed file
-    or table counts as empty if nothing of it can be read."""
+    """Return whether `path` begins with a result line, or is empty: nothing is lost with an empty file. A torn
+    compressed file or table counts as empty if nothing of it can be read."""
     line = first_line(path)
     if line is None:
         return path.name.endswith(_SORTED)
@@ -242,8 +242,8 @@ def holds_results(path: Path) -> bool:
 
 
 def _is_sorted(path: Path) -> bool:
-    """Whether it is a file that a session left before it became the output, or before it became the partial file of
-    --retry-errors. A torn one can be as short as one byte."""
+    """Return whether `path` is a file that a session left before it became the output, or before it became the partial
+    file of --retry-errors. A torn one can be as short as one byte."""
     return holds_results(path) or is_partial(path) or is_torn_pack(path)
 
 
@@ -327,7 +327,8 @@ def _kind(mode: int) -> str:
 
 
 def _inode(path: Path) -> tuple[int, int]:
-    """Of the file, or of what a link points to; of the link itself if that does not exist."""
+    """Return the device and inode of the file, or of the file that a link points to. If that does not exist, return
+    those of the link itself."""
     found = path.stat() if os.path.exists(path) else path.lstat()
     return found.st_dev, found.st_ino
 

@@ -91,7 +91,7 @@ class _HeldFolder:
             _make_private(folder)
             self._lock = os.open(folder, os.O_RDONLY)
             if _locked(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                for left in folder.glob(f"{_TEMPORARY}*"):  # of a process that was killed
+                for left in folder.glob(f"{_TEMPORARY}*"):  # A process that was killed can leave these.
                     left.unlink(missing_ok=True)
             _locked(self._lock, fcntl.LOCK_SH)
             # Another process can have removed the folder between open and lock.
@@ -131,7 +131,7 @@ class RemoteFile:
             self._files, self._path = fsspec.core.url_to_fs(url, skip_instance_cache=True)
 
     def state(self) -> dict[str, str] | None:
-        """What changes with the content; None: there is no such file."""
+        """Return values that change with the content. Returns None if there is no such file."""
         if self._web is not None:
             return self._web.state()
         with self._errors("read"):
@@ -147,8 +147,8 @@ class RemoteFile:
         return {name: str(info[name]) for name in names if info.get(name) is not None}
 
     def has_changed(self, state: dict[str, str]) -> bool:
-        """Whether the store has another version. If it cannot be asked any more, such as with a signed URL that has
-        expired, the copy is what counts."""
+        """Return whether the store has another version. If the store cannot be asked any more, such as with a signed
+        URL that has expired, the copy counts as current."""
         try:
             return self.state() != state
         except InputError:
@@ -249,7 +249,7 @@ class RemoteOutput:
         self._stats.upload(stats_path_of(self.path))
 
     def remove_copies(self) -> None:
-        """Of finished files, which the store has."""
+        """Remove the local copies of finished files, which the store has."""
         with disk_errors(self.path):
             self.path.unlink(missing_ok=True)
             stats_path_of(self.path).unlink(missing_ok=True)
@@ -280,12 +280,12 @@ def _name(url: str) -> str:
 
 def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_mode & 0o077:  # of an earlier version
+    if folder.stat().st_mode & 0o077:  # An earlier version made the folder.
         folder.chmod(0o700)
 
 
 def _locked(lock: int, kind: int) -> bool:
-    """Whether the lock is there now. Some network file systems have none."""
+    """Return whether the lock was taken. Some network file systems have no locks."""
     try:
         fcntl.flock(lock, kind)
     except OSError:

@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 from specbatch.files.jsonl import encode_line
 from specbatch.files.local import FileFacts, create_like, file_facts
 
-RESULT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # with any other name: plain JSON lines
+RESULT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # A file with any other name has plain JSON lines.
 _BUFFER = 1 << 20
 _GZIP_LEVEL = 6
-_ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 10_000, 32 << 20  # of parquet: this is held in memory
+_ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 10_000, 32 << 20  # size of a row group of parquet, which is held in memory
 _GZIP, _ZSTD, _PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"  # first bytes
 _MAX_LINE_BYTES = 64 << 20
 
@@ -48,7 +48,7 @@ def write_lines(path: Path, lines: Iterable[bytes], suffix: str, *models: Path) 
 
 
 def identity(path: Path, lines: FileFacts) -> dict[str, Any]:
-    """What identifies a result file whose lines were counted."""
+    """Return the bytes, rows and sha256 of a result file whose lines were counted."""
     if lines.num_bytes == path.stat().st_size and not is_packed(path):
         return lines.of_results()
     return {**file_facts(path).of_results(), "rows": lines.num_newlines}
@@ -102,12 +102,12 @@ def is_table(path: Path) -> bool:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether its content is compressed or parquet."""
+    """Return whether the content is compressed or parquet."""
     return _first_bytes(path).startswith((_GZIP, _ZSTD, _PARQUET))
 
 
 def is_torn_pack(path: Path) -> bool:
-    """Whether it is the beginning of a compressed file or a table, too short to show which."""
+    """Return whether the file is the beginning of a compressed file or a table, too short to show which."""
     begin = _first_bytes(path)
     return len(begin) < 4 and any(mark.startswith(begin) for mark in (_GZIP, _ZSTD, _PARQUET))
 

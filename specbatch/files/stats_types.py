@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict, Union
 
-SCHEMA_VERSION = 1  # of the configuration, results, stats.json and reports; raised when a reader must change
+SCHEMA_VERSION = 1  # version of the configuration, results, stats.json and reports; raised when a reader must change
 
 
 class Rows(TypedDict):
@@ -58,7 +58,7 @@ class Seconds(TypedDict):
 
 
 class SessionStats(TypedDict):
-    """What the last process did."""
+    """The work of the last process."""
 
     rows: int
     resumed_rows: int
@@ -83,7 +83,7 @@ class SessionStats(TypedDict):
 
 
 class OutputFile(TypedDict):
-    """What identifies the output."""
+    """Values that identify the output."""
 
     bytes: int
     rows: int

@@ -12,12 +12,12 @@ from urllib.parse import quote
 
 @dataclass(frozen=True)
 class Store:
-    """What a scheme of URLs needs."""
+    """The package and the login that a scheme of URLs needs."""
 
-    package: str  # that fsspec imports, and pip installs
+    package: str  # package that fsspec imports, and pip installs
     writes: bool
     login: str  # how to give credentials
-    check: Literal["upload", "token"] | None = None  # of the right to write: see RemoteFile.check_can_write
+    check: Literal["upload", "token"] | None = None  # check of the right to write: see RemoteFile.check_can_write
 
 
 _WEB = Store("requests", False, "download the file with its credentials, and name the copy")

@@ -34,12 +34,12 @@ _BYTES = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)")
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a server is waited for."""
+    """Limits of the time that a request waits for a server."""
 
-    silence_seconds: float = 60.0  # without a byte
-    num_tries: int = 5  # without a new byte
-    first_wait: float = 1.0  # in seconds; the next ones are twice as long each
-    longest_wait: float = 120.0  # in seconds, if the server asks for it
+    silence_seconds: float = 60.0  # longest time without a byte
+    num_tries: int = 5  # number of tries without a new byte
+    first_wait: float = 1.0  # seconds before the second try; each next wait is twice as long
+    longest_wait: float = 120.0  # longest wait in seconds that a server may ask for
 
 
 class _Later(Exception):
@@ -47,7 +47,7 @@ class _Later(Exception):
 
     def __init__(self, message: str, wait: float = 0.0) -> None:
         super().__init__(message)
-        self.wait = wait  # in seconds, as the server asks for
+        self.wait = wait  # seconds that the server asks to wait
 
 
 class _Missing(Exception):
@@ -67,7 +67,8 @@ class WebFile:
         self._answered = False
 
     def state(self) -> dict[str, str] | None:
-        """What changes with the content, and the size if the server announces it; None: there is no such file."""
+        """Return values that change with the content, and the size if the server announces it. Returns None if there is
+        no such file."""
         try:
             return self._patiently(self._state)
         except _Missing:
@@ -198,11 +199,11 @@ class _Download:
         self._file = file
         self._announced = size
         self._size = size
-        self._ends_itself = False  # by the encoding of the transfer
+        self._ends_itself = False  # The encoding of the transfer marks its end.
         self._on_bytes = on_bytes
         self.num_bytes = 0
         self.furthest = 0  # the most bytes that any answer reached
-        self.version = ""  # for If-Range; "": the server has none
+        self.version = ""  # value of If-Range; "": the server has none
         self.encoding = ""
 
     def restart(self) -> None:
@@ -298,7 +299,7 @@ def _words(status: int) -> str:
 
 
 def _is_broken(error: BaseException) -> bool:
-    """Whether a connection was there, and broke."""
+    """Return whether a connection existed and broke."""
     import http.client
 
     broken = (ConnectionResetError, BrokenPipeError, http.client.IncompleteRead)

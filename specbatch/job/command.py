@@ -53,10 +53,10 @@ class GenerateOptions:
     output: Path | None = None
     limit: int | None = None
     overwrite: bool = False
-    config_file: Path | None = None  # that `config` was read from; None: ./specbatch.yaml, if it exists
+    config_file: Path | None = None  # The file that `config` was read from; None: ./specbatch.yaml, if it exists.
     shard: Shard | None = None  # None: the whole input
     quarantine: bool = False  # rows that end the process each time become error rows
-    retry_errors: bool = False  # of a finished output, run again the rows that failed
+    retry_errors: bool = False  # Run the failed rows of a finished output again.
     max_failed: MaxFailed | None = None  # the job ends early if more rows fail
     keep_going: bool = False  # also if all of the first rows fail
     today: Callable[[], date] = date.today
@@ -64,7 +64,7 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended."""
+    """The result of a job: its exit code, its output and its statistics."""
 
     exit_code: int
     output: Path
@@ -120,9 +120,11 @@ def _run(
     source = with_checked_fields(source, parser)
     source = part_of(source, options.limit, options.shard)
     what = pool.describe(with_shared_tokens(config, source, parser))
-    parser = RowParser(what.config.sampling, config.data, config.model.target)  # with the model's own sampling options
+    # `what.config` has the model's own sampling options.
+    parser = RowParser(what.config.sampling, config.data, config.model.target)
     notes = list(what.notes)
-    start_seconds = time.perf_counter() - began  # with the import of the libraries: a part of loading
+    # This includes the import of the libraries, which is a part of loading.
+    start_seconds = time.perf_counter() - began
     with_grammars = has_grammars(what.config, source, parser)
     job = what.fingerprint(source.identity, options.limit, options.shard, has_grammars=with_grammars)
     if not options.overwrite and is_finished(output):

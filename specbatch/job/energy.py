@@ -45,7 +45,7 @@ class EnergyMeter:
 
 
 def gpu_uuid(device: str) -> str | None:
-    """Of an engine's device, such as "cuda:1"; None: a CPU."""
+    """Return the UUID of an engine's device, such as "cuda:1". Returns None for a CPU."""
     if not device.startswith("cuda"):
         return None
     import torch

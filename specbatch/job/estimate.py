@@ -27,8 +27,8 @@ from specbatch.rows.sources import RawRow, Source
 from specbatch.types import EngineLimits
 
 _DRAWS = 40  # simulations
-_QUANTILES = (0.05, 0.95)  # of these, for the range
-_SPEED_NOISE = 0.05  # of a machine, from one run to the next
+_QUANTILES = (0.05, 0.95)  # quantiles of the simulations that bound the range
+_SPEED_NOISE = 0.05  # relative variation of a machine's speed from one run to the next
 _MIN_LATER = 4  # requests that started after the first round, to take their time for that of others
 _SHOWN = "specbatch generate shows the error of each row"
 _MAX_SIMULATED = 8000  # requests; the middle of a longer file is like that of these
@@ -38,7 +38,7 @@ Floats = NDArray[np.float64]
 
 @dataclass
 class FileTokens:
-    """What a file asks for. Lists have an entry for each request."""
+    """The work that a file asks for. Lists have an entry for each request."""
 
     num_rows: int = 0
     num_failed: int = 0  # rows that cannot run
@@ -100,21 +100,22 @@ def _common(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:
 
 @dataclass
 class Trial:
-    """What some rows took. `rounds`: (requests that ran, rounds, seconds) of each step that launched a round or waited
-    for one: on a GPU the step that waits is a later one, and may launch none."""
+    """Measurements of a trial of some rows. `rounds`: (requests that ran, rounds, seconds) of each step that launched a
+    round or waited for one. On a GPU the step that waits is a later one, and may launch none."""
 
     rows: int = 0
     seconds: float = 0.0
-    start_seconds: float = 0.0  # of these, before the first step
-    sort_seconds: float = 0.0  # of a row's result, after the last row; not of these
+    start_seconds: float = 0.0  # the part of `seconds` before the first step
+    sort_seconds: float = 0.0  # seconds to sort a row's result after the last row; `seconds` does not include them
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    capture_seconds: float = 0.0  # of CUDA graphs, once in a job; not part of the two above
+    # seconds to record CUDA graphs, once in a job; the two fields above do not include them
+    capture_seconds: float = 0.0
     submitted: int = 0  # requests
-    started: int = 0  # of these
-    first_started: int = 0  # of these, before the first round; later ones are computed in smaller pieces
-    first_prefill_seconds: float = 0.0  # of these
-    tokens: int = 0  # of completions
+    started: int = 0  # submitted requests that have started
+    first_started: int = 0  # requests that started before the first round; later ones are computed in smaller pieces
+    first_prefill_seconds: float = 0.0  # prefill seconds of `first_started`
+    tokens: int = 0  # tokens of all completions
     request_rounds: float = 0.0  # rounds, each counted once for each request that ran in it
     rounds: list[tuple[int, int, float]] = field(default_factory=list)
     max_running: int = 0
@@ -123,11 +124,13 @@ class Trial:
 
     @property
     def tokens_per_round(self) -> float:
-        """Of a request. Its first token is that of the prefill."""
+        """Mean number of tokens that a round adds to a request. The prefill gives the first token, which is not
+        counted."""
         return (self.tokens - self.started) / self.request_rounds if self.request_rounds else 1.0
 
     def prefill_seconds_of(self, requests: int, ratio: float) -> float:
-        """Of a file whose prompts are `ratio` times as long."""
+        """Return the prefill seconds of `requests` requests whose prompts are `ratio` times as long as those of the
+        trial."""
         later = self.started - self.first_started
         if later < _MIN_LATER:
             return ratio * requests * self.prefill_seconds / max(self.started, 1)
@@ -218,7 +221,7 @@ class _Counted(NamedTuple):
     rounds: int
     decode: float  # these are seconds
     prefill: float
-    capture: float  # in `decode` or `prefill`
+    capture: float  # a part of `decode` or `prefill`
 
     @classmethod
     def of(cls, stats: EngineStats) -> _Counted:
@@ -241,7 +244,7 @@ def _add_step(trial: Trial, running: int, step: _Counted) -> None:
     if step.rounds:
         trial.rounds.append((running, step.rounds, decode))
         trial.request_rounds += running * step.rounds
-    elif decode and trial.rounds:  # of the last round
+    elif decode and trial.rounds:  # This step waited for the last round.
         trial.rounds.append((trial.rounds[-1][0], 0, decode))
 
 
@@ -271,7 +274,7 @@ class Estimate:
 
 
 def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int) -> Estimate:
-    """Of the whole file."""
+    """Estimate the tokens and the time of the whole file."""
     requests = len(tokens.limits)
     # The cache holds fewer requests than a batch if their prompts are long: then the trial ran fewer.
     is_full = trial.submitted > trial.max_running
@@ -321,8 +324,9 @@ def draw_lengths(ended: Sequence[tuple[int, bool]], count: int, rng: np.random.G
 
 
 def _decode_seconds(lengths: Floats, requests: int, token_seconds: Floats, batch: int) -> float:
-    """Of `requests` requests, of which `lengths` has a part. `token_seconds`: [b] = seconds in which each of b requests
-    writes a token. Requests start in their order, as soon as another one ends."""
+    """Return the decode seconds of `requests` requests. `lengths` has the completions' lengths of a sample of them.
+    `token_seconds`: [b] = seconds in which each of b requests writes a token. Requests start in their order, as soon as
+    another one ends."""
     ends: list[float] = []
     now = seconds = 0.0
     waiting = iter(lengths.tolist())

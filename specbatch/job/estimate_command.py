@@ -89,7 +89,7 @@ def estimate_file(
 def _run_trial(
     runner: RowRunner, rows: Sequence[RawRow], max_seconds: float, min_rows: int, min_seconds: float
 ) -> Trial:
-    """With a file of results, as a job has one. Raises InputError if no temporary file can be written."""
+    """Run the trial with a file of results, as a job does. Raises InputError if no temporary file can be written."""
     with _folder() as folder, closing(ResultFile(folder / "trial.results.jsonl", {}, overwrite=True)) as results:
         trial = run_trial(runner, rows, max_seconds, min_rows=min_rows, min_seconds=min_seconds, keep=results.append)
         with closing(ResultFile(folder / "empty.results.jsonl", {}, overwrite=True)) as empty:

@@ -1,4 +1,4 @@
-"""How long a job will still take: the remaining tokens, at the speed of the last seconds.
+"""Estimate of the time that a job still takes: the remaining tokens, at the speed of the last seconds.
 
 Short completions finish first, so the mean length of finished ones is too low for the others. Running requests are
 counted too, as completions of at least their present length (the Kaplan-Meier estimate).
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 import numpy as np
 
 WINDOW_SECONDS = 30.0
-_MIN_SECONDS = 1.0  # of decoding, before its speed is used
+_MIN_SECONDS = 1.0  # seconds of decoding before its speed is used
 # Bounds of ranges of lengths, in tokens. The probability that a completion ends is constant within a range.
 _EDGES = np.unique(np.concatenate([[0], np.round(1.25 ** np.arange(64))])).astype(np.float64)
 _WIDTHS = np.append(np.diff(_EDGES), np.inf)
-_PRIOR_WEIGHT = 0.5  # of the expectation for a range, in completions that ended there
+_PRIOR_WEIGHT = 0.5  # weight of the expectation for a range, as a number of completions that ended there
 _GOLDEN = (5**0.5 - 1) / 2
 _DRAWS = 2048  # lengths drawn for one estimate, about
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a job has done, and what remains."""
+    """The work that a job has done, and the work that remains."""
 
     tokens: int  # generated in this session
-    prefill_seconds: float  # of this session
+    prefill_seconds: float  # prefill seconds in this session
     admitted: int  # requests that the engine has started in this session
     finished: Mapping[tuple[int, bool], int]  # (tokens, whether it ended before its limit) -> completions, all sessions
     running: Sequence[tuple[int, int]]  # (tokens so far, limit) of each request that was started
@@ -66,7 +66,7 @@ class Forecast:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of wall time, prefill included."""
+        """Return the tokens per second of wall time, prefill included."""
         if len(self._moments) < 2 or self._moments[-1].seconds <= self._moments[0].seconds:
             return None
         first, last = self._moments[0], self._moments[-1]
@@ -118,8 +118,8 @@ def _tokens_left(work: Work, batch: int) -> tuple[float, float]:
 
 
 def _fit(finished: Mapping[tuple[int, bool], int], running: np.ndarray, mean_limit: float) -> tuple[np.ndarray, float]:
-    """As if there were no limits: (-log of the share of completions that are longer than each edge, the same per token
-    after the last edge)."""
+    """Fit the lengths of completions as if there were no limits. Returns -log of the share of completions that are
+    longer than each edge, and the same per token after the last edge."""
     lengths = np.array([*(tokens for tokens, _ in finished), *running], dtype=np.float64)
     counts = np.array([*finished.values(), *[1] * len(running)], dtype=np.float64)
     ended = np.array([*(by_itself for _, by_itself in finished), *[False] * len(running)]) * counts

@@ -13,7 +13,7 @@ from specbatch.results.stats import RowTotals
 
 FIRST_ROWS = 100  # if all of these fail, so will most others
 _MIN_ROWS = 1000  # finished rows that a share is taken of, if the length of the input is not known
-_MAX_KINDS, _MAX_MESSAGE = 1000, 200  # of messages that are counted; characters of one
+_MAX_KINDS, _MAX_MESSAGE = 1000, 200  # kinds of messages that are counted; characters of a message that are kept
 _TEXT = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)(%?)", re.ASCII)
 _KEPT = "finished rows are kept"
 
@@ -28,7 +28,7 @@ class MaxFailed:
 
     @classmethod
     def parse(cls, text: str) -> MaxFailed:
-        """Of `50` or `0.1%`. Raises InputError."""
+        """Parse `50` or `0.1%`. Raises InputError."""
         found = _TEXT.fullmatch(text.strip())
         if found is None or (not found[2] and "." in found[1]) or (found[2] and float(found[1]) > 100):
             raise InputError(f"--max-failed {text[:40]!r} is neither a number of rows nor a share", "50, or 0.1%")
@@ -50,11 +50,11 @@ class FailureWatch:
 
     max_failed: MaxFailed | None = None
     all_of_first: bool = False  # end the job if each of the first rows failed
-    _num_started: int = field(default=0, init=False)  # of the first rows
+    _num_started: int = field(default=0, init=False)  # number of the first rows that have started
     _unfinished: set[int] = field(default_factory=set, init=False)  # indices of these
     _rows: int = field(default=0, init=False)
     _failed: int = field(default=0, init=False)
-    _counts: Counter[str] = field(default_factory=Counter, init=False)  # of kinds of messages
+    _counts: Counter[str] = field(default_factory=Counter, init=False)  # number of rows for each kind of message
     _examples: dict[str, str] = field(default_factory=dict, init=False)  # the first message of each kind
 
     def start(self, index: int) -> None:

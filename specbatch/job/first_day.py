@@ -23,7 +23,8 @@ def with_first_day(config: Config, today: date, output: Path | None = None) -> C
 
 
 def _recorded_job(output: Path) -> Mapping[str, Any]:
-    """What the files of `output` say of their job; empty if there are none, or if they are damaged."""
+    """Read the identity of the job from the files of `output`. It is empty if there are no files, or if they are
+    damaged."""
     partial = partial_path(output)
     if not partial.exists():
         report = read_stats(stats_path_of(output)) if output.exists() else None

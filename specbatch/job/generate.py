@@ -51,8 +51,9 @@ class FileJob:
     interrupted: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._rows_seen = self._lines_seen = 0  # of the input; blank lines are lines, not rows
-        self._rows_started = 0  # of the rows seen, those that were not finished before
+        # rows and lines of the input that were read; blank lines are lines, not rows
+        self._rows_seen = self._lines_seen = 0
+        self._rows_started = 0  # rows seen that were not finished by an earlier session
         self._exhausted = False
         self._held: RowPlan | None = None  # rows that were seen and have not started
         self._left_out: dict[int, RowDeaths] = {}
@@ -195,7 +196,7 @@ class FileJob:
         rows_in_flight = self._rows_started - self.session.rows
         total = self.source.total
         held = [] if self._held is None else self._held.limits()
-        rows_to_come: float | None = None  # that no engine has
+        rows_to_come: float | None = None  # rows that no engine has yet
         if self._exhausted:
             total, rows_to_come = totals.rows + rows_in_flight, load.num_unprepared
         elif total is not None:

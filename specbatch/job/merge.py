@@ -126,7 +126,8 @@ def _check_formats(shards: Sequence[FinishedShard], output: Path) -> None:
 
 
 def _is_merged(output: Path, shards: Sequence[FinishedShard]) -> bool:
-    """Whether an output was merged from these shards. Raises InputError if one of them was computed again since."""
+    """Return whether `output` was merged from these shards. Raises InputError if one of them was computed again
+    since."""
     merged = {entry["shard"]: entry["output_file"] for entry in report_of(output).get("shards", ())}
     again = [shard.path for shard in shards if merged.get(str(shard.shard), shard.written) != shard.written]
     if again:
@@ -202,7 +203,7 @@ def _merged_report(shards: Sequence[FinishedShard], output: str, written: dict[s
 
 
 def _cautions(shards: Sequence[FinishedShard]) -> list[str]:
-    """What may differ from the file of one process."""
+    """Return warnings about possible differences from the file that one process would write."""
     cautions = []
     for name, why in (("device", "devices, which can round differently"), ("commit", "commits of specbatch")):
         found = sorted({str(shard.report[name]) for shard in shards})

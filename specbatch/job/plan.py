@@ -28,14 +28,14 @@ from specbatch.rows.sources import RawRow, Source
 
 # Of a prompt: 64 token ids, or text of about that number of tokens. Prompts that share less are no group.
 _BLOCK_BYTES, _BLOCK_TOKENS = 256, 64
-_MAX_BLOCKS = 64  # of a prompt that are compared
+_MAX_BLOCKS = 64  # blocks of a prompt that are compared
 _MIN_ALIKE = 4  # requests that begin alike, at least
 _HASH_BYTES = 8
-_FIRST_ROWS = 1024  # that are read before the first one starts: 20 to 40 ms
+_FIRST_ROWS = 1024  # rows that are read before the first one starts; they take 20 to 40 ms
 _READ_AHEAD = 4  # rows that are read for each one that starts
-_MAX_BYTES = 64 << 20  # of rows that are read and have not started
+_MAX_BYTES = 64 << 20  # bytes of rows that are read and have not started
 _SAMPLE = 1024  # rows whose limits are counted for an estimate
-_ROW_BYTES = 512  # of the objects of a row, in addition to its text
+_ROW_BYTES = 512  # bytes of the objects of a row, in addition to its text
 
 
 def prefix_of(content: bytes) -> bytes:
@@ -123,7 +123,7 @@ class _Node:
 
 
 def _common_bytes(one: bytes, other: bytes) -> int:
-    """Of whole hashes at the beginning."""
+    """Return the length in bytes of the whole hashes that both begin with."""
     least, most = 0, min(len(one), len(other)) // _HASH_BYTES
     while least < most:
         middle = (least + most + 1) // 2
@@ -238,7 +238,7 @@ def with_shared_tokens(config: Config, source: Source, parser: RowParser) -> Con
 
 
 def has_grammars(config: Config, source: Source, parser: RowParser) -> bool:
-    """Whether the job's options ask for a grammar, or one of the first rows of a file."""
+    """Return whether the job's options, or one of the first rows of a file, ask for a grammar."""
     if has_grammar(config.sampling):
         return True
     return source.path is not None and any(prompt.has_grammar for prompt in _first_prompts(source, parser))
@@ -253,7 +253,7 @@ def _first_prompts(source: Source, parser: RowParser) -> Iterator[Prompt]:
 
 
 def _text_bytes(value: Any) -> int:
-    """Of a line, or of all texts of a table's row: messages are in lists."""
+    """Return the number of bytes of a line, or the characters of all texts of a table's row. Messages are in lists."""
     if isinstance(value, bytes | str):
         return len(value)
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

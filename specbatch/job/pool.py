@@ -1,4 +1,4 @@
-"""Where a job's rows run: in this process, or on workers elsewhere. The file job is the same for both."""
+"""Interface of the workers that run a job's rows, in this process or elsewhere. The file job is the same for both."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class PoolState:
     """Sums over workers."""
 
     load: Load = field(default_factory=Load)
-    num_workers: int = 1  # that run rows
+    num_workers: int = 1  # number of workers that run rows
     workers: Sequence[WorkerLine] = ()  # empty: the job's own process
 
 
 class WorkerPool(Protocol):
     """Call describe first, then load, then the others. All raise SpecbatchError for what the user can mend."""
 
-    models: ModelRecord  # of the job's models, after `describe`
+    models: ModelRecord  # record of the job's models; it is complete after `describe`
 
     def describe(self, config: Config) -> Description:
-        """What the job is."""
+        """Describe the job."""
         ...
 
     def load(self, settle: Callable[[int], int], on_progress: Callable[[str], None]) -> Sequence[str]:
@@ -45,7 +45,7 @@ class WorkerPool(Protocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether `submit` should be called now."""
+        """Return whether `submit` should be called now."""
         ...
 
     def recording(self, results: ResultFile) -> AbstractContextManager[object]:
@@ -58,7 +58,7 @@ class WorkerPool(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether each row that was submitted has been returned."""
+        """Return whether each row that was submitted has been returned."""
         ...
 
     def collect(self, last: bool) -> Finished:

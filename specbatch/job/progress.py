@@ -33,7 +33,7 @@ class Snapshot:
     running: int
     waiting: int
     work: Work
-    workers: Sequence[WorkerLine] = ()  # of a pool
+    workers: Sequence[WorkerLine] = ()  # state of each worker of a pool
 
 
 class _Display(Progress):
@@ -59,7 +59,7 @@ class JobProgress:
         self._live: _Display | None = None
 
     def due(self) -> bool:
-        """Whether it is time for a snapshot, which costs more than this call."""
+        """Return whether it is time for a snapshot, which costs more than this call."""
         if self._forecast_at is None:
             return True
         now = self._clock()

@@ -1,4 +1,4 @@
-"""What a command prints on stderr: notes, and a table at its end."""
+"""Text that a command prints on stderr: notes, and a table at its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specbatch.job.progress import duration
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-_QUIET_SECONDS = 2.0  # of a download
+_QUIET_SECONDS = 2.0  # seconds of a download before its progress is shown
 _MIN_CUT = 0.05  # tokens per round that are worth an explanation
 
 
@@ -104,7 +104,7 @@ def acceptance_text(speculation: Mapping[str, Any], draft_rate_by_position: Sequ
 
 
 def answers_text(answers: Mapping[str, int]) -> str | None:
-    """How many answers were cut. None: none was."""
+    """Describe the number of answers that were cut. Returns None if none was."""
     if not answers["cut"]:
         return None
     text = f"{answers['cut']:,} of {answers['total']:,} cut at max_tokens"

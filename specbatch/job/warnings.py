@@ -18,10 +18,10 @@ from specbatch.results.finished import Remark
 from specbatch.rows.parameters import KNOWN_NAMES, MAX_NAME_CHARS, SAMPLING_NAMES, bare_name, meant_by, shown_name
 from specbatch.rows.row import Doubt
 
-_MAX_NAMES = 200  # that are counted one by one; each is compared with every known name at the end
+_MAX_NAMES = 200  # names that are counted one by one; each is compared with every known name at the end
 _MAX_SHOWN = 12
 _MAX_IDS = 1 << 24  # rows whose ids are compared: 128 MiB
-_MIN_ROUNDS = 200  # with drafts, before the acceptance length is judged
+_MIN_ROUNDS = 200  # rounds with drafts before the acceptance length is judged
 _MIN_LENGTH = 1.2  # an acceptance length below this costs more than it saves
 _DOUBTS: Mapping[Doubt, str] = {
     "two_bos": "the tokenizer adds a first token (BOS) to prompts, and these have it twice, because their text begins "
@@ -113,7 +113,7 @@ def low_acceptance_warning(counts: SpeculationCounts, causes: str | None) -> str
     `causes`: the likely ones; None: no warning."""
     if causes is None or not (proposed := counts.proposed_at) or proposed[0] < _MIN_ROUNDS:
         return None
-    length = 1 + counts.accepted / proposed[0]  # of the rounds that had drafts
+    length = 1 + counts.accepted / proposed[0]  # Rounds without drafts are not counted.
     if length >= _MIN_LENGTH:
         return None
     return (

@@ -31,23 +31,25 @@ class Runtime:
 
     resolve: Callable[[Config], Any]  # -> ResolvedRun
     build_engine: Callable[[Any, Callable[[str], None]], BatchEngine]  # (run, on_progress)
-    model_paths: Callable[[Config], Mapping[str, Path]]  # by option, of a resolved config
+    model_paths: Callable[[Config], Mapping[str, Path]]  # paths of the models by option; the config is resolved
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a job is, as it is decided where the job runs. Without tokenizer and weights, so that it can be sent."""
+    """Description of a job, as it is decided where the job runs. It can be sent, because it has no tokenizer and no
+    weights."""
 
     config: Config  # resolved
     row_tokens: int | None  # see `job_fingerprint`
-    digests: Mapping[str, str]  # of the models' files, by option
+    digests: Mapping[str, str]  # digest of the models' files by option
     models: Mapping[str, str]  # what the models are, by option
     notes: Sequence[str]  # what was decided
     low_acceptance: str | None  # likely causes, if hardly any draft is accepted; None: no warning
     node: str
     made_by: Mapping[str, Any]  # versions, commit, device
     weights: Mapping[str, Any]  # ModelFiles.record()
-    bits_depend_on: Mapping[str, str] = field(default_factory=dict)  # of a deterministic run, in addition to the above
+    # values that also change the bits of a deterministic run
+    bits_depend_on: Mapping[str, str] = field(default_factory=dict)
 
     def fingerprint(
         self, source: Mapping[str, Any], limit: int | None, shard: Shard | None = None, *, has_grammars: bool = False
@@ -64,7 +66,7 @@ class Description:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was decided when the engine was built."""
+    """Values that were decided when the engine was built."""
 
     longest_row: int  # tokens of a row, prompt and output, that memory allows
     notes: Sequence[str]
@@ -72,7 +74,7 @@ class Loaded:
 
 @dataclass(slots=True)
 class Slice:
-    """What a worker did in one exchange, and its state after it."""
+    """The rows that a worker finished in one exchange, and its state after it."""
 
     finished: Finished
     load: Load

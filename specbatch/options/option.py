@@ -41,7 +41,7 @@ def option(default: T, doc: str, legal: Callable[[str, Any], None] | None = None
 
 
 def required(doc: str, legal: Callable[[str, Any], None] | None = None, read: Any = None) -> Any:
-    """As `option`, without a default."""
+    """Declare an option without a default. See `option`."""
     return option(MISSING, doc, legal, read)
 
 

@@ -32,7 +32,7 @@ _LISTS: Mapping[Any, str] = {str: "text or a list of texts", int: "a list of int
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of a dataclass may hold."""
+    """The values that a field of a dataclass may hold."""
 
     name: str
     kind: Any  # str, int, float, bool, a Literal, a dataclass, Mapping; of a list, its elements'

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from specbatch.report.html import text
 
 _MAX_BINS = 36
-_TAIL = 0.99  # of the rows are in the bins before the last one
+_TAIL = 0.99  # share of the rows that the bins before the last one hold
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def bars(given: Sequence[Bar], x_title: str, name: str, *, share: bool = False) 
 
 
 def histogram(counts: Counter[int], x_title: str, name: str) -> str:
-    """Of whole numbers. The last bar holds the longest 1%, if these go far beyond the others."""
+    """Draw a histogram of whole numbers. The last bar holds the longest 1%, if these go far beyond the others."""
     total = counts.total()
     low, high = min(counts), max(counts)
     below, bound = 0, low

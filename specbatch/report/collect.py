@@ -15,10 +15,10 @@ from specbatch.results.stats import RowTotals
 
 T = TypeVar("T")
 _NUM_WINDOWS = 240  # at most; then pairs of them become one
-_NUM_POINTS = 1500  # of the scatter plot
+_NUM_POINTS = 1500  # points of the scatter plot
 _NUM_SAMPLES, _NUM_FAILED = 12, 6
 _NUM_LONGEST = 15
-_NUM_MESSAGES, _NUM_INDICES = 3, 5  # of each type of error
+_NUM_MESSAGES, _NUM_INDICES = 3, 5  # examples that are kept for each type of error
 _MAX_SEEN = 1 << 27  # rows whose indices are remembered: 16 MiB
 
 
@@ -79,12 +79,12 @@ class ErrorGroup:
 
     rows: int = 0
     messages: list[str] = field(default_factory=list)  # the first ones that differ
-    indices: list[int] = field(default_factory=list)  # of the first rows
+    indices: list[int] = field(default_factory=list)  # indices of the first rows
 
 
 @dataclass
 class Summary:
-    """What the page shows of the rows."""
+    """The facts about the rows that the page shows."""
 
     totals: RowTotals = field(default_factory=RowTotals)
     windows: Windows = field(default_factory=Windows)
@@ -92,14 +92,14 @@ class Summary:
     completion_lengths: Counter[int] = field(default_factory=Counter)
     points: Sample[tuple[int, float, int]] = field(default_factory=lambda: Sample(_NUM_POINTS))  # tokens, length, index
     errors: dict[str, ErrorGroup] = field(default_factory=dict)
-    longest: list[Row] = field(default_factory=list)  # by rounds, the most first
+    longest: list[Row] = field(default_factory=list)  # rows with the most rounds, the most first
     samples: list[Row] = field(default_factory=list)
     failed_samples: list[Row] = field(default_factory=list)
     repeated: int = 0  # rows that are there more than once: the first one counts
 
     @property
     def shown_indices(self) -> frozenset[int]:
-        """Of the rows whose texts the page shows."""
+        """Return the indices of the rows whose texts the page shows."""
         return frozenset(row.index for row in (*self.samples, *self.failed_samples))
 
 
@@ -138,7 +138,7 @@ def summarize(rows: Iterable[Row]) -> Summary:
 
 
 def _is_repeated(index: int, seen: bytearray) -> bool:
-    """Whether this index was seen before; now it is."""
+    """Return whether this index was seen before, and record it as seen."""
     if index >= _MAX_SEEN:
         return False
     place, bit = index >> 3, 1 << (index & 7)

@@ -13,7 +13,7 @@ from specbatch.files.local import write_whole
 from specbatch.files.paths import Written, check_can_write, check_written, output_file, stats_path_of, unless
 from specbatch.job.terminal import print_notes
 from specbatch.report.collect import summarize
-from specbatch.report.others import eval_section, tune_section
+from specbatch.report.linked_runs import eval_section, tune_section
 from specbatch.report.page import MARK, page
 from specbatch.report.prompts import find_prompts
 from specbatch.report.rows import Results

@@ -9,8 +9,8 @@ from specbatch.report.collect import Summary
 from specbatch.report.html import clipped, paragraph, section, table, text
 from specbatch.report.rows import Row
 
-_MAX_CHARS = 6_000  # of a text
-_MAX_BEGIN = 90  # of the beginning in a list
+_MAX_CHARS = 6_000  # characters of a text
+_MAX_BEGIN = 90  # characters of the beginning in a list
 _NUM_OPEN = 2
 
 

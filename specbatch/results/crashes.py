@@ -46,7 +46,7 @@ _OUT_OF_MEMORY = "killed by the system: memory ran out"
 
 @dataclass(frozen=True)
 class Crash:
-    """How a process ended, and what it ran: row index -> RawRow.digest."""
+    """The cause of a process's death, and the rows that it ran: row index -> RawRow.digest."""
 
     cause: str
     rows: dict[int, int]
@@ -119,7 +119,7 @@ class RunningRows:
 
 
 def last_crash(path: Path, job: str, system: Path = _SYSTEM) -> Crash | None:
-    """How the last process of this job ended; None if it did not crash."""
+    """Return how the last process of this job crashed. Returns None if it did not crash."""
     try:
         content = path.read_bytes()
         header = json.loads(content[:_TRACE_AT].rstrip(b"\0"))["specbatch_running"]

@@ -1,4 +1,4 @@
-"""What makes two runs the same job: everything that the bytes of a result line depend on, and nothing else.
+"""Identity of a job: everything that the bytes of a result line depend on, and nothing else.
 
 Small model files are hashed whole. Weights are too long for that at every start: blocks spread over each file are
 hashed, and its time of modification is recorded. A job that runs for a minute hashes them whole, in a thread. If only
@@ -95,13 +95,14 @@ def _short(value: Any) -> str:
 
 
 _PATTERNS = ("*.safetensors", "*.bin", "*.gguf", "*.json", "*.model", "*.jinja", "merges.txt")
-_BLOCK, _NUM_BLOCKS = 64 << 10, 128  # of each file; a shorter file is hashed whole
+# size and number of the blocks of each file that are hashed; a shorter file is hashed whole
+_BLOCK, _NUM_BLOCKS = 64 << 10, 128
 _HEADER, _MAX_HEADER = 1 << 20, 100 << 20
 _HASH_AFTER_SECONDS = 60.0  # a shorter job loses little if it has to start again
 
 
 class ModelRecord(Protocol):
-    """What a result file keeps of the models' files. See `ModelFiles`, which may be in another process."""
+    """Record of the models' files that a result file keeps. See `ModelFiles`, which may be in another process."""
 
     def record(self) -> dict[str, Any]: ...
 
@@ -112,11 +113,11 @@ class ModelFiles:
     """The files of a job's models, as they are when this is constructed. `paths`: their folders or files by option."""
 
     def __init__(self, paths: Mapping[str, Path], log: Callable[[str], None] = lambda line: None) -> None:
-        self.digests: dict[str, str] = {}  # by option: names, sizes and the blocks
+        self.digests: dict[str, str] = {}  # digest of names, sizes and blocks, by option
         self._log = log
         self._times: dict[Path, int] = {}
         self._large: dict[str, Path] = {}  # files that `digests` do not cover whole
-        self._hashes: dict[str, str] = {}  # of those, as far as they are known
+        self._hashes: dict[str, str] = {}  # known hashes of the files in `_large`
         self._stopped = threading.Event()
         for option, path in paths.items():
             digest = hashlib.sha256()
@@ -129,7 +130,7 @@ class ModelFiles:
             self.digests[option] = digest.hexdigest()
 
     def record(self) -> dict[str, Any]:
-        """What `differences` compares later, JSON-ready. Hashes are added while the job runs."""
+        """Return the record that `differences` compares later, ready for JSON. Hashes are added while the job runs."""
         return {
             name: {"mtime_ns": self._times[file], "sha256": self._hashes.get(name)}
             for name, file in self._large.items()
@@ -180,7 +181,7 @@ class ModelFiles:
         self._stopped.set()
 
     def _hash(self, file: Path) -> str | None:
-        """Of the whole file; None if `close` came first."""
+        """Hash the whole file. Returns None if `close` was called before the end."""
         digest = hashlib.sha256()
         for chunk in chunks(file):
             if self._stopped.is_set():

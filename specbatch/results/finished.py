@@ -16,10 +16,10 @@ from specbatch.types import NO_MARGIN, Margin
 
 
 class Remark(NamedTuple):
-    """What is counted of one row."""
+    """The facts about one row that are counted."""
 
     unread_fields: tuple[str, ...] = ()
-    model: str | None = None  # that the row names
+    model: str | None = None  # the model that the row names
     id_hash: int = 0  # the same in every process; 0: the row has no id
     doubts: tuple[Doubt, ...] = ()
     own_max_tokens: bool | None = None  # None: the row cannot run

@@ -35,8 +35,8 @@ class _Parts(dict[int, str]):
 
 
 class _Format:
-    """How tokens are written, each with a list of likely ones. `begin`: an object of a token up to its number. `end`:
-    what follows the number; None: nothing."""
+    """Writer of tokens, each with a list of likely ones. `begin`: the object of a token up to its number. `end`: the
+    text that follows the number; None: nothing."""
 
     def __init__(self, begin: Callable[[int], str], end: Callable[[int], str] | None, top_name: str) -> None:
         self._first = _Parts(lambda token: f", {begin(token)}")
@@ -157,7 +157,7 @@ def _top_object(tops: Sequence[tuple[int, str, str]]) -> str:
 
 
 def _columns(values: list[T], number: int) -> list[list[T]]:
-    """Of values that are given `number` for each token."""
+    """Split values that have `number` entries for each token into `number` columns."""
     return [values[i::number] for i in range(number)]
 
 
@@ -170,7 +170,7 @@ def _interleaved(columns: Sequence[list[str]]) -> str:
 
 
 def _numbers(values: NDArray[np.float64]) -> list[str]:
-    """As JSON has them: the fewest digits that give the same number back."""
+    """Write numbers as JSON does: with the fewest digits that give the same number back."""
     flat = values.ravel()
     if len(flat) < _FEW:
         return list(map(_number, flat.tolist()))
@@ -187,7 +187,8 @@ def _numbers(values: NDArray[np.float64]) -> list[str]:
 def _number(value: float) -> str:
     if LOWEST_LOGPROB <= value < math.inf:
         return repr(value)
-    return repr(LOWEST_LOGPROB) if value < LOWEST_LOGPROB else "null"  # as `encode_line` has NaN and infinity
+    # `encode_line` also writes null for NaN and infinity.
+    return repr(LOWEST_LOGPROB) if value < LOWEST_LOGPROB else "null"
 
 
 def _list(parts: Sequence[str]) -> str:

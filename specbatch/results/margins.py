@@ -31,9 +31,9 @@ def of_digits(digits: bytes) -> Margin:
 
 @dataclass(slots=True)
 class MarginTotals:
-    """Of the rows of a file."""
+    """Sums over the margins of the rows of a file."""
 
-    rows: int = 0  # with a margin
+    rows: int = 0  # number of rows that have a margin
     smallest: Mapping[str, Any] | None = None  # the row with the smallest one; the first of several
     decades: dict[str, int] = field(default_factory=dict)  # rows by power of ten: "1e-3" is 0.001 up to 0.01; "0": ties
 

@@ -43,7 +43,7 @@ _ROW_AT = _MARGIN_AT + MARGIN_DIGITS + len(_ROW)
 class OpenedRow(NamedTuple):
     """A result in a partial file."""
 
-    digest: int  # of the input row
+    digest: int  # digest of the input row
     margin: Margin
     line: bytes  # the result line
 
@@ -112,7 +112,7 @@ def _seal(fields: bytes, key: bytes) -> bytes:
 
 
 def _unseal(line: bytes, key: bytes) -> bytes | None:
-    """What follows the checksum; None if the checksum is wrong."""
+    """Return the fields that follow the checksum. Returns None if the checksum is wrong."""
     check, fields = line[_CHECK_AT : _FIELDS_AT - len(_END)], line[_FIELDS_AT:]
     whole = line.startswith(_START) and line[_FIELDS_AT - len(_END) : _FIELDS_AT] == _END
     return fields if whole and check == _checksum(fields, key) else None
@@ -139,7 +139,7 @@ class Entry(NamedTuple):
 
 
 class RowDeaths(NamedTuple):
-    """How often the process that ran a row died, the digest of the input row, and how it died the last time."""
+    """Number of deaths of processes that ran a row, the digest of the input row, and the cause of the last death."""
 
     times: int
     digest: int
@@ -147,8 +147,9 @@ class RowDeaths(NamedTuple):
 
 
 class RowIndex:
-    """Where the result of each row is in the partial file: 25 bytes a row. Entries of an earlier session count after
-    they are confirmed. Entries are kept in blocks, so that a line with an absurd row number costs one block."""
+    """Index of the partial file: the position of each row's result, in 25 bytes a row. Entries of an earlier session
+    count after they are confirmed. Entries are kept in blocks, so that a line with an absurd row number costs one
+    block."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, np.ndarray] = {}

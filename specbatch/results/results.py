@@ -65,7 +65,7 @@ class ResultFile:
         self._models = models or ModelFiles({})
         self._recorded_models: dict[str, Any] = {}  # their record in the file
         self._deaths: dict[int, RowDeaths] = {}
-        self._margins_before = MarginTotals()  # of rows whose lines do not have them
+        self._margins_before = MarginTotals()  # margins of rows whose lines do not have them
         self._has_rows = False  # or damaged lines
         self._path = partial_path(output)
         self._rows = RowIndex()
@@ -75,7 +75,8 @@ class ResultFile:
         self._file = self._open_locked()
         try:
             with disk_errors(self._path):
-                sorted_path(output).unlink(missing_ok=True)  # of a session that was killed there
+                # A session that was killed while it sorted can leave this file.
+                sorted_path(output).unlink(missing_ok=True)
                 if overwrite:
                     os.ftruncate(self._file.fileno(), 0)
                     running_path(output).unlink(missing_ok=True)
@@ -85,7 +86,7 @@ class ResultFile:
             raise
 
     def notes(self) -> list[str]:
-        """What was found when the file was opened, for the user."""
+        """Return notes for the user about the rows that were found when the file was opened."""
         notes = [f"resuming: {self.resumed_rows:,} rows are done"] if self.resumed_rows else []
         if self._input_released and self.resumed_rows:
             notes.append("the last run allowed another input: rows that are still the same are kept")
@@ -102,7 +103,7 @@ class ResultFile:
             self._append({LONGEST_ROW: tokens})
 
     def is_done(self, row: RawRow) -> bool:
-        """Whether this row has a result. A result of another row with the same index is dropped."""
+        """Return whether this row has a result. A result of another row with the same index is dropped."""
         entry = self._rows.get(row.index)
         if entry is None:
             return False
@@ -132,8 +133,8 @@ class ResultFile:
         return self._lines.job_id
 
     def deaths_of(self, row: RawRow) -> RowDeaths | None:
-        """How often the process that ran this row died; None: never. Deaths of another row with the same index are
-        forgotten."""
+        """Return the deaths of processes that ran this row. Returns None if there were none. Deaths of another row with
+        the same index are forgotten."""
         deaths = self._deaths.get(row.index)
         if deaths is not None and deaths.digest != row.digest():
             del self._deaths[row.index]
@@ -187,7 +188,7 @@ class ResultFile:
         return write_in_order(self.output, lines, keep_partial)
 
     def margins(self) -> MarginTotals:
-        """Of the rows that `is_done` was called for or that were appended."""
+        """Return the margins of the rows that `is_done` was called for or that were appended."""
         totals, lowest, index = MarginTotals(), math.inf, None
         for first, values in self._rows.margins():
             totals.add(values)
@@ -293,7 +294,7 @@ class ResultFile:
         self._lines = PartialLines(header)
         self._write(header)
         self._end = len(header)
-        self.sync()  # with the record of the models' large files
+        self.sync()  # This also writes the record of the models' large files.
 
     def _add_finished(self, line: bytes, offset: int) -> bool:
         """Add a result line to the index; False if it is damaged or not a result."""
@@ -355,7 +356,7 @@ def write_in_order(
     has the lock of the output's partial file, whose mode is that of a new output."""
     path = sorted_path(output)
     with disk_errors(output):
-        path.unlink(missing_ok=True)  # of a session that was killed here
+        path.unlink(missing_ok=True)  # A session that was killed here can leave this file.
         try:
             written = write_lines(path, lines, result_suffix(output), output, partial_path(output))
             force_to_disk(path)

@@ -143,7 +143,7 @@ def result_line(
 
 
 def certificate(margin: Margin) -> dict[str, Any]:
-    """Of a row with a margin."""
+    """Return the JSON fields of a row's margin."""
     return {"margin": margin.value, "position": margin.position}
 
 

@@ -37,7 +37,8 @@ def reopen_without_errors(output: Path, report: Mapping[str, Any], source: Sourc
                 file.flush()
                 os.fsync(opened)
                 try:
-                    os.link(temporary, partial)  # as a whole or not at all, and not over that of another process
+                    # The link is made completely or not at all, and replaces no file of another process.
+                    os.link(temporary, partial)
                 except FileExistsError as exc:
                     raise other from exc
             finally:

@@ -22,7 +22,7 @@ _KEYWORDS = {">=": "minimum", "<=": "maximum", ">": "exclusiveMinimum", "<": "ex
 
 
 def schemas() -> dict[str, Any]:
-    """What `specbatch config --schema` prints: a schema each for a YAML file, a line of results and stats.json."""
+    """Return what `specbatch config --schema` prints: schemas for a YAML file, a line of results and stats.json."""
     return {
         "schema_version": SCHEMA_VERSION,
         "config": {"$schema": _DRAFT, "title": "specbatch configuration", **_section(Config)},
@@ -59,7 +59,7 @@ def of_type(hint: Any) -> dict[str, Any]:
 
 
 def _section(cls: Any) -> dict[str, Any]:
-    """Of a dataclass of options. Every option can be left out of a file; null is an empty section."""
+    """Return the schema of a dataclass of options. A file can leave out every option; null is an empty section."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     options = options_of(cls)
     required = [name for name, option in options.items() if option.is_required]
@@ -98,7 +98,7 @@ def _option(option: Option, field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def _bounds(words: str) -> dict[str, Any]:
-    """Of ">= 0 and < 2^63"."""
+    """Return the bounds in a text such as ">= 0 and < 2^63", as keywords of JSON Schema."""
     return {
         _KEYWORDS[sign]: 2 ** int(number) if power else float(number) for sign, power, number in _BOUND.findall(words)
     }

@@ -20,7 +20,7 @@ from specbatch.results.margins import MarginTotals
 from specbatch.results.stats import RowTotals
 from specbatch.rows.shard import Shard, whole_path
 
-_MAX_NAMED = 8  # in a message
+_MAX_NAMED = 8  # shards that a message names
 _ALL_SHARDS = "specbatch merge data.results.*-of-16.jsonl"
 _SAME_OPTIONS = "with the options of the other shards"
 
@@ -28,7 +28,7 @@ _SAME_OPTIONS = "with the options of the other shards"
 @dataclass(frozen=True)
 class FinishedShard:
     name: str  # the path or URL that was given
-    path: Path  # of the file, or of the copy of a remote one
+    path: Path  # the file, or the local copy of a remote one
     stats_path: Path
     report: dict[str, Any]  # its statistics
     shard: Shard
@@ -36,7 +36,7 @@ class FinishedShard:
     totals: RowTotals
     margins: MarginTotals
     written: dict[str, Any]  # bytes, rows and sha256 of the file
-    copies: tuple[RemoteCopy, ...] = ()  # of a remote file and its statistics
+    copies: tuple[RemoteCopy, ...] = ()  # local copies of a remote file and its statistics
 
     @property
     def verifiable(self) -> bool:
@@ -165,7 +165,8 @@ def _check_one_job(shards: Sequence[FinishedShard]) -> None:
 
 
 def _identity(shard: FinishedShard, records: Mapping[str, Any]) -> dict[str, Any]:
-    """What all shards of a job have in common. `records`: of all; a file without a hash is taken for the same."""
+    """Return the facts that all shards of a job have in common. `records`: the records of all shards. A file without a
+    hash is taken for the same."""
     versions = {f"version of {name}": version for name, version in shard.report["versions"].items()}
     hashes = {
         f"sha256 of {name}": record["sha256"] or records[name]["sha256"]

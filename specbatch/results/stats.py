@@ -29,10 +29,10 @@ class RowTotals:
     ok: int = 0
     failed: int = 0
     errors: dict[str, int] = field(default_factory=dict)  # error type -> rows
-    finish_reasons: dict[str, int] = field(default_factory=dict)  # of each row's first completion
+    finish_reasons: dict[str, int] = field(default_factory=dict)  # finish reasons of each row's first completion
     answers: int = 0  # completions
-    cut: int = 0  # of these: by max_tokens, or where the context or the cache ends
-    incomplete: int = 0  # of these: before the row's grammar allows an end
+    cut: int = 0  # completions that end at max_tokens, or where the context or the cache ends
+    incomplete: int = 0  # cut completions that end before the row's grammar allows an end
     prompt_tokens: int = 0
     completion_tokens: int = 0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)  # lines have no depths
@@ -173,16 +173,16 @@ class WorkerLine:
 
 @dataclass(slots=True)
 class Session:
-    """What this process did. Seconds are wall time."""
+    """The work of this process. Seconds are wall time."""
 
     rows: int = 0
-    completion_tokens: int = 0  # of these rows
+    completion_tokens: int = 0  # completion tokens of the rows of this session
     load_seconds: float = 0.0
     io_seconds: float = 0.0  # reading, detokenizing, writing and the final sort
     run_seconds: float = 0.0  # from the first row to the last
     total_seconds: float = 0.0  # since the command began
     engine: EngineStats = field(default_factory=EngineStats)
-    workers: Sequence[WorkerLine] = ()  # of a pool
+    workers: Sequence[WorkerLine] = ()  # state of each worker of a pool
 
 
 def build_report(

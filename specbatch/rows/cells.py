@@ -13,11 +13,11 @@ from specbatch.rows.choice_scoring import FIELD as CHOICES
 from specbatch.rows.parameters import PROMPTS, SAMPLING_NAMES, UNSUPPORTED
 
 _PARAMETERS = {*SAMPLING_NAMES, *CHAT_FIELDS, CHOICES, *PROMPTS, *UNSUPPORTED, "do_sample"}
-_TEXTS = ("prompt", "regex", "grammar", "reasoning_effort")  # whatever the cell has
-_LISTS_OF_TEXTS = ("stop", "bad_words", "choice", CHOICES)  # as JSON; any other cell is one text
+_TEXTS = ("prompt", "regex", "grammar", "reasoning_effort")  # Their cells are always text.
+_LISTS_OF_TEXTS = ("stop", "bad_words", "choice", CHOICES)  # A JSON cell is a list; any other cell is one text.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _BOOLEANS = {"true": True, "false": False}
-_MAX_DIGITS = 4000  # that Python converts
+_MAX_DIGITS = 4000  # Python converts no longer integers.
 
 
 def fields_of(cells: Cells) -> dict[str, Any]:

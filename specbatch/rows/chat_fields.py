@@ -27,7 +27,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # OpenAI
 @dataclass(frozen=True, slots=True)
 class ChatFields:
     kwargs: Mapping[str, Any] | None = None  # variables of the template; None: those of the configuration
-    tools: tuple[dict[str, Any], ...] = ()  # that the model can call; empty with `tool_choice: none`
+    tools: tuple[dict[str, Any], ...] = ()  # tools that the model can call; empty with `tool_choice: none`
     parallel_tool_calls: bool = True  # False: at most one call
     separate_reasoning: bool | None = None  # None: the configuration decides
     required: tuple[dict[str, Any], ...] = ()  # tools of which the answer must call one; empty: it need not

@@ -28,12 +28,12 @@ class ChoiceTokens(NamedTuple):
 
     @property
     def is_scored(self) -> bool:
-        """Whether the choice has a token after one of the prompt."""
+        """Return whether the prompt has a token before the first token of the choice, and the choice has a token."""
         return 1 <= self.start < len(self.token_ids)
 
     @property
     def params(self) -> SamplingParams:
-        """Of the request. Its one token costs nothing: the prompt's computation gives it."""
+        """Return the parameters of the request. Its one token costs nothing: the prompt's computation gives it."""
         return SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=self.start)
 
 
@@ -67,12 +67,12 @@ def tokens_of_text(
 def tokens_of_ids(
     prompt: Sequence[int], choices: Sequence[str], tokenize: Callable[[list[str]], list[list[int]]]
 ) -> list[ChoiceTokens]:
-    """As `tokens_of_text`, of a prompt that is given as token ids."""
+    """Split choices after a prompt of token ids. See `tokens_of_text`."""
     return [ChoiceTokens([*prompt, *ids], len(prompt)) for ids in tokenize(list(choices))]
 
 
 def choice_scores(choices: Sequence[str], results: Sequence[Completion | RowError]) -> list[dict[str, Any]]:
-    """What a result line has of each choice."""
+    """Return the fields of each choice in a result line."""
     scores: list[dict[str, Any]] = []
     for choice, result in zip(choices, results, strict=True):
         if isinstance(result, RowError):

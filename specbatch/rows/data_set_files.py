@@ -43,7 +43,7 @@ def files_of(builder: Any, split: str, *, local: bool) -> DataSetFiles | None:
 
 
 def _reads_as_here(config: Any, names: list[str]) -> bool:
-    """Whether the files are read with the options that their names say."""
+    """Return whether `datasets` would read the files with the options that their names say."""
     for field in dataclasses.fields(config):
         if field.name not in _HARMLESS and getattr(config, field.name) != field.default:
             return False

@@ -18,7 +18,7 @@ KNOWN_BODY = frozenset((*_SAMPLING, *_IGNORED, *_OTHERS))
 
 
 def is_openai_line(fields: dict[str, Any]) -> bool:
-    """Whether a row is a Batch line, even a broken one, and not a native row."""
+    """Return whether a row is a Batch line, even a broken one, and not a native row."""
     if "custom_id" in fields:
         return any(name in fields for name in ("body", "method", "url"))
     # Tables of web pages have a `url` and a `body` too: their body is not an object, and their url no endpoint.

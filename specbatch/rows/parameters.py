@@ -139,7 +139,7 @@ _INSTEAD = {
 }
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 KNOWN_NAMES = (*SAMPLING_NAMES, *CHAT_FIELDS, *UNSUPPORTED, "do_sample", *PROMPTS)
-MAX_NAME_CHARS = 60  # of a name that are compared and shown
+MAX_NAME_CHARS = 60  # characters of a name that are compared and shown
 _MIN_SIMILARITY = 0.82  # difflib's ratio: `temprature` and `topk` are similar to a parameter, `topic` is not
 
 
@@ -147,9 +147,8 @@ def refuse_unsupported(row: Mapping[str, Any], params: SamplingParams, as_data: 
     """Raises RowError for a parameter that would change the output and is not implemented. `params`: the row's.
     `as_data`: what to do with a field that is only data."""
     given = row.keys() & UNSUPPORTED.keys()
-    for name in sorted(
-        given
-    ):  # in one order, because errors are bytes of the file: that of a set differs from process to process
+    # The order of a set differs from process to process, and errors are bytes of the file.
+    for name in sorted(given):
         value = row[name]
         if value is not None and not _is_one_of(value, UNSUPPORTED[name]):
             instead = f"use {_INSTEAD[name]}; " if name in _INSTEAD else ""

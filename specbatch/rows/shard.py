@@ -29,7 +29,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Of `3/16`. Raises InputError."""
+        """Parse a shard such as `3/16`. Raises InputError."""
         found = _TEXT.fullmatch(text)
         if found is None:
             raise InputError(f"--shard {text[:40]!r} is not a shard", "--shard 0/4 is the first of four")
@@ -43,7 +43,7 @@ class Shard:
         return f"{self.number}/{self.count}"
 
     def __contains__(self, row: int) -> bool:
-        """Whether the row of this index is in the shard."""
+        """Return whether the row with this index is in the shard."""
         return row % self.count == self.number
 
     def path(self, whole: Path) -> Path:

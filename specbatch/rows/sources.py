@@ -1,4 +1,4 @@
-"""Where rows come from: files, standard input, folders of tables, and data sets of the hub.
+"""Sources of rows: files, standard input, folders of tables, and data sets of the hub.
 
 Files are not read through `datasets`, which guesses types, and refuses a whole block for one malformed line. It only
 says which files of a folder belong to a split, and reads other data sets.
@@ -68,14 +68,15 @@ class Source:
     identity: dict[str, Any]  # what resume compares
     verifiable: bool  # False: `identity` covers only the beginning of the content (long standard input)
     total: int | None  # rows, if that is cheap to know; blank lines are counted
-    path: Path | None  # of a file
+    path: Path | None  # path of a file; None for other inputs
     rows: Callable[[], Iterator[RawRow]]
     touched: Callable[[], bool] = lambda: False  # whether its files were written or replaced since it was opened
-    reopen: Callable[[], Source] | None = None  # as it is now; None: it cannot change or cannot be read again
-    stride: int = 1  # of the indices of its rows; above 1 for a shard
+    # open the input as it is now; None: it cannot change or cannot be read again
+    reopen: Callable[[], Source] | None = None
+    stride: int = 1  # distance of the indices of its rows; above 1 for a shard
     # What identifies the rows that were read so far, if `identity` covers only their beginning.
     read_so_far: Callable[[], dict[str, Any]] = lambda: {}
-    remove_copy: Callable[[], None] = lambda: None  # of a remote file, when the job is finished
+    remove_copy: Callable[[], None] = lambda: None  # remove the local copy of a remote file, when the job is finished
 
 
 def open_source(
@@ -169,7 +170,7 @@ def _stdin_source(given: BinaryIO | None) -> Source:
 
 
 def source_of_lines(name: str, lines: bytes) -> Source:
-    """Of JSON lines in memory."""
+    """Open JSON lines in memory."""
 
     def rows() -> Iterator[RawRow]:
         for index, line in numbered_lines(io.BytesIO(lines).readline, name):
@@ -184,7 +185,8 @@ def _remote_source(url: str, on_bytes: OnBytes) -> Source:
     copy = fetch(url, on_bytes)
     local = _file_source(copy.path, without_secrets(url))
     identity = local.identity
-    if identity.pop("mtime_ns", None) is not None:  # of a file that is not hashed whole: the copy's time says nothing
+    # The file is not hashed whole, and the copy's time says nothing about the store's file.
+    if identity.pop("mtime_ns", None) is not None:
         identity["state"] = copy.state
     remote = RemoteFile(url)
     return replace(
@@ -212,7 +214,8 @@ def _file_source(path: Path, name: str = "") -> Source:
 
 
 def _watch(files: Sequence[Path]) -> Callable[[], bool]:
-    """Whether the files, or what their names link to, have been written, replaced or removed since this call."""
+    """Return a function that says whether the files, or the files that their names link to, have been written, replaced
+    or removed since this call."""
 
     before = [_state(file) for file in files]
     return lambda: [_state(file) for file in files] != before

@@ -27,7 +27,7 @@ class PromptTemplate:
     def __init__(self, text: str) -> None:
         self._text = text
         self._has_nested = False
-        self.fields = tuple(dict.fromkeys(self._checked(text)))  # of the row, by name
+        self.fields = tuple(dict.fromkeys(self._checked(text)))  # names of the row's fields that the template uses
         if not self.fields:
             raise ConfigError(
                 "data.prompt_template names no field, so all rows would have the same prompt", _hint(text)

@@ -11,13 +11,13 @@ from typing import Any
 from specbatch.config import ClusterSection, Config
 from specbatch.errors import ConfigError
 from specbatch.job.worker import Worker
-from specbatch.scaleout.crew import PoolLimits
 from specbatch.scaleout.needs import WorkerNeeds
 from specbatch.scaleout.pool import Pool
 from specbatch.scaleout.transport import Event, Transport, WorkerId
 from specbatch.scaleout.worker import MakeWorker
+from specbatch.scaleout.worker_manager import PoolLimits
 
-_SMALLEST_SHARE = 0.0001  # of a GPU, in Ray
+_SMALLEST_SHARE = 0.0001  # smallest part of a GPU that Ray can assign
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class _Deferred:
 
 
 def check_section(section: ClusterSection, device: str, cores: int) -> None:
-    """What can be wrong whatever the cluster has. `device`: engine.device; `cores`: of this host."""
+    """Check the values that are wrong for every cluster. `device`: engine.device; `cores`: the number of cores of this
+    host. Raises ConfigError."""
     gpus, cpus = section.gpus_per_worker, section.cpus_per_worker
     if ":" in device:
         raise ConfigError(
@@ -153,7 +154,7 @@ def plan_workers(
         share = 1 / per_gpu
     elif section.address is None:
         share = 1 / section.workers
-    else:  # as if all that one node has cores for were on it
+    else:  # Assume that all workers for which one node has cores run on that node.
         share = 1 / max(1, min(section.workers, max((int(node.get("CPU", 0)) for node in nodes), default=0) // cpus))
     return WorkerPlan(WorkerNeeds(cpus, gpus, dict(section.resources or {}), threads), share)
 

@@ -46,13 +46,13 @@ class Member:
     node: str = ""
     device: str = ""
     rows: int = 0
-    tokens: int = 0  # of earlier processes
-    seconds: float = 0.0  # of earlier processes, since their engines were built
+    tokens: int = 0  # tokens that earlier processes generated
+    seconds: float = 0.0  # seconds of earlier processes since their engines were built
     ready_at: float = 0.0
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has no process and gets none."""
+        """Return whether the member has no process and gets none."""
         return self.worker is None and self.restart_at is None
 
     @property

@@ -1,4 +1,4 @@
-"""What a worker needs of its node."""
+"""Resources that a worker needs from its node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class WorkerNeeds:
-    """What Ray reserves for a worker, and sets in its process."""
+    """Resources that Ray reserves for a worker, and the number of threads that is set in its process."""
 
     num_cpus: int = 1
     num_gpus: float = 0

@@ -22,13 +22,13 @@ from specbatch.results.finished import Finished
 from specbatch.results.partial import RowDeaths
 from specbatch.results.results import ResultFile
 from specbatch.rows.sources import RawRow
-from specbatch.scaleout.crew import Crew, Handlers, PoolLimits
 from specbatch.scaleout.members import PoolWorker, merged
 from specbatch.scaleout.rows import PoolRows
 from specbatch.scaleout.transport import Transport
+from specbatch.scaleout.worker_manager import Handlers, PoolLimits, WorkerManager
 
-_CREDIT_BATCHES = 3  # of rows at a worker: one that runs, and two that wait
-_CREDIT_SLICES = 3  # of rows, if more rows finish in a slice: else the engine would run out of them
+_CREDIT_BATCHES = 3  # batches of rows at a worker: one that runs, and two that wait
+_CREDIT_SLICES = 3  # slices of rows at a worker, if more rows finish in a slice: else the engine would run out of rows
 _MAX_EXCHANGES = 2  # at a worker
 _DRAIN_SECONDS = 10.0
 _LATE_SECONDS = 5.0  # after the end of a slice without an answer: a worker is slow
@@ -57,22 +57,22 @@ class Pool:
         self._limits = limits or PoolLimits()
         self._clock = clock
         handlers = Handlers(self._open, self._take, self._give_back)
-        self._crew = Crew(transport, num_workers, self._limits, handlers, log, clock)
+        self._manager = WorkerManager(transport, num_workers, self._limits, handlers, log, clock)
         self._rows = PoolRows()
-        self._results: ResultFile | None = None  # that records deaths
+        self._results: ResultFile | None = None  # the file that records deaths
         self._is_ending = False
         self._finished = Finished()
         self._past = Load()  # sums over workers that are gone
         self._sums, self._sums_at = Load(), float("-inf")
-        self.models: ModelRecord = _RemoteModels(self._crew)
+        self.models: ModelRecord = _RemoteModels(self._manager)
 
     def describe(self, config: Config) -> Description:
         """Start all workers. Waits until the first has described the job; all others must describe the same one."""
-        return self._crew.describe(config)
+        return self._manager.describe(config)
 
     def load(self, settle: Callable[[int], int], on_progress: Callable[[str], None]) -> Sequence[str]:
         """Waits until one engine is built, and those of all workers that have described the job by then."""
-        return self._crew.load(settle, on_progress)
+        return self._manager.load(settle, on_progress)
 
     @property
     def has_room(self) -> bool:
@@ -89,18 +89,18 @@ class Pool:
 
     @property
     def is_idle(self) -> bool:
-        return not self._rows.num_rows and self._crew.error is None
+        return not self._rows.num_rows and self._manager.error is None
 
     def collect(self, last: bool) -> Finished:
         """Hand out rows, wait for events for a moment, and return the rows that have finished."""
-        self._crew.raise_failure()
+        self._manager.raise_failure()
         if last:
             self._find_slow()
-        for worker in self._crew.workers.values():
+        for worker in self._manager.workers.values():
             if worker.holding is not None and len(worker.calls) < _MAX_EXCHANGES:
                 self._exchange(worker, last)
-        self._crew.advance()
-        return self._taken() if self._crew.error is None else self.drain()
+        self._manager.advance()
+        return self._taken() if self._manager.error is None else self.drain()
 
     def stop_waiting(self) -> None:
         """Workers answer at the end of a slice; `drain` waits for a bounded time."""
@@ -108,10 +108,12 @@ class Pool:
     def drain(self) -> Finished:
         """Wait for the running slices, and return the rows that have finished."""
         self._is_ending = True
-        running = {worker.id for worker in self._crew.workers.values() if worker.holding is not None and worker.calls}
+        running = {
+            worker.id for worker in self._manager.workers.values() if worker.holding is not None and worker.calls
+        }
         end = self._clock() + _DRAIN_SECONDS
-        while running and not self._crew.is_cut_off and (left := end - self._clock()) > 0:
-            running -= {event.worker for event in self._crew.handle_events(left)}
+        while running and not self._manager.is_cut_off and (left := end - self._clock()) > 0:
+            running -= {event.worker for event in self._manager.handle_events(left)}
         return self._taken()
 
     @property
@@ -120,7 +122,7 @@ class Pool:
 
     def state(self) -> PoolState:
         now = self._clock()
-        lines = [member.line(now) for member in self._crew.members]
+        lines = [member.line(now) for member in self._manager.members]
         return PoolState(self._sum(), sum(line.state == "running" for line in lines), lines)
 
     def close(self) -> None:
@@ -131,12 +133,12 @@ class Pool:
         assert holding is not None
         rows = self._rows.hand_out(holding, last)
         while holding.num_rows and len(worker.calls) < _MAX_EXCHANGES:
-            self._crew.call(worker, "exchange", rows, holding.take_drop(), self._limits.slice_seconds)
+            self._manager.call(worker, "exchange", rows, holding.take_drop(), self._limits.slice_seconds)
             rows = []
 
     def _find_slow(self) -> None:
         now, speeds = self._clock(), dict[PoolWorker, float]()
-        for worker in self._crew.workers.values():
+        for worker in self._manager.workers.values():
             if worker.holding is not None:
                 # Not rows: a worker whose rows are long finishes few of them.
                 tokens = worker.load.stats.prefill_tokens + worker.load.stats.generated_tokens
@@ -185,7 +187,7 @@ class Pool:
 
     def _sum(self) -> Load:
         if self.is_idle or self._clock() >= self._sums_at + _SUMS_SECONDS:
-            self._sums = merged([self._past, *(worker.load for worker in self._crew.workers.values())])
+            self._sums = merged([self._past, *(worker.load for worker in self._manager.workers.values())])
             self._sums_at = self._clock()
         return self._sums
 
@@ -193,12 +195,12 @@ class Pool:
 class _RemoteModels:
     """The models' files as the first worker sees them."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, manager: WorkerManager) -> None:
+        self._manager = manager
 
     def record(self) -> dict[str, Any]:
-        return dict(self._crew.models)
+        return dict(self._manager.models)
 
     def differences(self, recorded: Mapping[str, Any]) -> list[str]:
-        changed: list[str] = self._crew.ask("model_differences", recorded)
+        changed: list[str] = self._manager.ask("model_differences", recorded)
         return changed

@@ -23,15 +23,15 @@ from specbatch.scaleout.reaper import start_reaper
 from specbatch.signals import deferred_signals
 
 _LOOPBACK = "127.0.0.1"
-_OBJECT_STORE_BYTES = 256 << 20  # of shared memory, taken as it is used: rows and result lines are small
+_OBJECT_STORE_BYTES = 256 << 20  # bytes of shared memory, taken as they are used: rows and result lines are small
 _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 1.0  # between two looks at Ray's head
 _PATIENCE = {True: 3.0, False: 40.0}  # seconds without its answer, by whether it is of this host: others can return
 # The beginning of each connection to Ray, which is HTTP/2: a preface with empty settings, and settings as the answer.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-_SETTINGS_AT, _SETTINGS = 3, 4  # in a frame of HTTP/2: where its type is, and that type
+_SETTINGS_AT, _SETTINGS = 3, 4  # position of the type in a frame of HTTP/2, and the type of a frame with settings
 _REAP_SECONDS = 20.0
-_MAX_FOLDER_CHARS = 30  # of the folder for temporary files: paths of sockets have at most 107 in all
+_MAX_FOLDER_CHARS = 30  # characters of the folder for temporary files: paths of sockets have at most 107 in all
 # Ray replaces 127.0.0.1 by an outer address, except where it does not support clusters.
 _NO_OUTER_ADDRESS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _OF_THIS_HOST = {
@@ -64,7 +64,8 @@ class RaySession:
     """`address` None: a Ray of this host, with `num_cpus`; else the cluster of that address. A Ray that this process is
     connected to already is used, and is left as it is. Raises SpecbatchError."""
 
-    _own: ClassVar[RaySession | None] = None  # that has started or joined Ray: a process can have one at a time
+    # the session that has started or joined Ray: a process can have one at a time
+    _own: ClassVar[RaySession | None] = None
 
     def __init__(self, address: str | None, num_cpus: int) -> None:
         self._folder: Path | None = None
@@ -103,7 +104,7 @@ class RaySession:
             self._reaper = None
 
     def has_ended(self) -> bool:
-        """Whether Ray's head has not answered for a while. Once a second it is asked."""
+        """Return whether Ray's head has not answered for a while. It is asked once a second."""
         now = time.monotonic()
         if now >= self._looked_at + _LOOK_SECONDS and not self.is_lost:
             self._looked_at = now
@@ -178,7 +179,7 @@ def _check_answers(place: str, address: str) -> None:
 
 
 def _speaks(place: tuple[str, int], seconds: float) -> bool:
-    """Whether what listens there answers as each server of Ray does. Raises OSError if nothing listens."""
+    """Return whether the listener answers as each server of Ray does. Raises OSError if nothing listens."""
     with socket.create_connection(place, seconds) as connection:
         if os.environ.get("RAY_USE_TLS", "0") != "0":
             return True
@@ -191,7 +192,7 @@ def _speaks(place: tuple[str, int], seconds: float) -> bool:
 
 
 def answers_as_ray(address: str, seconds: float) -> bool:
-    """Whether a server of Ray answers at HOST:PORT within `seconds`."""
+    """Return whether a server of Ray answers at HOST:PORT within `seconds`."""
     host, _, port = address.rpartition(":")
     try:
         return _speaks((host, int(port)), seconds)

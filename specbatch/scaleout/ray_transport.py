@@ -34,7 +34,7 @@ _LOW_MEMORY = re.compile("NODE_OUT_OF_MEMORY|running low on memory|memory monito
 @dataclass(slots=True)
 class _Process:
     actor: Any
-    answers: deque[Any]  # of its calls, in their order; the first is that of `place`
+    answers: deque[Any]  # answers of its calls, in their order; the first is that of `place`
     asked_at: float
     pid: int | None = None  # None: not placed yet
 
@@ -116,7 +116,7 @@ class RayTransport:
         process = self._processes[worker]
         try:
             value = ray.get(process.answers.popleft())
-        except ray.exceptions.RayTaskError as error:  # of Ray itself: `_Actor` returns what its worker raises
+        except ray.exceptions.RayTaskError as error:  # Ray itself raised this: `_Actor` returns what its worker raises.
             return Broken(worker, str(error))
         except ray.exceptions.RayError as error:
             self.kill(worker)  # a node that is unreachable for a moment could come back with it

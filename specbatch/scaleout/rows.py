@@ -14,7 +14,7 @@ from specbatch.job.crash_retry import ALONE_DEATHS, MAX_DEATHS
 from specbatch.results.finished import FinishedRow
 from specbatch.rows.sources import RawRow
 
-_PORTIONS = 3  # in which a worker gets the rows that it may have
+_PORTIONS = 3  # portions in which a worker gets the rows that it may have
 _BLOCK = 8  # rows that stay together at the end of a file: they can begin alike
 
 
@@ -23,7 +23,7 @@ class Holding:
     """The rows of one worker."""
 
     credit: int  # maximum number of rows
-    own: dict[int, RawRow] = field(default_factory=dict)  # by index, the youngest last: no other worker has them
+    own: dict[int, RawRow] = field(default_factory=dict)  # rows by index, the youngest last: no other worker has them
     copies: dict[int, RawRow] = field(default_factory=dict)  # another worker has or had them, too
     started: Sequence[int] = ()  # indices of the rows that it could no longer drop at its last answer
     is_slow: bool = False  # slower than others, or without an answer for a while
@@ -47,11 +47,11 @@ class PoolRows:
 
     def __init__(self) -> None:
         self.num_rows = 0
-        self._credit = 0  # of all workers
+        self._credit = 0  # sum over all workers
         self._holdings: list[Holding] = []
         self._waiting: deque[RawRow] = deque()
         self._suspects: deque[RawRow] = deque()
-        self._deaths: dict[int, int] = {}  # by row: of workers that had it
+        self._deaths: dict[int, int] = {}  # deaths of workers that had a row, by row
         self._copied: dict[int, RawRow] = {}  # rows that more than one worker can return
         self._was_taken_over = False  # some row was: a worker can return it late
 
@@ -149,12 +149,13 @@ class PoolRows:
 
     @property
     def _has_enough(self) -> bool:
-        """Whether the waiting rows fill all workers."""
+        """Return whether the waiting rows fill all workers."""
         num_handed_out = self.num_rows - len(self._waiting) - len(self._suspects)
         return len(self._waiting) >= self._credit - num_handed_out
 
     def _share(self, holding: Holding) -> int:
-        """How many of too few waiting rows a worker gets, if each goes to the worker with the fewest."""
+        """Return the number of waiting rows that a worker gets if there are too few for all, and each goes to the
+        worker with the fewest."""
         free, waiting = holding.credit - holding.num_rows, len(self._waiting)
         counts = sorted(h.num_rows for h in self._holdings if not h.alone and h.num_rows < h.credit)
         level = total = 0
@@ -203,12 +204,13 @@ class PoolRows:
         return list(holding.copies.values())
 
     def _is_current(self, holding: Holding, row: FinishedRow) -> bool:
-        """Whether it is not an earlier row of the same index: the Python interface counts each call's rows from 0."""
+        """Return whether this is not an earlier row of the same index. The Python interface counts each call's rows
+        from 0."""
         given = holding.own.get(row.index) or self._copied.get(row.index)
         return given is not None and given.digest() == row.digest
 
     def _finish_copy(self, holding: Holding, index: int) -> bool:
-        """Whether this is the first result of a row that another worker has or had, too."""
+        """Return whether this is the first result of a row that another worker has or had, too."""
         if self._copied.pop(index, None) is None:
             return False
         for other in self._holdings:
@@ -223,5 +225,5 @@ def _without(rows: Iterable[int], others: Iterable[int]) -> list[int]:
 
 
 def _youngest(rows: Sequence[int], count: int) -> Sequence[int]:
-    """Of rows by age, the youngest first."""
+    """Return the youngest `count` rows, the youngest first. `rows` are in order of age, the oldest first."""
     return rows[::-1][:count]

@@ -1,4 +1,4 @@
-"""What a pool needs of the system that runs its processes. `Pool` has the rules; a transport only carries calls.
+"""Interface of the system that runs a pool's processes. `Pool` has the rules; a transport only carries calls.
 
 Each process holds one `job.worker.Worker`.
 """

@@ -18,7 +18,7 @@ _ITEMS = ("items", "additionalItems", "unevaluatedItems", "prefixItems")  # a sc
 _ALTERNATIVES = ("anyOf", "oneOf")
 _SAME_OBJECT = ("allOf", *_ALTERNATIVES)  # lists of schemas of the object that the schema itself is of
 _NOT_COPIED = ("$defs", "definitions", "$id", "$anchor", "$schema", "x-guidance")
-_COPY = "closed-{}"  # in `$defs`
+_COPY = "closed-{}"  # name of a copy in `$defs`
 _MAX_ADDED = 100_000  # keys and definitions: parts of an object get the keys of all others
 _OPEN = "additionalProperties or strict: false leave it open"
 
@@ -120,7 +120,7 @@ class _Closing:
         return f"#/$defs/{name}"
 
     def _keys_of(self, schema: Any) -> _Keys:
-        """What a part of an object names, with all that it refers to."""
+        """Return the keys that a part of an object names, with all that it refers to."""
         found, stack, seen = [], [schema], set[str]()
         while stack:
             part = stack.pop()
@@ -137,7 +137,8 @@ class _Closing:
         return _union(found[:1] + found[:0:-1])
 
     def _target(self, reference: str) -> Any:
-        """None: it is in another document, or is missing, which the compiler reports."""
+        """Return the schema that a reference points to. Returns None if it is in another document, or if it is missing,
+        which the compiler reports."""
         if not reference.startswith("#"):
             return None
         if not reference.startswith("#/"):

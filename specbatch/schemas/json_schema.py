@@ -1,4 +1,4 @@
-"""Where a JSON Schema has other schemas within it. The rest of it is values: a `$ref` in a `const` is no reference."""
+"""Positions of subschemas in a JSON Schema. The rest of a schema is values: a `$ref` in a `const` is no reference."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def schema_of(response_format: str) -> str | None:
 
 
 def closes_objects(response_format: str | None) -> bool:
-    """Whether the text must not have keys that the schema as it was given allows."""
+    """Return whether the text must not have some keys that the given schema allows."""
     value = None if response_format is None else json.loads(response_format)
     if value is None or value["type"] != "json_schema":
         return False

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-SECONDS = 10.0  # of this thread's CPU time; a template takes a millisecond
+SECONDS = 10.0  # seconds of this thread's CPU time; a template takes a millisecond
 MEMORY = 1 << 30  # bytes more than the process has
 _LIMITED = threading.Lock()  # held by the block that has lowered the process's limit
 
@@ -43,7 +43,7 @@ class Bounded:
     def __init__(self, seconds: float = SECONDS, memory: int = MEMORY) -> None:
         self.seconds = seconds
         self._memory = memory
-        self._allowed = memory  # of the current block
+        self._allowed = memory  # memory that the current block may take
         self._began = 0.0
         self._handler: Callable[[int, FrameType | None], Any] | int | None = None
         self._timer: tuple[float, float] | None = None  # before; None: not set
@@ -93,7 +93,7 @@ class Stoppable:
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
-        self._thread: int | None = None  # in the block, and not stopped yet
+        self._thread: int | None = None  # the thread that is in the block and has not been stopped
         self._began = 0.0
         self._is_looking = False  # `stop_late` runs
 

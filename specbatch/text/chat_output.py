@@ -1,4 +1,4 @@
-"""What a chat's answer holds: reasoning, text, and calls of tools.
+"""Parser of a chat's answer: reasoning, text, and calls of tools.
 
 A part that is not in the model's format stays text, so that nothing is lost: marks that only quote, a call whose JSON
 is not valid, a call of a function that `tools` does not have.
@@ -43,7 +43,7 @@ class Answer:
 
 
 def call_format(template: str) -> CallFormat | None:
-    """How the model of this chat template writes calls; None: unknown here."""
+    """Return the format in which the model of this chat template writes calls. Returns None if it is unknown here."""
     if _CALL in template:  # Qwen3-Coder and GLM write XML between the same marks
         return None if "<function=" in template or "<arg_key>" in template else "hermes"
     if _PYTHON in template or ("<|start_header_id|>" in template and '"parameters"' in template):
@@ -52,12 +52,12 @@ def call_format(template: str) -> CallFormat | None:
 
 
 def thinks(template: str) -> bool:
-    """Whether the model of this chat template writes `<think>reasoning</think>` before its answer."""
+    """Return whether the model of this chat template writes `<think>reasoning</think>` before its answer."""
     return _END_THINK in template
 
 
 def thinking_after(prompt: str) -> Thinking:
-    """How the answer to this prompt begins. Only the end of the prompt counts."""
+    """Return whether reasoning is open where the answer to this prompt begins. Only the end of the prompt counts."""
     prompt = prompt.rstrip()
     return "open" if prompt.endswith(_THINK) else "closed" if prompt.endswith(_END_THINK) else "marked"
 
@@ -98,8 +98,8 @@ def _split_reasoning(text: str, thinking: Thinking) -> tuple[str, str | None]:
 
 
 def _unquoted_end(text: str) -> int | None:
-    """Where reasoning that has begun without a mark ends. An end mark that is quoted, or after the begin of reasoning
-    or of a call, is a part of the answer."""
+    """Return the index of the mark that ends reasoning which began without a mark. An end mark that is quoted, or that
+    comes after the begin of reasoning or of a call, is a part of the answer. Returns None if there is no other."""
     begin = _BEGINS.search(text)
     for end in _ENDS.finditer(text, 0, begin.start() if begin is not None else len(text)):
         before, after = text[: end.start()][-1:], text[end.end() :][:1]
@@ -149,12 +149,13 @@ def _llama3_calls(text: str) -> tuple[str, list[ToolCall]] | None:
 
 
 def _call(value: dict[str, Any]) -> ToolCall | None:
-    """None: it is no call. A call without arguments has no fields but those below."""
+    """Read a call. Returns None if the object is no call. A call without arguments has no fields but those of
+    `_LABELS`."""
     given = [value[name] for name in _ARGUMENTS if name in value]
     if not isinstance(name := value.get("name"), str) or len(given) > 1 or (not given and value.keys() - _LABELS):
         return None
     arguments = given[0] if given else None
-    if isinstance(arguments, str) and arguments.strip():  # the text of an object, as OpenAI's messages have it
+    if isinstance(arguments, str) and arguments.strip():  # OpenAI's messages have arguments as the text of an object.
         found = begin_object(arguments, 0)
         arguments = found[0] if found is not None and not arguments[found[1] :].strip() else arguments
     elif isinstance(arguments, str | None):

@@ -28,7 +28,7 @@ from specbatch.text.template_variables import variables_of
 
 # Some templates take the date that they print as a variable. A row must not depend on the day: Llama 3.2's default.
 _DATE_STRING, _DEFAULT_DAY = "26 Jul 2024", "2024-07-26"
-_ROLES = ("system", "user", "assistant", "tool")  # that most templates write
+_ROLES = ("system", "user", "assistant", "tool")  # roles that most templates write
 _GREETING = [{"role": "user", "content": "Hello"}]
 _MAX_GREETING = 1 << 20  # characters
 _A_MARK = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]")
@@ -36,9 +36,9 @@ _A_MARK = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]")
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """What the text of a template shows."""
+    """Facts that the text of a template shows."""
 
-    variables: frozenset[str]  # that it reads
+    variables: frozenset[str]  # variables that the template reads
     calls: CallFormat | None = None  # how its model calls tools
     thinks: bool = False  # whether its model writes reasoning before its answer
 
@@ -85,7 +85,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def marks(self) -> tuple[str, ...]:
-        """What it writes before a message of the user, such as [INST] and <|user|>."""
+        """Return the marks that the template writes before a message of the user, such as [INST] and <|user|>."""
         try:
             before, _, _ = self.write(_GREETING).partition(_GREETING[0]["content"])
         except RowError:
@@ -128,7 +128,7 @@ class ChatTemplate:
     def leaves_out_text(
         self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any] | None = None, has_tools: bool = False
     ) -> bool:
-        """Whether `write` leaves out the text of a message with tool calls, of which it writes the calls."""
+        """Return whether `write` leaves out the text of a message with tool calls although it writes the calls."""
         if not any("tool_calls" in message and message.get("content") for message in messages):
             return False
         kwargs = self._kwargs if kwargs is None else kwargs

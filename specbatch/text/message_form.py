@@ -45,7 +45,7 @@ _WRITTEN_LIST = re.compile(r"""["']text["']: ?["']zq\d+z""", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Form:
-    """How messages are given to a template."""
+    """The form in which messages are given to a template."""
 
     contents: Literal["text", "parts", "part"] = "text"  # "part": a list with one part
     has_content: bool = False  # a message without a content is given an empty one
@@ -73,13 +73,13 @@ class Form:
 class Loss:
     """A part of a message that does not reach the prompt."""
 
-    index: int  # of the message
+    index: int  # index of the message
     what: Literal["text", "call"]
 
 
 @dataclass(frozen=True)
 class Found:
-    """How a template reads the conversations of one shape."""
+    """The way in which a template reads the conversations of one shape."""
 
     form: Form = Form()
     losses: tuple[Loss, ...] = ()

@@ -9,14 +9,14 @@ from typing import Any
 _BROKEN = "\ufffd"  # what bytes that are no character are decoded to
 _CONTEXT_CHARS = 8  # before the longest stop string, because decoders join and strip across tokens
 _MAX_RUN = 16  # characters of several tokens, one after another, that are decoded in addition
-_MAX_BYTES = 4  # of a character
+_MAX_BYTES = 4  # bytes of a UTF-8 character
 _MAX_LOOK = 32  # tokens whose own texts are joined before a text is decoded
 _NOT_OWN = {ord(" "): None}
 
 
 def adds_its_own_text(tokenizer: Any) -> bool:
-    """Whether a token adds the same characters to each text. Two kinds of characters are left aside: spaces, and those
-    that are not ASCII, which can be made of several tokens. `tokenizer`: a transformers tokenizer."""
+    """Return whether a token adds the same characters to each text. Two kinds of characters are ignored: spaces, and
+    those that are not ASCII, which can be made of several tokens. `tokenizer`: a transformers tokenizer."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     return decoder is not None and _is_plain(json.loads(decoder.__getstate__()))
 
@@ -116,7 +116,7 @@ class StopChecker:
         return None
 
     def _is_complete(self, tokens: Sequence[int], start: int, end: int) -> bool:
-        """Whether the text of the tokens from `start` to `end` has a stop string that counts."""
+        """Return whether the text of the tokens from `start` to `end` has a stop string that counts."""
         if not self._can_be_complete(tokens, start, end):
             return False
         if not self._has_broken:
@@ -147,8 +147,8 @@ class StopChecker:
         return not is_enough or any(mark in last for mark in self._marks)
 
     def _last_texts(self, tokens: Sequence[int], start: int, end: int) -> list[str]:
-        """What the end of the text can be, long enough for a stop string that the last token completes. There are
-        several where it may begin within a character."""
+        """Return possible ends of the text, long enough for a stop string that the last token completes. There are
+        several if the decoded part may begin within a character."""
         texts, decode = self._texts, self._texts.decode
         wanted, found = self._num_chars + len(texts[tokens[end - 1]] or ""), 0.0
         window: list[int] = []  # from the last one on
@@ -177,7 +177,8 @@ def _own_text(text: str) -> str:
 
 
 def find_stop(text: str, stop: str, num_old: int) -> int:
-    """Where the first `stop` in `text` begins that ends after the first `num_old` characters; -1: there is none."""
+    """Return the index of the first `stop` in `text` that ends after the first `num_old` characters. Returns -1 if
+    there is none."""
     return text.find(stop, max(0, num_old - len(stop) + 1))
 
 

@@ -14,7 +14,7 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-_FUNCTIONS = ("raise_exception", "strftime_now")  # that transformers adds to Jinja's
+_FUNCTIONS = ("raise_exception", "strftime_now")  # functions that transformers adds to Jinja's
 _IN_MACROS = ("caller", "varargs", "kwargs")
 
 

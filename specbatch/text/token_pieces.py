@@ -24,7 +24,7 @@ ByteKind = Literal["none", "level", "fallback"]
 
 
 class TokenPiece(NamedTuple):
-    """What a token adds to a text."""
+    """The name and the bytes that a token adds to a text."""
 
     name: str  # its text; of bytes that are no text their hexadecimal digits; of a token without text its name
     data: bytes  # empty: a special token, which the text leaves out
@@ -32,7 +32,7 @@ class TokenPiece(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Whether the name is the text of the bytes."""
+        """Return whether the name is the text of the bytes."""
         return self.name.encode() == self.data
 
 
@@ -107,7 +107,7 @@ class TokenPieces(dict[int, TokenPiece]):
         return next((i for i in range(begin, len(token_ids)) if self[token_ids[i]].data), None)
 
     def offsets(self, keys: Sequence[int]) -> list[int]:
-        """Of each token the index of the character of the text in which it begins."""
+        """Return, for each token, the index of the character of the text in which it begins."""
         pieces = [self[key] for key in keys]
         if not any(piece.joins for piece in pieces):
             sizes = [len(piece.name) if piece.data else 0 for piece in pieces]

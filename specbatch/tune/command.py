@@ -38,7 +38,7 @@ from specbatch.types import GRAMMAR_FIELDS, Request
 
 # Shares of the time that is left when a part begins.
 _TRACE_SHARE, _MEASURE_SHARE, _LIVE_SHARE = 0.4, 0.4, 0.9
-_MIN_SHARE = 0.1  # of the budget, for a part that those before it leave no time: compiling may take long
+_MIN_SHARE = 0.1  # share of the budget for a part that those before it leave no time: compiling may take long
 _DRIFT = 1.2  # from one live trial to another, worth a warning
 
 
@@ -50,13 +50,13 @@ class Tuned:
     profile: FileProfile
     result: SearchResult
     live: list[Live]  # plain decoding last
-    predicted_live: list[Prediction]  # of as many rows, like those that were traced
-    file_seconds: list[float]  # of the whole file, see `live.file_seconds`
+    predicted_live: list[Prediction]  # predictions for as many rows, like those that were traced
+    file_seconds: list[float]  # predicted seconds of the whole file, see `live.file_seconds`
     winner: Plan | None  # see `live.winner`
     rank_shares: NDArray[np.float64] | None  # see `Replayer.rank_shares`
-    run: ResolvedRun  # with which it was measured
+    run: ResolvedRun  # the run that was measured
     session: Session
-    requests: list[Request]  # that were traced
+    requests: list[Request]  # requests that were traced
     texts: TextProcessor
 
 
@@ -94,7 +94,8 @@ def tune_file(
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
     on_cuda = run.on_cuda
     num_rows = options.rows or rows_to_trace(on_cuda, run.engine.max_batch_size)
-    parser = RowParser(run.config.sampling, config.data, config.model.target)  # with the model's own sampling options
+    # `run.config` has the model's own sampling options.
+    parser = RowParser(run.config.sampling, config.data, config.model.target)
     sample = sample_rows(source, parser, texts, built.engine.limits, num_rows, run.config.engine.seed)
     sampled = any(request.params.temperature > 0 for request in sample.requests)
     session = Session(built.engine, built.method, built.parts, "round" if on_cuda else "none", sampled)
@@ -173,7 +174,8 @@ def tune_file(
 
 
 def part_seconds(budget: float, remaining: float, share: float) -> float:
-    """What a part may take: its share of the seconds that remain, but never less than a tenth of the budget."""
+    """Return the seconds that a part may take: its share of the seconds that remain, but never less than a tenth of the
+    budget."""
     return max(_MIN_SHARE * budget, remaining * share)
 
 

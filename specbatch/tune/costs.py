@@ -1,4 +1,4 @@
-"""What a round costs, from measurements of its parts at some batch sizes and widths.
+"""Cost of a round, from measurements of its parts at some batch sizes and widths.
 
 Each part is a surface over (batch, width) that does not fall along either axis: more work takes no less time, and a
 fall within a measurement's noise is noise. A larger fall is kept: a library has other kernels for other sizes, and can
@@ -47,7 +47,7 @@ _FILLED_WEIGHT = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    kind: str  # of KINDS
+    kind: str  # one of KINDS
     batch: int  # requests
     width: int
     milliseconds: float
@@ -162,7 +162,7 @@ class CostModel:
         return self._live(batch, self.part_ms("plain", batch, 1) + extend)
 
     def _live(self, batch: int, ms: float) -> float:
-        """Of rounds that the host launches and reads while the one before is running."""
+        """Return the milliseconds of rounds that the host launches and reads while the round before is running."""
         host = self._surface("host").at(batch, 1) if "host" in self.surfaces else 0.0
         return max(host, ms + self.part_ms("copies", batch, 1))
 
@@ -190,7 +190,7 @@ class CostModel:
 
 
 class _Cell(NamedTuple):
-    """What was measured of a batch size and width."""
+    """The measurements of one batch size and width."""
 
     ms: float  # mean
     weight: float  # number of measurements

@@ -19,8 +19,8 @@ from specbatch.tune.start import ROWS
 from specbatch.types import Request, RngKey, SamplingParams, StopCheck
 
 MAX_TRIALS = 5
-_MAX_PLANS = 3  # that run live, in addition to plain decoding
-_LIVE_BATCHES = 8  # that the rows of a live run fill: few of them are alone at the end; 2 where time is short
+_MAX_PLANS = 3  # plans that run live, in addition to plain decoding
+_LIVE_BATCHES = 8  # batches that the rows of a live run fill: few of them are alone at the end; 2 if time is short
 _WARM_UP_TOKENS = 8
 # Two-sided 90% points of Student's t by degrees of freedom.
 _T90 = {1: 6.31, 2: 2.92, 3: 2.35, 4: 2.13, 5: 2.02, 6: 1.94, 7: 1.89, 8: 1.86, 9: 1.83, 10: 1.81, 11: 1.80, 12: 1.78}
@@ -32,8 +32,8 @@ class Live:
 
     schedule: Schedule
     seconds: tuple[float, ...]
-    tokens: tuple[int, ...]  # that each of them wrote: sampled chains may end elsewhere
-    tokens_per_round: float  # of the last run
+    tokens: tuple[int, ...]  # tokens that each run wrote: sampled chains may end elsewhere
+    tokens_per_round: float  # tokens per round in the last run
 
     @staticmethod
     def of(schedule: Schedule, runs: Sequence[Finished]) -> Live:
@@ -51,8 +51,8 @@ class Live:
 
 
 def speedups(live: Sequence[Live]) -> list[tuple[float, float, float]]:
-    """How many times faster than the last one each of the others is: geometric mean over the trials, and its 90%
-    interval.
+    """Return how many times faster than the last schedule each of the others is: the geometric mean over the trials,
+    and its 90% interval.
 
     What is left of the logarithms without a schedule's mean and a trial's (randomised blocks, Fisher 1935) is the
     noise, the same for all schedules: two trials of four schedules give it 3 degrees of freedom, where each pair alone
@@ -70,7 +70,7 @@ def speedups(live: Sequence[Live]) -> list[tuple[float, float, float]]:
 
 
 def drift(live: Sequence[Live]) -> float:
-    """How many times faster the machine was in its fastest trial than in its slowest, by all schedules."""
+    """Return how many times faster the machine was in its fastest trial than in its slowest, over all schedules."""
     per_trial = np.log([one.rates for one in live]).mean(axis=0)
     return math.exp(per_trial.max() - per_trial.min())
 
@@ -164,8 +164,8 @@ def plans_to_run(
 
 
 def file_seconds(plans: list[Plan], live: list[Live], predicted: list[Prediction]) -> list[float]:
-    """Of these plans, which ran live, with the whole file: the prediction, corrected by the error of the prediction of
-    the live runs."""
+    """Return the seconds that these plans, which ran live, take for the whole file: the prediction, corrected by the
+    error of the prediction of the live runs."""
     return [
         plan.prediction.seconds * of_live.tokens_per_second / one.tokens_per_second
         for plan, one, of_live in zip(plans, live, predicted, strict=True)
@@ -173,8 +173,9 @@ def file_seconds(plans: list[Plan], live: list[Live], predicted: list[Prediction
 
 
 def winner(plans: list[Plan], live: list[Live], seconds: list[float]) -> Plan | None:
-    """Of the plans that beat the last one, plain decoding, outside the noise, the one that is fastest with the whole
-    file (`seconds`). Plain decoding where it beats all of them outside the noise. None: undecided."""
+    """Return the plan that is fastest with the whole file (`seconds`), among those that beat plain decoding, the last
+    one, outside the noise. Return plain decoding if it beats all others outside the noise. Returns None if it is
+    undecided."""
     found = speedups(live)
     paying = [i for i, (_, low, _) in enumerate(found) if low > 1.0]
     if paying:

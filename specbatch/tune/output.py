@@ -121,7 +121,7 @@ def _interval(low: float, high: float) -> str:
 
 
 def _live_lines(tuned: Tuned) -> list[str]:
-    """With the seconds of the whole file, by which the schedule was chosen."""
+    """Return a line for each live schedule, with the seconds of the whole file by which the schedule was chosen."""
     return [
         f"Live, {len(one.seconds)} runs: {one.schedule.name}: {one.tokens_per_second:,.1f} tok/s,"
         f" {one.tokens_per_round:.2f} tokens a round; the whole file by that: {duration(seconds)}."

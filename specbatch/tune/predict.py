@@ -38,23 +38,23 @@ _TURNOVERS = 8  # full batches that are simulated, where that is more rows
 
 @dataclass(frozen=True)
 class Forecast:
-    """What was measured of the traced rows, to predict files of rows like them."""
+    """Measurements of the traced rows, which predict files of rows like them."""
 
     trace: Trace
     replays: Mapping[DraftShape, Replay]
     costs: CostModel
     limits: Limits
-    max_tokens: int  # of a row's output
+    max_tokens: int  # largest number of tokens of a row's output
 
     def predict(self, schedule: Schedule, count: int) -> Prediction:
-        """Of a file of `count` rows: the traced ones from the first on, again and again."""
+        """Predict a file of `count` rows. They are the traced rows from the first on, again and again."""
         part = replace(self.trace, rows=self.trace.rows[:count])
         own = {shape: self.replays[shape].of_rows(slice(count)) for shape in schedule.items if shape is not None}
         profile = replace(FileProfile.of(part, self.max_tokens, num_rows=count), in_order=True)
         return predict(profile, self.limits, self.costs, own, schedule)
 
     def seconds(self, schedule: Schedule, count: int) -> float:
-        """Of the same."""
+        """Return the seconds that `predict` gives."""
         return self.predict(schedule, count).seconds
 
 
@@ -141,8 +141,8 @@ class Simulation:
         # Where the cache holds any batch at its longest, pages never run short: they need not be counted.
         pages = -(-int((self._prompt_N + self._output_N).max() + self._lookahead) // limits.page_size)
         self._is_tight = limits.max_running * (pages + 1) > num_pages
-        self._running_B = np.zeros(0, dtype=np.int64)  # in the scheduler's order
-        self._has_part = False  # of a prompt, whose rest a later chunk computes
+        self._running_B = np.zeros(0, dtype=np.int64)  # request indices in the scheduler's order
+        self._has_part = False  # a later chunk computes the rest of a prompt
         self._rounds_of_rows = RoundsOfRows()
         self._round_ms: dict[int, float] = {}
         self._sums = np.zeros(_BY_BATCH + limits.max_running + 1)
@@ -230,7 +230,7 @@ class Simulation:
         self._sums[_DECODE_MS] += rounds * self._ms(batch)
 
     def _finish_ended(self) -> None:
-        """Of requests that have ended, and of which that was read."""
+        """Remove requests that have ended, once the host has read their end."""
         req_idx_B = self._running_B
         ended_B = (self._output_N[req_idx_B] - self._made_N[req_idx_B] <= 1e-9) & (self._idle_N[req_idx_B] <= 0)
         if not ended_B.any():
@@ -256,7 +256,7 @@ class Simulation:
         return self._round_ms[batch]
 
     def _prediction(self) -> Prediction:
-        """Of the whole file, when all simulated rows have ended."""
+        """Return the prediction for the whole file. All simulated rows have ended."""
         _, last, _ = self._marks[-1]
         more, preemptions = np.zeros_like(last), float(self._scheduler.num_preemptions)
         if extra := self._profile.num_rows - self._count:
@@ -289,7 +289,7 @@ def _tokens(count: int) -> list[int]:
 
 
 def _scheduler(limits: Limits, num_pages: int, lookahead: int) -> Scheduler:
-    """As the engine has it. The prefix cache is left out: what prompts share was subtracted."""
+    """Return the engine's scheduler, without the prefix cache: the tokens that prompts share were subtracted."""
     cost = limits.chunk_cost
     return Scheduler(
         _PageCount(num_pages, limits.page_size),

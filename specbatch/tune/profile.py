@@ -25,10 +25,10 @@ class FileProfile:
     modelled by a traced row. All traced rows are used equally often, in a new random order for each pass.
     `in_order`: row i is modelled by traced row i, in a cycle, as in a run of the traced rows."""
 
-    prompt_tokens: NDArray[np.int64]  # of the file's first rows, or of all of them
-    output_tokens_R: NDArray[np.int64]  # of the traced rows
+    prompt_tokens: NDArray[np.int64]  # prompt tokens of the file's first rows, or of all rows
+    output_tokens_R: NDArray[np.int64]  # output tokens of the traced rows
     num_rows: int
-    max_tokens: int  # of a row's output
+    max_tokens: int  # largest number of tokens of a row's output
     shared_prefix: int = 0  # tokens that all prompts begin with, computed and kept once
     in_order: bool = False
 
@@ -45,8 +45,8 @@ class FileProfile:
         num_rows: int = 0,
         shared_prefix: int = 0,
     ) -> FileProfile:
-        """With the traced rows' outputs, and where no prompts of the file are known, their prompts too. `num_rows` 0:
-        one for each prompt."""
+        """Make a profile with the outputs of the traced rows, and also with their prompts if `prompt_tokens` is None.
+        `num_rows` 0: one row for each prompt."""
         prompts = np.array([row.num_prompt for row in trace.rows]) if prompt_tokens is None else prompt_tokens
         outputs = np.array([row.num_output for row in trace.rows], dtype=np.int64)
         return FileProfile(prompts.astype(np.int64), outputs, num_rows or len(prompts), max_tokens, shared_prefix)
@@ -54,16 +54,16 @@ class FileProfile:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds the running requests."""
+    """The limits of the running requests."""
 
     max_running: int  # requests
     kv_tokens: int  # slots of the cache
     prefill_chunk: int  # prompt tokens computed at once
     page_size: int = 1  # slots
-    draft_kv_offset: int | None = None  # of the draft network; None: there is none
+    draft_kv_offset: int | None = None  # offset of the draft network's cache; None: there is no draft network
     max_verify_tokens: int | None = None  # requests x nodes of a round; None: no limit
     async_depth: int = 0  # rounds for which a request that has ended keeps its index: the host reads that much later
-    chunk_cost: ChunkCost | None = None  # for which short prompts are held; None: they are not
+    chunk_cost: ChunkCost | None = None  # costs that decide whether short prompts are held; None: they are not held
 
     def lookahead(self, schedule: Schedule) -> int:
         """Slots past the committed ones that a round may write, whatever the batch: the scheduler has one figure."""
@@ -97,7 +97,7 @@ class Prediction:
 
     @property
     def steady_tokens_per_second(self) -> float:
-        """Of the file without its end, in which fewer and fewer requests run."""
+        """Return the tokens per second of the file without its end, where fewer and fewer requests run."""
         seconds = self.prefill_seconds + self.steady_seconds
         return self.steady_tokens / seconds if seconds else math.inf
 

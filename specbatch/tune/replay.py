@@ -1,5 +1,5 @@
-"""How many rounds each traced row would take with a draft shape: its drafts at every position are known, so the rounds
-are walked as the engine would walk them.
+"""Replay of the traced rows with a draft shape, which gives the number of rounds of each row. The drafts at every
+position are known, so the rounds are walked as the engine would walk them.
 
 A round at position p that accepts a drafts commits a + 1 tokens: those and the target's own; at the row's end what is
 past it is cut. The prefill drew the first token. That is what `counts.SpeculationCounts` counts in a run: rounds,
@@ -27,8 +27,8 @@ from specbatch.draft.shape import DraftShape
 from specbatch.tune.subtrees import Ranks, WideTrees
 from specbatch.tune.trace import Positions, Trace, leading, stacked, true_tokens
 
-MAX_NGRAM_DRAFTS = 127  # of a round
-_NUM_SAMPLES = 1000  # of a bootstrap
+MAX_NGRAM_DRAFTS = 127  # tokens that a round drafts
+_NUM_SAMPLES = 1000  # samples of a bootstrap
 _CHUNK = 64  # shapes walked at once, which bounds the memory
 
 
@@ -49,8 +49,8 @@ class Replay:
 
     @property
     def tokens_per_round(self) -> float:
-        """Of all rows together: tokens / rounds. A row of few tokens a round counts with its many rounds, as it does in
-        a running batch."""
+        """Return the tokens per round of all rows together. A row of few tokens a round counts with its many rounds, as
+        it does in a running batch."""
         return float(self.tokens_R.sum()) / self.rounds
 
     @property
@@ -65,11 +65,11 @@ class Replay:
 
     @property
     def unknown_share(self) -> float:
-        """Of the rounds."""
+        """Return the share of the rounds whose drafts the trace does not hold for certain."""
         return self.num_unknown / self.rounds
 
     def of_rows(self, rows: slice | NDArray[np.intp]) -> Replay:
-        """Of these traced rows alone; `accepted_at` stays that of all."""
+        """Return the replay of these traced rows alone; `accepted_at` stays that of all."""
         return replace(
             self,
             rounds_R=self.rounds_R[rows],
@@ -103,7 +103,7 @@ class Replayer:
         self._trace = trace
         self._positions = Positions.of(trace)
         self._true_PS = true_tokens(trace, self._positions, trace.depth)
-        self._ranks: dict[int, Ranks] = {}  # by topk
+        self._ranks: dict[int, Ranks] = {}  # ranks by topk
 
     @cached_property
     def _chains(self) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
@@ -191,7 +191,7 @@ class Replayer:
 
 
 class NgramMatches:
-    """What n-gram drafts would be at each position: `draft.ngram.NgramIndex` over the texts."""
+    """N-gram drafts at each position: `draft.ngram.NgramIndex` over the texts."""
 
     def __init__(self, trace: Trace, positions: Positions) -> None:
         self._trace = trace

@@ -27,7 +27,7 @@ class Comparison:
     what: str
     predicted: float
     measured: float
-    low: float  # of the live runs
+    low: float  # ends of the interval of the live runs
     high: float
 
     @property
@@ -154,7 +154,7 @@ def json_report(
 
 
 def _fields(value: Any, *properties: str, without: str = "") -> dict[str, Any]:
-    """Of a dataclass, and some of its properties."""
+    """Return the fields of a dataclass, and some of its properties."""
     names = [field.name for field in dataclasses.fields(value) if field.name != without]
     return {name: getattr(value, name) for name in (*names, *properties)}
 

@@ -19,14 +19,14 @@ MIN_ROWS = 4  # a bootstrap over fewer means nothing
 @dataclass(frozen=True, slots=True)
 class Sample:
     requests: list[Request]  # all that were drawn, in that order; each has its own stream of random numbers
-    num_to_trace: int  # of these the first
-    prompt_tokens: list[int]  # of all that were drawn
+    num_to_trace: int  # number of the first requests that are traced
+    prompt_tokens: list[int]  # prompt lengths of all rows that were drawn
     common_prefix: int  # tokens that all of these begin with
-    num_rows: int  # of the file, as far as that is known from the sample: rows that fail are not counted
+    num_rows: int  # rows of the file, as far as the sample shows: rows that fail are not counted
     num_drawn: int
-    num_failed: int  # of these
-    has_grammars: bool  # of some row: they are measured without it
-    max_tokens: int  # that a sampled row may write at most
+    num_failed: int  # drawn rows that failed
+    has_grammars: bool  # some row has a grammar: it is measured without it
+    max_tokens: int  # tokens that a sampled row may write at most
 
     @property
     def to_trace(self) -> list[Request]:

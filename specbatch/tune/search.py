@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 _FIXED_SIMULATED = 6  # single shapes that are simulated
 _NUM_RANKED = 5  # shapes of a batch size that are reported
 _GROUPS_SIMULATED = 3  # schedules of different match lengths
-MAX_NODES = 64  # of a tree
+MAX_NODES = 64  # nodes of a tree
 NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64)
 NGRAM_NODES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 NGRAM_MATCHES = ((1, 3), (1, 5), (2, 3), (2, 5), (2, 8), (3, 5), (3, 8), (4, 8))  # shortest and longest
@@ -42,8 +42,8 @@ class ShapeSpeed:
     shape: DraftShape | None
     batch: int
     round_ms: float
-    tokens_per_round: float  # of a request
-    low: float  # of tokens_per_round, 90% interval over rows
+    tokens_per_round: float  # tokens per round of one request
+    low: float  # lower end of the 90% interval of tokens_per_round over rows
     high: float
 
     @property
@@ -79,17 +79,17 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    rankings: tuple[BatchRanking, ...]  # by rising batch size
+    rankings: tuple[BatchRanking, ...]  # rankings by rising batch size
     best: Plan
-    entries: tuple[ShapeSpeed, ...]  # of the best schedule, each at the largest batch that it is for
+    entries: tuple[ShapeSpeed, ...]  # entries of the best schedule, each at the largest batch that it is for
     fixed: tuple[Plan, ...]  # single shapes without plain decoding, fastest first
     plain: Plan
     dropped: tuple[Dropped, ...]
-    num_shapes: int  # that were compared, plain decoding among them
+    num_shapes: int  # shapes that were compared, plain decoding among them
 
     @property
     def pays(self) -> bool:
-        """Whether anything is predicted to be faster than plain decoding."""
+        """Return whether any draft shape is predicted to be faster than plain decoding."""
         return bool(shapes_of(self.best.schedule))
 
 
@@ -209,7 +209,7 @@ def _fitting(replays: Sequence[Replay], profile: FileProfile, limits: Limits) ->
 @dataclass(frozen=True, slots=True, eq=False)
 class _Table:
     replays: Sequence[Replay]
-    shapes: tuple[DraftShape | None, ...]  # of the replays, then None
+    shapes: tuple[DraftShape | None, ...]  # shapes of the replays, then None
     ladder: tuple[int, ...]
     round_CB: Floats  # milliseconds of a round; infinite where that is not legal
     tokens_C: Floats  # tokens per round and request
@@ -243,7 +243,7 @@ class _Table:
         return _Table(replays, shapes, tuple(ladder), round_CB, tokens_C, np.array(follow_B))
 
     def best_of_each_size(self) -> Schedule:
-        """Of all shapes, whether one schedule may mix them or not."""
+        """Return the best shape of each size, whether one schedule may mix the shapes or not."""
         best_B = (self.round_CB / self.tokens_C[:, None]).argmin(axis=0)
         return _schedule(self.ladder, self.shapes, best_B)
 
@@ -287,9 +287,9 @@ def _schedule(ladder: Sequence[int], shapes: Sequence[DraftShape | None], chosen
 
 
 def _weights(tokens_by_batch: Floats, ladder: Sequence[int]) -> tuple[Floats, list[int]]:
-    """Of each size of the ladder, which covers the sizes above the one before it: the tokens that each request gets
-    there, and their mean size. A size without tokens counts a little, so that it gets the best of the chosen shapes,
-    too."""
+    """Return, for each size of the ladder, the tokens that each request gets there, and their mean size. A size covers
+    those above the size before it. A size without tokens counts a little, so that it gets the best of the chosen
+    shapes, too."""
     batches = np.arange(len(tokens_by_batch))
     index_B = np.minimum(np.searchsorted(np.array(ladder), batches), len(ladder) - 1)
     totals_B = np.bincount(index_B, weights=tokens_by_batch, minlength=len(ladder))

@@ -39,7 +39,7 @@ class OutOfTime(Exception):
 class Finished:
     """Requests that were run to their end."""
 
-    completions: list[Completion]  # in the requests' order
+    completions: list[Completion]  # completions in the requests' order
     seconds: float  # from the first submit to the last completion
     counts: SpeculationCounts
     num_tokens: int
@@ -72,7 +72,7 @@ class Session:
         return self.engine.device.type == "cuda"
 
     def make(self, shape: DraftShape | None) -> DraftMethod:
-        """How rounds of this shape draft."""
+        """Make the draft method of rounds with this shape."""
         match = None if shape is None else shape.ngram_match
         return make_method(self.method, shape, self.parts if match is None else replace(self.parts, ngram_match=match))
 
@@ -118,7 +118,7 @@ class Session:
         return Finished(completions, seconds, counts, sum(len(c.token_ids) for c in completions))
 
     def trace(self, requests: Sequence[Request], topk: int, depth: int, until: float = math.inf) -> Trace:
-        """What trees of `topk` branches and chains, both of `depth` steps, would have drafted at every position of
+        """Record the drafts of trees of `topk` branches and of chains, both of `depth` steps, at every position of
         these requests' own texts. N-gram drafts need the texts alone: topk 0. The requests' `rng.stream` must differ.
         Raises OutOfTime as `run` does."""
         sampled = any(request.params.temperature > 0 for request in requests)
@@ -179,7 +179,7 @@ class TracingDraft(DraftMethod):
         chains = self._chain.draft(view, table, sampled and self._coupled).tokens_BN
         is_running = view.field(Field.DONE) == 0  # neither padding nor a request that ended in the round before
         parts = (is_running, view.field(Field.STREAM), view.length_B, chains[:, 1:], *candidates)
-        if self._last is None:  # where graphs of all sizes write
+        if self._last is None:  # Graphs of all sizes write to these buffers.
             self._last = [part.new_zeros(len(table.ints_SF), *part.shape[1:]) for part in parts]
         self._last[0].zero_()
         for buffer, part in zip(self._last, parts, strict=True):

@@ -32,7 +32,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 ROWS, _MAX_ROWS, _BATCHES = 64, 256, 8
 MARK = "Written by `specbatch tune`."  # the first line of the configuration, in a comment
 PLOTS = ("acceptance", "throughput", "predicted")
-IDENTITY, TRACE, COSTS = "identity.json", "trace.npz", "costs.json"  # in the folder of measurements
+IDENTITY, TRACE, COSTS = "identity.json", "trace.npz", "costs.json"  # names of files in the folder of measurements
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def example_rows(console: Console) -> str:
 
 @dataclass(frozen=True)
 class TuneInput:
-    """What to tune on, and where the result goes."""
+    """The data and models to tune on, and the path of the result."""
 
     output: Path  # no link
-    config: Config  # with data.chat_template as text
+    config: Config  # The text of the template is in data.chat_template.
     parser: RowParser
     source: Source
 
@@ -145,7 +145,7 @@ def _is_tuned(path: Path) -> bool:
 
 
 def _keys(path: Path) -> set[str]:
-    """Of the JSON object in a file; none where there is no such thing."""
+    """Return the keys of the JSON object in a file. There are none if the file has no JSON object."""
     if not path.is_file():
         return set()
     try:

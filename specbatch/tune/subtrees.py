@@ -1,4 +1,4 @@
-"""What smaller trees would have drafted, out of one wide pass.
+"""Drafts of smaller trees, taken from one wide pass.
 
 A pass of a smaller topk k branches from the best k nodes of a step, and gives each only its first k children. Both are
 among what the wide pass drafted, unless the smaller one branches from a node that had fallen out of the wide beam,
@@ -80,7 +80,8 @@ class WideTrees:
         return shares_SK
 
     def ranks(self, topk: int) -> Ranks:
-        """Where the true path and the nodes of unknown children stand among the candidates of a pass of that width."""
+        """Return the ranks of the true path and of the nodes of unknown children among the candidates of a pass of that
+        width."""
         assert 1 < topk <= self.topk, (topk, self.topk)
         count = len(self._path_PS)
         true_PSS = np.empty((count, self.depth, self.depth), dtype=np.uint16)
@@ -174,7 +175,7 @@ def _rank(
     before_P = np.zeros(len(node_P), dtype=np.int64)
     for j, scores_Pc in enumerate(scores):
         better = scores_Pc > score_P[:, None]
-        if j < step:  # of equals the earlier one comes first
+        if j < step:  # The earlier one of equal candidates comes first.
             better = scores_Pc >= score_P[:, None]
         elif j == step:
             earlier = np.arange(scores_Pc.shape[1]) < place_P[:, None]

@@ -33,16 +33,16 @@ from specbatch.tune.session import Session
 _WARM_SECONDS = 0.05  # a GPU that was idle while the host compiled takes a while to run at full speed
 _CUDA_REPEATS, _CPU_REPEATS = 20, 3
 _WARM_STEPS = 3
-_GRAPH_NOISE = 0.02  # of the median of a captured graph's times
+_GRAPH_NOISE = 0.02  # relative noise of the median of a recorded graph's times
 _CUDA_STEPS, _CPU_STEPS = 40, 3
-_SHORT_SECONDS = 0.5  # of a prompt; what takes longer is timed twice
+_SHORT_SECONDS = 0.5  # seconds of a short prompt; longer ones are timed twice
 _PROMPT_REPEATS = 4
 _PHASES = ("draft", "verify", "extend")
 _NGRAM_NODES = (2, 3, 5, 9, 17, 33)
 
 
 def time_phases(engine: Engine, batch_size: int, context: int = 1000) -> dict[str, float]:
-    """As `time_methods`, of what the engine drafts for that many requests."""
+    """Time the draft method that the engine uses for that many requests. See `time_methods`."""
     with dummy_batch(engine, batch_size, context):
         return time_methods(engine, [engine.executor.rounds.at(batch_size).method])[0]
 
@@ -182,7 +182,8 @@ def time_batch(session: Session, batch: int, context: int, depth: int, topk: int
         plain, *times = time_methods(session.engine, [NoDraft(session.parts.net), *methods])
     # Without a network: requests for which nothing is found.
     alone = "verify" if session.parts.net is None else "extend"
-    rest = max(0.0, whole - (plain["round"] - plain["extend"]))  # of any round, beyond its parts
+    # milliseconds of any round that its parts do not explain
+    rest = max(0.0, whole - (plain["round"] - plain["extend"]))
     found = [("plain", whole), (alone, plain[alone]), ("overhead", rest)]
     return [Measurement(kind, batch, 1, ms) for kind, ms in found] + list(_parts(session, batch, fitting, times))
 

@@ -1,5 +1,5 @@
-"""What is recorded once of a sample of rows, for every draft shape to be replayed from: the target's own continuation
-of each prompt and, for each of its positions, what one wide and deep pass of the draft proposed there.
+"""Record of a sample of rows, from which every draft shape is replayed. It has the target's own continuation of each
+prompt and, for each position of it, the drafts that one wide and deep pass proposed there.
 
 Position p is a round whose root is continuation token p: the drafts are guesses of tokens p + 1, p + 2, ... The last
 token of a continuation is the root of no round, so nothing is drafted at its position.
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import TuningError
 
-_VERSION = 2  # of the file
+_VERSION = 2  # version of the file
 # After the last token of a continuation: no draft is equal to it, not even one that was not made (-1).
 PAST_END = -2
 

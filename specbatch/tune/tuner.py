@@ -25,7 +25,7 @@ from specbatch.tune.timing import time_batch, time_plain, time_prompts
 from specbatch.tune.trace import RowTrace, Trace
 
 _TRACED_AT_ONCE = 64  # rows, at most
-_MAX_POSITIONS = 2**17  # of a trace: those of 8 branches and 8 steps take 4.6 KB each
+_MAX_POSITIONS = 2**17  # positions of a trace: those of 8 branches and 8 steps take 4.6 KB each
 _SAVED_EVERY = 10.0  # seconds
 _LITTLE_TIME = 60.0  # seconds for the trace; with less a CPU begins with few rows
 
@@ -37,7 +37,7 @@ class SearchLimits:
     depth: int
     topk: int
     nodes: int
-    verify_tokens: int  # of a round
+    verify_tokens: int  # largest number of tokens that a round verifies
 
     @staticmethod
     def of(method: str, on_cuda: bool) -> SearchLimits:

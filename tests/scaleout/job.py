@@ -14,8 +14,8 @@ from specbatch.results.finished import Finished
 from specbatch.results.partial import RowDeaths
 from specbatch.rows.parser import RowParser
 from specbatch.rows.sources import RawRow
-from specbatch.scaleout.crew import PoolLimits
 from specbatch.scaleout.pool import Pool
+from specbatch.scaleout.worker_manager import PoolLimits
 from tests.scaleout.simulation import Simulation, batch_config, raw_row
 
 

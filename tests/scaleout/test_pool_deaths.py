@@ -11,8 +11,8 @@ import pytest
 from specbatch.errors import SpecbatchError, WorkerFailed
 from specbatch.results.partial import RowDeaths
 from specbatch.results.results import ResultFile
-from specbatch.scaleout.crew import PoolLimits
 from specbatch.scaleout.transport import Event
+from specbatch.scaleout.worker_manager import PoolLimits
 from tests.scaleout.job import exchanges, indices, loaded_job
 from tests.scaleout.simulation import (
     Machine,

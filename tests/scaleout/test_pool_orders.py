@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from specbatch.errors import SpecbatchError, WorkerFailed
 from specbatch.results.finished import Finished
-from specbatch.scaleout.crew import PoolLimits
+from specbatch.scaleout.worker_manager import PoolLimits
 from tests.scaleout.job import Job
 from tests.scaleout.simulation import Machine, Simulation, description, died, refused, result
 

@@ -1,4 +1,4 @@
-"""What `specbatch tune` and `specbatch eval` found, on the same page."""
+"""Results of `specbatch tune` and `specbatch eval` on the page of a report."""
 
 from __future__ import annotations
 

@@ -23,22 +23,22 @@ _KEPT = "finished rows are kept, and the same command continues"
 
 @dataclass(frozen=True)
 class PoolLimits:
-    slice_seconds: float = 0.25  # of an exchange
-    max_deaths: int = 5  # of a member after which it gets another worker
-    stuck_seconds: float = 300.0  # for the answer to an exchange; then the worker is killed
-    start_seconds: float = 3600.0  # for each answer before that; then the worker is not used
+    slice_seconds: float = 0.25  # time that a worker runs in an exchange
+    max_deaths: int = 5  # deaths of a member after which it gets another worker
+    stuck_seconds: float = 300.0  # longest wait for the answer to an exchange; then the worker is killed
+    start_seconds: float = 3600.0  # longest wait for each answer before that; then the worker is not used
 
 
 @dataclass(frozen=True)
 class Handlers:
-    """What the pool does when something happens to a worker."""
+    """Functions of the pool that are called when something happens to a worker."""
 
     ready: Callable[[PoolWorker], None]
     answered: Callable[[PoolWorker, Slice], None]
     gone: Callable[[PoolWorker, str, bool], None]  # (worker, reason, whether a row can be the cause)
 
 
-class Crew:
+class WorkerManager:
     """An error is kept in `error`: when it comes, rows can have finished that are to be returned first."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Crew:
         clock: Callable[[], float],
     ) -> None:
         self.members = [Member(number) for number in range(1, num_workers + 1)]
-        self.workers: dict[WorkerId, PoolWorker] = {}  # that live
+        self.workers: dict[WorkerId, PoolWorker] = {}  # workers that live
         self.error: Exception | None = None
         self.is_cut_off = False  # no event will come
         self.models: Mapping[str, Any] = {}  # the record of the models' files, as the first worker sees them
@@ -62,13 +62,13 @@ class Crew:
         self._clock = clock
         self._num_started = 0
         self._config: Config | None = None
-        self._first: WorkerId | None = None  # that described the job
+        self._first: WorkerId | None = None  # the worker that described the job
         self._job: Description | None = None
         self._is_loading = False
         self._longest_row: int | None = None
-        self._answer: Any = None  # of `ask`
+        self._answer: Any = None  # answer to `ask`
         self._last_reason = ""  # why a worker was lost
-        self._error: str | None = None  # of this program, by which the last worker was lost
+        self._error: str | None = None  # the error of this program by which the last worker was lost
         self._checked_at = clock()
 
     def describe(self, config: Config) -> Description:
@@ -296,7 +296,7 @@ class Crew:
 
 
 def _identity(description: Description) -> dict[str, Any]:
-    """What must be equal on all workers."""
+    """Return the values that must be equal on all workers."""
     made_by = dict(description.made_by)
     versions = {f"versions.{name}": version for name, version in made_by.pop("versions").items()}
     return {**description.fingerprint({}, None), **versions, **made_by}
