@@ -29,7 +29,7 @@ from specbatch.engine.transfers import Download
 from specbatch.results.finished import Finished
 from specbatch.results.logprob_json import LogprobJson
 from specbatch.results.results_format import choice_of, result_line
-from specbatch.rows.row import RowInfo
+from specbatch.rows.row import Row
 from specbatch.text.chat_output import Answer
 from specbatch.text.token_pieces import TokenPieces
 from specbatch.types import Completion, EngineLimits, FinishReason, Request, RngKey, SamplingParams
@@ -115,7 +115,7 @@ def written(ended: list[tuple[Sequence, FinishReason]], logprob_json: LogprobJso
         logprobs = None if seq.request.params.logprobs is None else read_records(tokens, seq.logprobs)
         completion = Completion(number, tokens, reason, logprobs, seq.counts, seq.margin)
         choice = choice_of(completion, Answer("x" * 700))
-        finished.add(number, 0, result_line(RowInfo(number), 3, [choice], logprob_json, model="m"))
+        finished.add(number, 0, result_line(Row(number, token_ids=[1, 2, 3]), [choice], logprob_json, model="m"))
     return b"".join(row.line for row in finished.rows)
 
 

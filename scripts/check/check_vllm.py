@@ -65,10 +65,10 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     from drafttrain.prompts import read_lines
 
     from specbatch.config_load import load_config
-    from specbatch.rows.row import Prompt
+    from specbatch.rows.row import Row
     from specbatch.rows.tokenizer import TextProcessor
     from specbatch.setup.resolve import resolve
-    from specbatch.types import EngineLimits, SamplingParams
+    from specbatch.types import EngineLimits
 
     plan = resolve(load_config(None, [f"model.target={args.model}", "speculation.method=none"]))
     texts = TextProcessor(plan.tokenizer, plan.config.data)
@@ -76,7 +76,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     limits = EngineLimits(config.max_position_embeddings, config.vocab_size)
     rows = []
     for row in read_lines(args.rows):
-        ids = texts.encode(Prompt("messages", row["messages"], SamplingParams()), limits)
+        ids = texts.encode(Row(0, kind="messages", content=row["messages"]), limits)
         rows.append({"id": row["id"], "file": row["metadata"]["file"], "prompt": ids})
     return {"rows": rows, "stop": list(config.eos_token_ids)}
 

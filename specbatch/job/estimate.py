@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.counts import EngineStats
-from specbatch.errors import InputError, RowError
+from specbatch.errors import InputError
 from specbatch.job.row_queue import RowPreparer
 from specbatch.job.runner import RowRunner
 from specbatch.results.finished import Finished
@@ -67,16 +67,16 @@ def count_tokens(
     for raw in source.rows():
         found.num_rows += 1
         [row] = prepare([raw])
-        prompt, tokens = row.prompt, row.token_ids
-        if isinstance(prompt, RowError):
+        if row.error is not None:
             found.num_failed += 1
             continue
+        tokens = row.token_ids
         common = tokens if common is None else _common(common, tokens)
         # A row that scores choices generates nothing.
-        limit = 0 if row.choices else min(prompt.params.max_tokens, limits.max_prompt_tokens + 1 - len(tokens))
-        prompts = [len(tokens)] * prompt.num_requests
+        limit = 0 if row.choices else min(row.params.max_tokens, limits.max_prompt_tokens + 1 - len(tokens))
+        prompts = [len(tokens)] * row.num_requests
         found.prompts.extend(prompts)
-        found.limits.extend([limit] * prompt.num_requests)
+        found.limits.extend([limit] * row.num_requests)
         if len(drawn) < num_drawn:  # reservoir sampling (Vitter 1985)
             drawn.append((raw, prompts))
         elif (at := draw.randrange(found.num_rows - found.num_failed)) < num_drawn:

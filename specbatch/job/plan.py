@@ -23,7 +23,7 @@ from specbatch.config import Config
 from specbatch.errors import InputError
 from specbatch.files.jsonl import encode_line
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import Prompt, has_grammar
+from specbatch.rows.row import Row, has_grammar
 from specbatch.rows.sources import RawRow, Source
 
 # Of a prompt: 64 token ids, or text of about that number of tokens. Prompts that share less are no group.
@@ -213,10 +213,10 @@ class RowPlan:
 
     def _held(self, raw: RawRow) -> _HeldRow:
         num_bytes = _ROW_BYTES + _text_bytes(raw.data)
-        _, prompt = self._parser.parse(raw)
-        if not isinstance(prompt, Prompt):
+        row = self._parser.parse(raw)
+        if row.error is not None:
             return _HeldRow(raw, num_bytes)
-        return _HeldRow(raw, num_bytes, prefix_of(_content(prompt)), prompt.num_requests, prompt.params.max_tokens)
+        return _HeldRow(raw, num_bytes, prefix_of(_content(row)), row.num_requests, row.params.max_tokens)
 
     def _order(self, num_last: int) -> None:
         # A group of which some rows have started stays the first one.
@@ -233,7 +233,7 @@ def with_shared_tokens(config: Config, source: Source, parser: RowParser) -> Con
         return config
     if source.reopen is None or section.device == "cpu" or not section.prefix_cache:
         return config
-    found = [(prefix_of(_content(prompt)), prompt.num_requests) for prompt in _first_prompts(source, parser)]
+    found = [(prefix_of(_content(row)), row.num_requests) for row in _first_rows(source, parser)]
     return replace(config, engine=replace(section, shared_tokens=shared_tokens(found)))
 
 
@@ -241,15 +241,16 @@ def has_grammars(config: Config, source: Source, parser: RowParser) -> bool:
     """Return whether the job's options, or one of the first rows of a file, ask for a grammar."""
     if has_grammar(config.sampling):
         return True
-    return source.path is not None and any(prompt.has_grammar for prompt in _first_prompts(source, parser))
+    return source.path is not None and any(row.has_grammar for row in _first_rows(source, parser))
 
 
-def _first_prompts(source: Source, parser: RowParser) -> Iterator[Prompt]:
+def _first_rows(source: Source, parser: RowParser) -> Iterator[Row]:
+    """Of those that can run."""
     with contextlib.suppress(InputError):  # the job will report it
         for raw in islice(source.rows(), _FIRST_ROWS):
-            _, prompt = parser.parse(raw)
-            if isinstance(prompt, Prompt):
-                yield prompt
+            row = parser.parse(raw)
+            if row.error is None:
+                yield row
 
 
 def _text_bytes(value: Any) -> int:
@@ -260,14 +261,14 @@ def _text_bytes(value: Any) -> int:
     return sum(map(_text_bytes, values))
 
 
-def _content(prompt: Prompt) -> bytes:
+def _content(row: Row) -> bytes:
     """Bytes that begin alike where the prompts' tokens do."""
     max_bytes = _MAX_BLOCKS * _BLOCK_BYTES
-    if prompt.kind == "token_ids":
+    if row.kind == "token_ids":
         try:
-            return array("i", prompt.content[: max_bytes // 4]).tobytes()
+            return array("i", row.content[: max_bytes // 4]).tobytes()
         except OverflowError:  # not a token; the row will be an error
             return b""
-    if prompt.kind == "messages":  # those of a table can have dates and other values that JSON lacks
-        return encode_line({"messages": prompt.content})[:max_bytes]
-    return str(prompt.content)[:max_bytes].encode("utf-8", "surrogatepass")
+    if row.kind == "messages":  # those of a table can have dates and other values that JSON lacks
+        return encode_line({"messages": row.content})[:max_bytes]
+    return str(row.content)[:max_bytes].encode("utf-8", "surrogatepass")

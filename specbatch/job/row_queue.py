@@ -10,30 +10,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 
 from specbatch.errors import RowError
-from specbatch.rows.choice_scoring import ChoiceTokens
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import Prompt, RowInfo
+from specbatch.rows.row import Row
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
-from specbatch.text.chat_output import AnswerReader
 from specbatch.types import GRAMMAR_FIELDS, EngineLimits
 
 _BATCH = 32  # rows that are tokenized in one call
 _LOOK_SECONDS = 0.5  # between two looks at the bounds of a template, while a row is awaited
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRow:
-    digest: int  # RawRow.digest
-    row: RowInfo
-    prompt: Prompt | RowError  # what it asks for, or why it cannot run
-    token_ids: Sequence[int] = ()  # of the prompt
-    bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
-    choices: Sequence[ChoiceTokens | RowError] = ()  # of a row that scores them
-    reader: AnswerReader = field(default_factory=AnswerReader)  # of its answers
 
 
 class RowPreparer:
@@ -48,34 +34,27 @@ class RowPreparer:
         self._limits = limits
         self._no_grammars = no_grammars
 
-    def __call__(self, raws: Sequence[RawRow]) -> list[PreparedRow]:
-        parsed = [self._parser.parse(raw) for raw in raws]
-        prompts = [prompt for _, prompt in parsed if isinstance(prompt, Prompt)]
-        encoded = iter(self._texts.encode_batch(prompts, self._limits))
-        return [
-            self._prepared(raw.digest(), row, prompt, prompt if isinstance(prompt, RowError) else next(encoded))
-            for raw, (row, prompt) in zip(raws, parsed, strict=True)
-        ]
+    def __call__(self, raws: Sequence[RawRow]) -> list[Row]:
+        rows = [self._parser.parse(raw) for raw in raws]
+        self._texts.encode_batch(rows, self._limits)
+        for row in rows:
+            try:
+                if row.error is None:
+                    self._prepare(row)
+            except RowError as exc:
+                row.error = exc
+        return rows
 
-    def _prepared(
-        self, digest: int, row: RowInfo, prompt: Prompt | RowError, ids: Sequence[int] | RowError
-    ) -> PreparedRow:
-        try:
-            if isinstance(ids, RowError):
-                raise ids
-            assert isinstance(prompt, Prompt)
-            bad_words = self._texts.bad_words(prompt.params, self._limits)
-            reader = self._texts.answer_reader(prompt, ids)
-            has_grammar = self._texts.matcher(prompt, reader.thinking) is not None  # it is compiled here, and kept
-            if has_grammar and self._no_grammars is not None:
-                fields = "a required tool_choice" if prompt.chat.required else " / ".join(GRAMMAR_FIELDS)
-                message = f"{fields}: not supported with {self._no_grammars}"
-                raise RowError("unsupported_parameter", message)
-            choices = self._texts.choice_tokens(prompt, self._limits) if prompt.choices else ()
-            row.doubts = self._texts.doubts(prompt, ids)
-            return PreparedRow(digest, row, prompt, ids, bad_words, choices, reader)
-        except RowError as exc:
-            return PreparedRow(digest, row, exc)
+    def _prepare(self, row: Row) -> None:
+        row.bad_words = self._texts.bad_words(row.params, self._limits)
+        row.reader = self._texts.answer_reader(row)
+        has_grammar = self._texts.matcher(row) is not None  # it is compiled here, and kept
+        if has_grammar and self._no_grammars is not None:
+            fields = "a required tool_choice" if row.chat.required else " / ".join(GRAMMAR_FIELDS)
+            raise RowError("unsupported_parameter", f"{fields}: not supported with {self._no_grammars}")
+        if row.choices:
+            row.choice_tokens = self._texts.choice_tokens(row, self._limits)
+        row.doubts = self._texts.doubts(row)
 
 
 class RowQueue:
@@ -86,14 +65,14 @@ class RowQueue:
 
     def __init__(
         self,
-        prepare: Callable[[Sequence[RawRow]], Sequence[PreparedRow]],
+        prepare: Callable[[Sequence[RawRow]], Sequence[Row]],
         stop_late: Callable[[], None] = lambda: None,
     ) -> None:
         self._prepare = prepare
         self._stop_late = stop_late
         self._changed = threading.Condition()
         self._raw: deque[RawRow] = deque()
-        self._prepared: deque[tuple[int, PreparedRow | BaseException]] = deque()  # with the row's index
+        self._prepared: deque[tuple[int, Row | BaseException]] = deque()  # with the row's index
         self._num_rows = 0
         self._dropped: set[int] = set()  # indices of rows that the thread has in hand
         self._in_hand: Sequence[int] = ()
@@ -115,7 +94,7 @@ class RowQueue:
             self._num_rows += 1
             self._changed.notify_all()
 
-    def take(self, seconds: float = math.inf) -> PreparedRow | None:
+    def take(self, seconds: float = math.inf) -> Row | None:
         """The next row, if it is prepared within `seconds`; None: it is not, or `stop_waiting` was called. The queue is
         not empty. Raises what was raised when the row was prepared: that is an error of this program."""
         assert self._num_rows, "nothing would end this wait"
@@ -140,10 +119,10 @@ class RowQueue:
         """`take` does not wait any longer. It can be called by a handler of signals, in the middle of `take`."""
         self._waits_no_more = True
 
-    def prepared(self) -> list[PreparedRow]:
+    def prepared(self) -> list[Row]:
         """The next rows, as far as they are prepared."""
         with self._changed:
-            return [row for _, row in self._prepared if isinstance(row, PreparedRow)]
+            return [row for _, row in self._prepared if isinstance(row, Row)]
 
     def drop(self, indices: Collection[int]) -> None:
         """Leave these rows out, if they have not been taken."""
@@ -180,7 +159,7 @@ class RowQueue:
                 self._dropped.clear()
                 self._changed.notify_all()
 
-    def _prepare_each(self, raws: Sequence[RawRow]) -> Sequence[PreparedRow | BaseException]:
+    def _prepare_each(self, raws: Sequence[RawRow]) -> Sequence[Row | BaseException]:
         try:
             return self._prepare(raws)
         except BaseException as exc:  # errors of tokenizers in Rust are no Exceptions

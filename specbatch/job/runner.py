@@ -11,16 +11,15 @@ from specbatch.config import Config
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, RowError
 from specbatch.job.energy import EnergyMeter, gpu_uuid
-from specbatch.job.row_queue import PreparedRow, RowPreparer, RowQueue
+from specbatch.job.row_queue import RowPreparer, RowQueue
 from specbatch.results.finished import Finished, remark_on
 from specbatch.results.logprob_json import LogprobJson
 from specbatch.results.results_format import Choice, choice_of, error_line, failed_choice, result_line
 from specbatch.rows.choice_scoring import choice_scores
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import Prompt, RowInfo
+from specbatch.rows.row import Row
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
-from specbatch.text.chat_output import AnswerReader
 from specbatch.types import (
     GRAMMAR_FIELDS,
     NO_MARGIN,
@@ -52,17 +51,6 @@ class Load:
     num_unprepared: int = 0  # rows whose requests are not known yet
 
 
-@dataclass(slots=True)
-class _RowInFlight:
-    digest: int
-    row: RowInfo
-    prompt: Prompt
-    prompt_tokens: int
-    reader: AnswerReader
-    first_text: int | None = None  # of its `prompt_logprobs`, see `LogprobJson.prompt`
-    results: list[Completion | RowError | None] = field(default_factory=list)  # None: it runs
-
-
 class RowRunner:
     """Runs rows on one engine. `config`: the resolved one, which decides what a row's line is."""
 
@@ -76,7 +64,7 @@ class RowRunner:
         self._batch = batch
         self._max_started = batch + max(_MIN_WAITING, int(_WAITING_BATCHES * batch))
         self._queue: RowQueue | None = None  # until the first row
-        self._in_flight: dict[int, tuple[_RowInFlight, int]] = {}  # request id -> (row, index of the completion)
+        self._in_flight: dict[int, tuple[Row, int]] = {}  # request id -> (row, index of the completion)
         self._num_submitted = 0
         self._finished = Finished()
         self._energy = EnergyMeter(gpu_uuid(config.engine.device))
@@ -123,55 +111,52 @@ class RowRunner:
         long, such as the compilation of a huge grammar, the engine goes on with the rows that it has."""
         engine, queue = self.engine, self._queue
         while queue and not self.is_full and engine.num_running + engine.num_waiting < self._max_started:
-            prepared = queue.take(_PATIENCE_SECONDS if self.is_busy else math.inf)
-            if prepared is None:
+            row = queue.take(_PATIENCE_SECONDS if self.is_busy else math.inf)
+            if row is None:
                 break
-            self._start(prepared)
+            self._start(row)
 
-    def _start(self, prepared: PreparedRow) -> None:
-        row, digest, prompt, token_ids = prepared.row, prepared.digest, prepared.prompt, prepared.token_ids
-        if isinstance(prompt, RowError):
-            self._fail(row, digest, prompt)
+    def _start(self, row: Row) -> None:
+        if row.error is not None:
+            self._fail(row, row.error)
             return
-        params = prompt.params
-        num_generated = 0 if prepared.choices else prompt.num_requests
+        params = row.params
+        num_generated = 0 if row.choices else row.num_requests
         try:  # most are compiled already; one that was forgotten since is compiled again, which can fail
-            thinking = prepared.reader.thinking
-            grammars = [self._texts.matcher(prompt, thinking) or (None, None) for _ in range(num_generated)]
+            grammars = [self._texts.matcher(row) or (None, None) for _ in range(num_generated)]
         except RowError as error:
-            self._fail(row, digest, error)
+            self._fail(row, error)
             return
-        in_flight = _RowInFlight(digest, row, prompt, len(token_ids), prepared.reader, self._first_text(prepared))
-        in_flight.results = [None] * prompt.num_requests
-        for number, choice in enumerate(prepared.choices):
+        row.results = [None] * row.num_requests
+        for number, choice in enumerate(row.choice_tokens):
             if isinstance(choice, RowError):
-                in_flight.results[number] = choice
+                row.results[number] = choice
                 continue
-            request_id = self._add_request(in_flight, number)
+            request_id = self._add_request(row, number)
             self.engine.submit(Request(request_id, choice.token_ids, choice.params, RngKey(0, row.index, 0)))
         for sample, grammar in enumerate(grammars):
             # A row's own seed gives the same text wherever the row is. Any other seed is combined with the row's index.
-            if prompt.own_seed and params.seed is not None:
+            if row.own_seed and params.seed is not None:
                 rng = RngKey(params.seed, 0, sample)
             else:
                 seed = self._config.engine.seed if params.seed is None else params.seed
                 rng = RngKey(seed, row.index, sample)
-            request_id, check_stop = self._add_request(in_flight, sample), self._texts.stop_check(params)
-            self.engine.submit(Request(request_id, token_ids, params, rng, check_stop, prepared.bad_words, *grammar))
+            request_id, check_stop = self._add_request(row, sample), self._texts.stop_check(params)
+            self.engine.submit(Request(request_id, row.token_ids, params, rng, check_stop, row.bad_words, *grammar))
 
-    def _first_text(self, prepared: PreparedRow) -> int | None:
-        assert isinstance(prepared.prompt, Prompt)
-        params = prepared.prompt.params
-        if params.prompt_logprobs is None or (first := self._texts.pieces.first_of(prepared.token_ids)) is None:
+    def _first_text(self, row: Row) -> int | None:
+        """See `LogprobJson.prompt`."""
+        params = row.params
+        if params.prompt_logprobs is None or (first := self._texts.pieces.first_of(row.token_ids)) is None:
             return None
         begin = max(1, params.prompt_logprobs_start)
         return first - begin if first >= begin else None
 
-    def _add_request(self, in_flight: _RowInFlight, number: int) -> int:
+    def _add_request(self, row: Row, number: int) -> int:
         """The id of a row's next request."""
         request_id = self._num_submitted
         self._num_submitted += 1
-        self._in_flight[request_id] = (in_flight, number)
+        self._in_flight[request_id] = (row, number)
         return request_id
 
     def step(self) -> None:
@@ -194,16 +179,9 @@ class RowRunner:
 
     def load(self) -> Load:
         so_far = self.engine.tokens_so_far()
-        limits = {
-            request_id: self._limit(row.prompt, row.prompt_tokens) for request_id, (row, _) in self._in_flight.items()
-        }
+        limits = {request_id: self._limit(row) for request_id, (row, _) in self._in_flight.items()}
         prepared = self._queue.prepared() if self._queue is not None else []
-        queued = [
-            self._limit(row.prompt, len(row.token_ids))
-            for row in prepared
-            if isinstance(row.prompt, Prompt)
-            for _ in range(row.prompt.num_requests)
-        ]
+        queued = [self._limit(row) for row in prepared if row.error is None for _ in range(row.num_requests)]
         return Load(
             self.stats,
             self._num_submitted + len(queued),
@@ -213,15 +191,15 @@ class RowRunner:
             num_unprepared=self._num_queued - len(prepared),
         )
 
-    def _limit(self, prompt: Prompt, prompt_tokens: int) -> int:
+    def _limit(self, row: Row) -> int:
         """The most tokens of a completion."""
-        if prompt.choices:
+        if row.choices:
             return 1
-        return min(prompt.params.max_tokens, self.engine.limits.max_prompt_tokens + 1 - prompt_tokens)
+        return min(row.params.max_tokens, self.engine.limits.max_prompt_tokens + 1 - len(row.token_ids))
 
     def rows_in_flight(self) -> set[int]:
         """The indices of the rows that were started and have not finished."""
-        return {row.row.index for row, _ in self._in_flight.values()}
+        return {row.index for row, _ in self._in_flight.values()}
 
     def stop_waiting(self) -> None:
         """The job ends: rows that are not prepared do not start. It can be called by a handler of signals."""
@@ -239,30 +217,28 @@ class RowRunner:
         return len(self._queue) if self._queue is not None else 0
 
     def _complete(self, completion: Completion) -> None:
-        in_flight, sample = self._in_flight.pop(completion.request_id)
-        results, params = in_flight.results, in_flight.prompt.params
+        row, sample = self._in_flight.pop(completion.request_id)
+        results = row.results
         failed = completion.finish_reason is FinishReason.ERROR
-        results[sample] = _failure(completion, sample, len(results), params) if failed else completion
+        results[sample] = _failure(completion, sample, len(results), row.params) if failed else completion
         done = [result for result in results if result is not None]
         if len(done) < len(results):
             return
         errors = [result for result in done if isinstance(result, RowError)]
         if len(errors) == len(done):
-            self._fail(in_flight.row, in_flight.digest, errors[0])
-        elif in_flight.prompt.choices:
-            self._add_scores(in_flight, done, errors)
+            self._fail(row, errors[0])
+        elif row.choices:
+            self._add_scores(row, done, errors)
         else:
-            self._add_completions(in_flight, done, errors)
+            self._add_completions(row, done, errors)
 
-    def _add_completions(
-        self, in_flight: _RowInFlight, done: Sequence[Completion | RowError], errors: Sequence[RowError]
-    ) -> None:
+    def _add_completions(self, row: Row, done: Sequence[Completion | RowError], errors: Sequence[RowError]) -> None:
         """The line of a row of which at least one completion finished."""
-        row, params = in_flight.row, in_flight.prompt.params
+        params = row.params
         choices = [
             failed_choice(_bounded(c))
             if isinstance(c, RowError)
-            else choice_of(c, in_flight.reader.read(self._texts.final_text(c, params)))
+            else choice_of(c, row.reader.read(self._texts.final_text(c, params)))
             for c in done
         ]
         # The others are copies. They took no rounds, so that sums over choices are what was computed.
@@ -273,7 +249,6 @@ class RowRunner:
         margin = NO_MARGIN if isinstance(first, RowError) else first.margin
         line = result_line(
             row,
-            in_flight.prompt_tokens,
             choices,
             self._logprob_json,
             model=self._config.model.target,
@@ -281,30 +256,26 @@ class RowRunner:
             margin=margin if self._config.output.certificate else NO_MARGIN,
             prompt_logprobs=None if isinstance(first, RowError) else first.prompt_logprobs,
             from_first=params.prompt_logprobs_start == 0,
-            first_text=in_flight.first_text,
+            first_text=self._first_text(row),
             error=_bounded(errors[0]) if errors else None,
         )
-        self._add(row, in_flight.digest, line, margin)
+        self._add(row, line, margin)
 
-    def _add_scores(
-        self, in_flight: _RowInFlight, done: Sequence[Completion | RowError], errors: Sequence[RowError]
-    ) -> None:
+    def _add_scores(self, row: Row, done: Sequence[Completion | RowError], errors: Sequence[RowError]) -> None:
         """The line of a row that scores choices: its text is the likeliest one, if all of them have a score."""
-        scores = choice_scores(in_flight.prompt.choices, [_bounded(c) if isinstance(c, RowError) else c for c in done])
+        scores = choice_scores(row.choices, [_bounded(c) if isinstance(c, RowError) else c for c in done])
         best = max(scores, key=lambda score: -math.inf if score["logprob"] is None else score["logprob"])
         choice = Choice(best["text"], [], FinishReason.STOP, None, SpeculationCounts())
-        row, model = in_flight.row, self._config.model.target
+        model = self._config.model.target
         error = _bounded(errors[0]) if errors else None
-        line = result_line(
-            row, in_flight.prompt_tokens, [choice], self._logprob_json, model=model, choice_scores=scores, error=error
-        )
-        self._add(row, in_flight.digest, line)
+        line = result_line(row, [choice], self._logprob_json, model=model, choice_scores=scores, error=error)
+        self._add(row, line)
 
-    def _fail(self, row: RowInfo, digest: int, error: RowError) -> None:
-        self._add(row, digest, failed_line(row, error))
+    def _fail(self, row: Row, error: RowError) -> None:
+        self._add(row, failed_line(row, error))
 
-    def _add(self, row: RowInfo, digest: int, line: dict[str, Any], margin: Margin = NO_MARGIN) -> None:
-        self._finished.add(row.index, digest, line, remark_on(row), margin)
+    def _add(self, row: Row, line: dict[str, Any], margin: Margin = NO_MARGIN) -> None:
+        self._finished.add(row.index, row.digest, line, remark_on(row), margin)
 
 
 def _without_grammars(config: Config) -> str | None:
@@ -315,13 +286,13 @@ def _without_grammars(config: Config) -> str | None:
 
 def failed_row(raw: RawRow, error: RowError, parser: RowParser) -> Finished:
     """A row that does not run."""
-    row, _ = parser.parse(raw)
+    row = parser.parse(raw)
     finished = Finished()
-    finished.add(row.index, raw.digest(), failed_line(row, error), remark_on(row))
+    finished.add(row.index, row.digest, failed_line(row, error), remark_on(row))
     return finished
 
 
-def failed_line(row: RowInfo, error: RowError) -> dict[str, Any]:
+def failed_line(row: Row, error: RowError) -> dict[str, Any]:
     """The result line of a row that failed, with a message of bounded length."""
     return error_line(row, _bounded(error))
 

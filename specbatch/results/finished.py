@@ -10,7 +10,7 @@ from specbatch.files.jsonl import encode_line
 from specbatch.results.partial import RowDeaths
 from specbatch.results.stats import RowTotals
 from specbatch.rows.parameters import MAX_NAME_CHARS
-from specbatch.rows.row import Doubt, RowInfo
+from specbatch.rows.row import Doubt, Row
 from specbatch.rows.sources import RawRow
 from specbatch.types import NO_MARGIN, Margin
 
@@ -26,7 +26,7 @@ class Remark(NamedTuple):
     closes_objects: bool = False
 
 
-def remark_on(row: RowInfo) -> Remark:
+def remark_on(row: Row) -> Remark:
     names = tuple(name[:MAX_NAME_CHARS] for name in row.unread_fields)
     id_hash = 0
     if row.id is not None:

@@ -32,7 +32,7 @@ from specbatch.errors import RowError
 from specbatch.files.line_types import BATCH_ID
 from specbatch.logprobs import TokenLogprobs
 from specbatch.results.logprob_json import LogprobJson
-from specbatch.rows.row import RowInfo
+from specbatch.rows.row import Row
 from specbatch.text.chat_output import Answer, ToolCall
 from specbatch.types import NO_MARGIN, Completion, FinishReason, Margin
 
@@ -73,7 +73,7 @@ def choice_of(completion: Completion, answer: Answer) -> Choice:
     )
 
 
-def error_line(row: RowInfo, error: RowError) -> dict[str, Any]:
+def error_line(row: Row, error: RowError) -> dict[str, Any]:
     """The result line of a row that failed."""
     if row.api is not None:
         return {"id": _batch_id(row), "custom_id": row.id, "response": None, "error": _failure(error, "code")}
@@ -94,8 +94,7 @@ def _failure(error: RowError, kind: Literal["type", "code"]) -> dict[str, str]:
 
 
 def result_line(
-    row: RowInfo,
-    prompt_tokens: int,
+    row: Row,
     choices: Sequence[Choice],
     logprob_json: LogprobJson,
     *,
@@ -112,7 +111,7 @@ def result_line(
     row's certificate, if it is wanted. `from_first`: `prompt_logprobs` are of the whole prompt, whose first token has
     none. `first_text`: see `LogprobJson.prompt`. `error`: why a part of the row failed; then the whole row counts as
     failed, and has what finished. Values of log-probabilities are `Encoded`: the line is for `encode_line`."""
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sum(len(c.token_ids) for c in choices)}
+    usage = {"prompt_tokens": len(row.token_ids), "completion_tokens": sum(len(c.token_ids) for c in choices)}
     total = SpeculationCounts()
     for choice in choices:
         total.add(choice.speculation)
@@ -161,7 +160,7 @@ def _speculation(counts: SpeculationCounts, simulated: bool) -> dict[str, Any]:
     }
 
 
-def _choice(row: RowInfo, i: int, choice: Choice, logprob_json: LogprobJson, simulated: bool) -> dict[str, Any]:
+def _choice(row: Row, i: int, choice: Choice, logprob_json: LogprobJson, simulated: bool) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "index": i,
         **_native_parts(row, i, choice),
@@ -173,7 +172,7 @@ def _choice(row: RowInfo, i: int, choice: Choice, logprob_json: LogprobJson, sim
     return entry
 
 
-def _native_parts(row: RowInfo, i: int, choice: Choice) -> dict[str, Any]:
+def _native_parts(row: Row, i: int, choice: Choice) -> dict[str, Any]:
     """The text and the end of completion `i`."""
     if choice.error is not None:
         return {"text": None, "finish_reason": "error", "error": _failure(choice.error, "type")}
@@ -181,7 +180,7 @@ def _native_parts(row: RowInfo, i: int, choice: Choice) -> dict[str, Any]:
     return {"text": choice.text, **_chat_parts(row, i, choice), **end}
 
 
-def _chat_parts(row: RowInfo, i: int, choice: Choice) -> dict[str, Any]:
+def _chat_parts(row: Row, i: int, choice: Choice) -> dict[str, Any]:
     """Reasoning and calls of completion `i` of a row, as far as there are any. OpenAI makes ids at random; here they
     are the row's index, `i`, and the number of the call."""
     parts: dict[str, Any] = {}
@@ -200,7 +199,7 @@ def _chat_parts(row: RowInfo, i: int, choice: Choice) -> dict[str, Any]:
 
 
 def _openai_line(
-    row: RowInfo,
+    row: Row,
     usage: dict[str, int],
     counts: Mapping[str, Any],
     choices: Sequence[Choice],
@@ -226,11 +225,11 @@ def _openai_line(
     }
 
 
-def _batch_id(row: RowInfo) -> str:
+def _batch_id(row: Row) -> str:
     return f"{BATCH_ID}{row.index:012d}"
 
 
-def _openai_choice(row: RowInfo, i: int, choice: Choice, logprob_json: LogprobJson) -> dict[str, Any]:
+def _openai_choice(row: Row, i: int, choice: Choice, logprob_json: LogprobJson) -> dict[str, Any]:
     chat = row.api == "chat"
     failed = choice.error is not None
     text: dict[str, Any] = {"text": None if failed else choice.text}

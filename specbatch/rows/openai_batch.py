@@ -7,7 +7,7 @@ from typing import Any
 from specbatch.errors import RowError
 from specbatch.rows.chat_fields import CHAT_FIELDS
 from specbatch.rows.parameters import ALIASES, SAMPLING_FIELDS
-from specbatch.rows.row import RowInfo
+from specbatch.rows.row import Row
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _SAMPLING = (*(name for name in SAMPLING_FIELDS if name != "logprobs"), *ALIASES)
@@ -25,7 +25,7 @@ def is_openai_line(fields: dict[str, Any]) -> bool:
     return isinstance(fields.get("body"), dict) and str(fields.get("url")).startswith("/v1/")
 
 
-def read_batch_line(fields: dict[str, Any], row: RowInfo) -> dict[str, Any]:
+def read_batch_line(fields: dict[str, Any], row: Row) -> dict[str, Any]:
     """The body of a Batch line; fills in what its result repeats. Raises RowError for a line that breaks the format,
     with all of `row` filled in that the line has."""
     custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")

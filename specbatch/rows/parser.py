@@ -1,4 +1,4 @@
-"""Input rows -> prompts: what a row asks for, checked field by field, or the error that becomes its result.
+"""Input rows: what a row asks for, checked field by field, or the error that becomes its result.
 
 Fields of a native row: exactly one of `prompt`, `messages`, `prompt_token_ids`; `id`; any sampling field; those of
 chats (see `chat_fields`); `score_choices` (see `choices`). All other fields are `metadata` and come back unchanged. An
@@ -27,7 +27,7 @@ from specbatch.errors import FieldError, InputError, RowError, shown
 from specbatch.files.csv_file import Cells
 from specbatch.files.jsonl import BadRow, json_type
 from specbatch.rows.cells import TemplateCell, fields_of
-from specbatch.rows.chat_fields import CHAT_FIELDS, NO_CHAT_FIELDS, read_chat_fields
+from specbatch.rows.chat_fields import CHAT_FIELDS, read_chat_fields
 from specbatch.rows.choice_scoring import FIELD as CHOICES
 from specbatch.rows.choice_scoring import read_choices
 from specbatch.rows.messages import check_messages
@@ -41,7 +41,7 @@ from specbatch.rows.parameters import (
     refuse_unsupported,
     shown_name,
 )
-from specbatch.rows.row import Prompt, PromptKind, RowInfo
+from specbatch.rows.row import PromptKind, Row
 from specbatch.rows.sources import RawRow, Source
 from specbatch.rows.templates import PromptTemplate
 from specbatch.schemas.response_format import closes_objects
@@ -75,19 +75,21 @@ class RowParser:
             return {f"{self._column!r}, which data.prompt_column names": (self._column,)}
         return {"prompt, messages or prompt_token_ids": PROMPTS}
 
-    def parse(self, raw: RawRow) -> tuple[RowInfo, Prompt | RowError]:
-        """The prompt of a row or its error; never raises for what a row holds."""
-        row = RowInfo(raw.index)
+    def parse(self, raw: RawRow) -> Row:
+        """What a row asks for, or its error; never raises for what a row holds."""
+        row = Row(raw.index, raw.digest(), params=self._defaults)
         try:
             is_line = isinstance(raw.data, bytes)
             fields = raw.fields()
             if is_line and is_openai_line(fields):
-                return row, self._openai(fields, row)
-            return row, self._native(fields, row, is_line)
+                self._openai(fields, row)
+            else:
+                self._native(fields, row, is_line)
         except RowError as exc:
-            return row, exc
+            row.error = exc
+        return row
 
-    def _native(self, fields: dict[str, Any], row: RowInfo, is_line: bool) -> Prompt:
+    def _native(self, fields: dict[str, Any], row: Row, is_line: bool) -> None:
         columns_are_data = self.makes_prompts and not is_line
         used = {"id"}
         if not columns_are_data:
@@ -106,19 +108,17 @@ class RowParser:
             fields = self._of_cells(fields)
         elif not is_line and self._template is None:
             fields = _as_line(fields)
-        params = self._defaults if columns_are_data else override(self._defaults, fields)
-        chat, choices = NO_CHAT_FIELDS, tuple[str, ...]()
+        if not columns_are_data:
+            row.params = override(self._defaults, fields)
         if not self.makes_prompts:
-            refuse_unsupported(fields, params, _AS_DATA)
+            refuse_unsupported(fields, row.params, _AS_DATA)
             self._check_model(fields.get("model"))
-            chat, choices = read_chat_fields(fields, self._kwargs), read_choices(fields, params)
-        self._note(row, params, {} if columns_are_data else fields)
-        own_seed = not columns_are_data and fields.get("seed") is not None
-        kind, content = self._prompt(fields)
+            row.chat, row.choices = read_chat_fields(fields, self._kwargs), read_choices(fields, row.params)
+        self._note(row, {} if columns_are_data else fields)
+        row.kind, row.content = self._prompt(fields)
         if not columns_are_data:
             read = ("metadata",) if self.makes_prompts else ("metadata", "model")
             row.unread_fields = [name for name in extra if name not in read]
-        return Prompt(kind, content, params, own_seed, chat=chat, choices=choices)
 
     def _of_cells(self, cells: Cells) -> dict[str, Any]:
         if not self.makes_prompts:
@@ -137,11 +137,13 @@ class RowParser:
             message = f"model is {shown(named)}, but {self._model} answers; leave it out"
             raise RowError("unsupported_parameter", f"{message}; if it is only data, {_AS_DATA}")
 
-    def _note(self, row: RowInfo, params: SamplingParams, fields: Mapping[str, Any]) -> None:
-        """Fill in what remarks are made of. `fields`: sampling fields of the row."""
+    def _note(self, row: Row, fields: Mapping[str, Any]) -> None:
+        """Fill in what is known from the row's sampling fields."""
+        row.own_seed = fields.get("seed") is not None
         row.own_max_tokens = any(fields.get(name) is not None for name in _MAX_TOKENS)
-        if params.response_format != self._last_format[0]:  # most rows have the same
-            self._last_format = params.response_format, closes_objects(params.response_format)
+        wanted = row.params.response_format
+        if wanted != self._last_format[0]:  # most rows have the same
+            self._last_format = wanted, closes_objects(wanted)
         row.closes_objects = self._last_format[1]
 
     def _prompt(self, fields: dict[str, Any]) -> tuple[PromptKind, Any]:
@@ -169,35 +171,37 @@ class RowParser:
             return "messages", check_messages(value)
         return "token_ids", check_token_ids("prompt_token_ids", value)
 
-    def _openai(self, fields: dict[str, Any], row: RowInfo) -> Prompt:
+    def _openai(self, fields: dict[str, Any], row: Row) -> None:
         body = read_batch_line(fields, row)
         chat = row.api == "chat"
         sampling = sampling_fields(body, chat)
-        params = override(self._defaults, sampling)
+        row.params = override(self._defaults, sampling)
         others = {name: value for name, value in body.items() if name not in KNOWN_BODY and value is not None}
-        refuse_unsupported(others, params, "put it under `metadata`")
+        refuse_unsupported(others, row.params, "put it under `metadata`")
         for name in others:
             if name not in UNSUPPORTED and name != "do_sample":
                 near = meant_by(name)
                 hint = f"; did you mean {near}?" if near else ""
                 raise RowError("unsupported_parameter", f"body.{name[:60]} is not a known parameter{hint}")
         if chat and body.get("logprobs") is False:
-            params = replace(params, logprobs=None)
-        self._note(row, params, sampling)
-        own_seed = sampling.get("seed") is not None
+            row.params = replace(row.params, logprobs=None)
+        self._note(row, sampling)
         content = body.get("messages" if chat else "prompt")
         if content is None:
             raise RowError("missing_prompt", f"body has no {'messages' if chat else 'prompt'}")
         if chat:
-            asked = read_chat_fields(body, self._kwargs)
-            return Prompt("messages", check_messages(content), params, own_seed, chat=asked)
+            row.chat = read_chat_fields(body, self._kwargs)
+            row.kind, row.content = "messages", check_messages(content)
+            return
+        row.raw = True
         if names := [name for name in CHAT_FIELDS if body.get(name) is not None]:
             raise RowError("unsupported_parameter", f"body.{names[0]} is a parameter of chat completions")
         if isinstance(content, str):
-            return Prompt("prompt", content, params, own_seed, raw=True)
+            row.content = content
+            return
         if isinstance(content, list) and any(isinstance(part, str | list) for part in content):
             raise RowError("unsupported_parameter", "a list of prompts in one line is not supported; use one line each")
-        return Prompt("token_ids", check_token_ids("prompt", content), params, own_seed, raw=True)
+        row.kind, row.content = "token_ids", check_token_ids("prompt", content)
 
 
 def override(defaults: SamplingParams, fields: Mapping[str, Any]) -> SamplingParams:

@@ -17,7 +17,7 @@ from specbatch.matcher import GrammarMatcher
 from specbatch.rows.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.rows.choice_scoring import FIELD as SCORE_CHOICES
 from specbatch.rows.choice_scoring import ChoiceTokens, tokens_of_ids, tokens_of_text
-from specbatch.rows.row import Doubt, Prompt
+from specbatch.rows.row import Doubt, Row
 from specbatch.setup.data import runs_prompts_as_chat
 from specbatch.text.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, thinking_after
 from specbatch.text.chat_template import ChatTemplate
@@ -64,50 +64,48 @@ class TextProcessor:
         """See ChatTemplate."""
         return self._chat.printed_day
 
-    def encode(self, prompt: Prompt, limits: EngineLimits) -> list[int]:
-        """The prompt as token ids within `limits`. Raises RowError."""
-        (ids,) = self.encode_batch([prompt], limits)
-        if isinstance(ids, RowError):
-            raise ids
-        return ids
+    def encode(self, row: Row, limits: EngineLimits) -> list[int]:
+        """Fill in and return the row's prompt as token ids within `limits`. Raises RowError."""
+        self.encode_batch([row], limits)
+        if row.error is not None:
+            raise row.error
+        return row.token_ids
 
-    def encode_batch(self, prompts: Sequence[Prompt], limits: EngineLimits) -> list[list[int] | RowError]:
-        """Each prompt as token ids within `limits`, or its error. The interpreter is free while text is tokenized."""
-        found: list[list[int] | RowError] = []
-        texts: dict[bool, dict[int, str]] = {False: {}, True: {}}  # whether special tokens are added -> prompt -> text
-        for number, prompt in enumerate(prompts):
+    def encode_batch(self, rows: Sequence[Row], limits: EngineLimits) -> None:
+        """Fill in the token ids of rows without an error, or the reason why they do not run within `limits`. The
+        interpreter is free while text is tokenized."""
+        texts: dict[bool, list[tuple[Row, str]]] = {False: [], True: []}  # by whether special tokens are added
+        rows = [row for row in rows if row.error is None]
+        for row in rows:
             try:
-                if prompt.chat.given and not self._is_chat(prompt):
-                    raise RowError("invalid_value", f"{prompt.chat.given[0]} is for chats, and this prompt is not one")
-                if prompt.kind == "token_ids":
-                    found.append(list(prompt.content))
+                if row.chat.given and not self._is_chat(row):
+                    raise RowError("invalid_value", f"{row.chat.given[0]} is for chats, and this prompt is not one")
+                if row.kind == "token_ids":
+                    row.token_ids = list(row.content)
                     continue
-                text, add_special_tokens = self._text(prompt)
+                text, add_special_tokens = self._text(row)
                 _check_text(text, limits)
-                texts[add_special_tokens][number] = text
-                found.append([])
+                texts[add_special_tokens].append((row, text))
             except RowError as exc:
-                found.append(exc)
-        for add_special_tokens, by_number in texts.items():
-            encoded = self._tokenize(list(by_number.values()), add_special_tokens)
-            for number, ids in zip(by_number, encoded, strict=True):
-                found[number] = ids
-        return [
-            ids if isinstance(ids, RowError) else _within(limits, prompt, ids)
-            for prompt, ids in zip(prompts, found, strict=True)
-        ]
+                row.error = exc
+        for add_special_tokens, pairs in texts.items():
+            encoded = self._tokenize([text for _, text in pairs], add_special_tokens)
+            for (row, _), ids in zip(pairs, encoded, strict=True):
+                row.token_ids = ids
+        for row in rows:
+            row.error = row.error or _misfit(limits, row, row.token_ids)
 
-    def doubts(self, prompt: Prompt, token_ids: Sequence[int]) -> list[Doubt]:
-        """How a prompt, which `encode` has made `token_ids` of, can be other than it was meant."""
-        if prompt.kind == "messages":
-            chat = prompt.chat
-            left_out = self._chat.leaves_out_text(prompt.content, chat.kwargs, bool(chat.tools))
+    def doubts(self, row: Row) -> list[Doubt]:
+        """How the prompt of an encoded row can be other than it was meant."""
+        if row.kind == "messages":
+            chat = row.chat
+            left_out = self._chat.leaves_out_text(row.content, chat.kwargs, bool(chat.tools))
             return ["text_left_out"] if left_out else []
-        if prompt.kind != "prompt":
+        if row.kind != "prompt":
             return []
-        if self._is_chat(prompt):
-            return ["two_templates"] if prompt.content.lstrip().startswith(self._template_marks) else []
-        has_two = self._adds_bos and list(token_ids[:2]) == [self._bos, self._bos]
+        if self._is_chat(row):
+            return ["two_templates"] if row.content.lstrip().startswith(self._template_marks) else []
+        has_two = self._adds_bos and list(row.token_ids[:2]) == [self._bos, self._bos]
         return ["two_bos"] if has_two else []
 
     @functools.cached_property
@@ -122,29 +120,29 @@ class TextProcessor:
         """Stop what prepares a row in the background: no row is wanted any longer."""
         self._grammars.close()
 
-    def answer_reader(self, prompt: Prompt, token_ids: Sequence[int]) -> AnswerReader:
-        """What reads the answers to `prompt`, which `encode` has made `token_ids` of."""
-        if not self._is_chat(prompt):
+    def answer_reader(self, row: Row) -> AnswerReader:
+        """What reads the answers to an encoded row."""
+        if not self._is_chat(row):
             return AnswerReader()
-        chat, facts = prompt.chat, self._chat.facts
+        chat, facts = row.chat, self._chat.facts
         separate = self._separate_reasoning if chat.separate_reasoning is None else chat.separate_reasoning
         thinking: Thinking = "none"
         if facts.thinks if separate is None else separate:
-            end = self._tokenizer.decode(list(token_ids[-_MARK_TOKENS:]), skip_special_tokens=False)
+            end = self._tokenizer.decode(list(row.token_ids[-_MARK_TOKENS:]), skip_special_tokens=False)
             thinking = thinking_after(end)
-            if thinking == "marked" and (chat.required or _constraint(prompt.params) is not None):
+            if thinking == "marked" and (chat.required or _constraint(row.params) is not None):
                 thinking = "closed"  # see `matcher`: the text of a grammar can have the end mark in it
         calls = self._chat.tool_facts.calls if chat.tools else None
         return AnswerReader(thinking, calls, chat.tool_names, None if chat.parallel_tool_calls else 1)
 
-    def matcher(self, prompt: Prompt, thinking: Thinking = "none") -> tuple[GrammarMatcher, MatcherSpec] | None:
-        """Of an output that begins, and what it is made of; None: it may be any text. Reasoning (see `answer_reader`)
-        is any text, where its end is a token. Raises RowError for a grammar that cannot be used."""
-        constraint = _constraint(prompt.params)
-        if prompt.chat.required:
+    def matcher(self, row: Row) -> tuple[GrammarMatcher, MatcherSpec] | None:
+        """Of an output that begins, and what it is made of; None: it may be any text. Reasoning (see `row.reader`) is
+        any text, where its end is a token. Raises RowError for a grammar that cannot be used."""
+        constraint, thinking = _constraint(row.params), row.reader.thinking
+        if row.chat.required:
             if constraint is not None:
                 raise RowError("invalid_value", f"tool_choice and {constraint.option} are given; give one of them")
-            constraint = self._required_calls(prompt)
+            constraint = self._required_calls(row)
         if constraint is None:
             return None
         begin, end = (self._mark_ids.get(mark) for mark in REASONING_MARKS)
@@ -159,16 +157,16 @@ class TextProcessor:
         try:
             return spec.make(self._grammars), spec
         except RowError:
-            self._check_parameters(prompt.chat)
+            self._check_parameters(row.chat)
             raise
 
-    def _required_calls(self, prompt: Prompt) -> Constraint:
+    def _required_calls(self, row: Row) -> Constraint:
         if (calls := self._chat.tool_facts.calls) is None:
             message = "tool_choice must be none or auto: the format of this model's calls is not known"
             raise RowError("unsupported_parameter", message)
-        if prompt.params.ignore_eos:
+        if row.params.ignore_eos:
             raise RowError("invalid_value", "ignore_eos and tool_choice are given, but a complete call has to end")
-        chat = prompt.chat
+        chat = row.chat
         return calls_of(chat.required, calls, several=chat.parallel_tool_calls, tokens=self._mark_ids)
 
     def _check_parameters(self, chat: ChatFields) -> None:
@@ -231,10 +229,10 @@ class TextProcessor:
             raise RowError(exc.type, exc.message) from exc
         return tuple(words)
 
-    def choice_tokens(self, prompt: Prompt, limits: EngineLimits) -> list[ChoiceTokens | RowError]:
-        """`prompt` with each of its choices, or why that one cannot be scored. Raises RowError if none can."""
+    def choice_tokens(self, row: Row, limits: EngineLimits) -> list[ChoiceTokens | RowError]:
+        """The prompt with each of its choices, or why that one cannot be scored. Raises RowError if none can."""
         errors: dict[int, RowError] = {}
-        for i, choice in enumerate(prompt.choices):
+        for i, choice in enumerate(row.choices):
             what = f"{SCORE_CHOICES}[{i}]"
             try:
                 _check_text(choice, limits, what)
@@ -242,22 +240,22 @@ class TextProcessor:
                     raise RowError("invalid_value", f"{what} must be a text that is not empty")
             except RowError as exc:
                 errors[i] = exc
-        numbers = [i for i in range(len(prompt.choices)) if i not in errors]
-        choices = [prompt.choices[i] for i in numbers]
-        if prompt.kind == "token_ids":
-            tokens = tokens_of_ids(prompt.content, choices, lambda texts: self._tokenize(texts, False))
+        numbers = [i for i in range(len(row.choices)) if i not in errors]
+        choices = [row.choices[i] for i in numbers]
+        if row.kind == "token_ids":
+            tokens = tokens_of_ids(row.content, choices, lambda texts: self._tokenize(texts, False))
         else:
-            text, add_special_tokens = self._text(prompt)
+            text, add_special_tokens = self._text(row)
             tokens = tokens_of_text(text, choices, lambda texts: self._tokenize(texts, add_special_tokens))
         found = dict(zip(numbers, tokens, strict=True))
         for i, one in found.items():
-            if isinstance(error := _within(limits, prompt, one.token_ids), RowError):
+            if (error := _misfit(limits, row, one.token_ids)) is not None:
                 errors[i] = RowError(error.type, f"{SCORE_CHOICES}[{i}]: {error.message}")
             elif not one.is_scored:
                 errors[i] = RowError("invalid_value", f"{SCORE_CHOICES}[{i}] adds no token to the prompt")
-        if len(errors) == len(prompt.choices):
+        if len(errors) == len(row.choices):
             raise errors[0]
-        return [errors.get(i) or found[i] for i in range(len(prompt.choices))]
+        return [errors.get(i) or found[i] for i in range(len(row.choices))]
 
     def stop_check(self, params: SamplingParams) -> StopCheck | None:
         if not params.stop:
@@ -286,18 +284,18 @@ class TextProcessor:
         """The messages as the chat template writes them, with the beginning of the answer. Raises RowError."""
         return self._chat.write(messages, chat.kwargs, chat.tools)
 
-    def _is_chat(self, prompt: Prompt) -> bool:
-        return prompt.kind == "messages" or (prompt.kind == "prompt" and self._as_chat and not prompt.raw)
+    def _is_chat(self, row: Row) -> bool:
+        return row.kind == "messages" or (row.kind == "prompt" and self._as_chat and not row.raw)
 
-    def _text(self, prompt: Prompt) -> tuple[str, bool]:
+    def _text(self, row: Row) -> tuple[str, bool]:
         """The text to tokenize, and whether the tokenizer adds special tokens to it. Raises RowError."""
-        if prompt.kind == "prompt" and not prompt.content:
+        if row.kind == "prompt" and not row.content:
             raise RowError("empty_prompt", "the prompt is empty")
-        if not self._is_chat(prompt):
-            return prompt.content, True
-        messages = prompt.content if prompt.kind == "messages" else [{"role": "user", "content": prompt.content}]
+        if not self._is_chat(row):
+            return row.content, True
+        messages = row.content if row.kind == "messages" else [{"role": "user", "content": row.content}]
         # The template writes the special tokens: the tokenizer must not add them again (double BOS).
-        return self.chat_text(messages, prompt.chat), False
+        return self.chat_text(messages, row.chat), False
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         if not texts:
@@ -319,8 +317,8 @@ def _check_text(text: str, limits: EngineLimits, what: str = "the prompt") -> No
         raise RowError(exc.type, exc.message) from exc
 
 
-def _within(limits: EngineLimits, prompt: Prompt, ids: list[int]) -> list[int] | RowError:
-    """`ids`, or the first reason why they cannot run."""
+def _misfit(limits: EngineLimits, row: Row, ids: Sequence[int]) -> RowError | None:
+    """The first reason why `ids` cannot run."""
     try:
         if not ids:
             raise RowError("empty_prompt", "the prompt has no tokens")
@@ -331,14 +329,14 @@ def _within(limits: EngineLimits, prompt: Prompt, ids: list[int]) -> list[int] |
                 "prompt_too_long",
                 f"the prompt has {len(ids)} tokens, more than the {limits.max_prompt_tokens} that fit",
             )
-        _check_vocabulary("stop_token_ids", prompt.params.stop_token_ids, limits)
+        _check_vocabulary("stop_token_ids", row.params.stop_token_ids, limits)
         for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(prompt.params, name)
+            wanted = getattr(row.params, name)
             if (wanted or 0) > limits.max_logprobs:
                 raise RowError("invalid_value", f"{name} must be <= {limits.max_logprobs}, not {wanted}")
     except RowError as exc:
         return exc
-    return ids
+    return None
 
 
 def _check_vocabulary(what: str, ids: Sequence[int], limits: EngineLimits) -> None:

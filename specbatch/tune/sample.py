@@ -61,23 +61,21 @@ def sample_rows(
     common: list[int] = []
     num_failed, max_tokens, completions, has_grammars = 0, 1, 0, False
     for raw in drawn:
-        head, job = parser.parse(raw)
-        if isinstance(job, RowError):
-            num_failed += 1
-            continue
+        row = parser.parse(raw)
         try:
-            prompt = texts.encode(job, limits)
-            bad_words = texts.bad_words(job.params, limits)
+            prompt = texts.encode(row, limits)
+            bad_words = texts.bad_words(row.params, limits)
         except RowError:
             num_failed += 1
             continue
+        params = row.params
         common = _common_prefix(common, prompt) if lengths else prompt
-        lengths += [len(prompt)] * job.num_requests
-        completions += job.num_requests
-        has_grammars |= job.has_grammar
-        max_tokens = max(max_tokens, job.params.max_tokens)
-        rng = RngKey(seed if job.params.seed is None else job.params.seed, head.index, 0)
-        requests.append(Request(len(requests), prompt, job.params, rng, texts.stop_check(job.params), bad_words))
+        lengths += [len(prompt)] * row.num_requests
+        completions += row.num_requests
+        has_grammars |= row.has_grammar
+        max_tokens = max(max_tokens, params.max_tokens)
+        rng = RngKey(seed if params.seed is None else params.seed, row.index, 0)
+        requests.append(Request(len(requests), prompt, params, rng, texts.stop_check(params), bad_words))
     if len(requests) < MIN_ROWS:
         raise _too_few(source, len(requests), f" ({num_failed} of {len(drawn)} rows fail)" if num_failed else "")
     expected = round(total * completions / len(drawn))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specbatch.rows.row import Prompt
+from specbatch.rows.row import Row
 from specbatch.tune.sample import sample_rows
 from specbatch.types import EngineLimits, SamplingParams
 from tests.job.test_generate import CONFIG, Run
@@ -54,9 +54,9 @@ def test_batch_lines_have_their_copies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("temperature", "completions"), [(0.0, 8), (1.0, 24)])
 def test_tune_counts_what_is_computed(temperature: float, completions: int) -> None:
-    prompt = Prompt("prompt", "x", SamplingParams(temperature=temperature, n=3), False)
+    params = SamplingParams(temperature=temperature, n=3)
     source = SimpleNamespace(name="x", rows=lambda: range(8))
-    parser = SimpleNamespace(parse=lambda raw: (SimpleNamespace(index=raw), prompt))
+    parser = SimpleNamespace(parse=lambda raw: Row(raw, content="x", params=params))
     texts = SimpleNamespace(
         encode=lambda prompt, limits: [1], stop_check=lambda params: None, bad_words=lambda params, limits: ()
     )

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from specbatch.config import DataSection
 from specbatch.errors import RowError
-from specbatch.job.row_queue import PreparedRow, RowPreparer, RowQueue
+from specbatch.job.row_queue import RowPreparer, RowQueue
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import RowInfo
+from specbatch.rows.row import Row
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams
@@ -30,15 +30,15 @@ def raw(index: int, **fields: object) -> RawRow:
     return RawRow(index, json.dumps(fields or {"prompt": f"p{index}"}).encode())
 
 
-def prepare(raws: Sequence[RawRow]) -> list[PreparedRow]:
+def prepare(raws: Sequence[RawRow]) -> list[Row]:
     """Rows 13 and 17 raise."""
     if any(row.index in (13, 17) for row in raws):
         raise KeyboardInterrupt if any(row.index == 17 for row in raws) else ZeroDivisionError
-    return [PreparedRow(row.digest(), RowInfo(row.index), RowError("x", "y")) for row in raws]
+    return [Row(row.index, row.digest(), RowError("x", "y")) for row in raws]
 
 
 @contextmanager
-def queue(prepare: Callable[[Sequence[RawRow]], Sequence[PreparedRow]] = prepare) -> Iterator[RowQueue]:
+def queue(prepare: Callable[[Sequence[RawRow]], Sequence[Row]] = prepare) -> Iterator[RowQueue]:
     before = set(threading.enumerate())  # other tests may have left a queue open
     made = RowQueue(prepare)
     try:
@@ -52,14 +52,14 @@ def index_of(rows: RowQueue) -> int:
     """Of the next row."""
     prepared = rows.take()
     assert prepared is not None
-    return prepared.row.index
+    return prepared.index
 
 
 def test_a_row_that_takes_long_is_waited_for_in_bounds() -> None:
     """An engine with other rows goes on meanwhile; a job that ends does not wait at all."""
     may_go_on = threading.Event()
 
-    def wait(raws: Sequence[RawRow]) -> list[PreparedRow]:
+    def wait(raws: Sequence[RawRow]) -> list[Row]:
         may_go_on.wait(10)
         return prepare(raws)
 
@@ -119,7 +119,7 @@ def test_the_queue_ends_while_the_thread_works() -> None:
     """A template that does not end is stopped then."""
     stopped, began = threading.Event(), threading.Event()
 
-    def endless(raws: Sequence[RawRow]) -> list[PreparedRow]:
+    def endless(raws: Sequence[RawRow]) -> list[Row]:
         began.set()
         stopped.wait()
         raise ZeroDivisionError
@@ -145,7 +145,7 @@ def test_a_closed_queue_does_not_wait() -> None:
 
 
 def test_waiting_is_counted() -> None:
-    def slow(raws: Sequence[RawRow]) -> list[PreparedRow]:
+    def slow(raws: Sequence[RawRow]) -> list[Row]:
         time.sleep(0.05)
         return prepare(raws)
 
@@ -181,13 +181,12 @@ def test_rows_that_are_prepared_together_are_as_each_alone() -> None:
     together = prepared(rows)
     for row, found in zip(rows, together, strict=True):
         (alone,) = prepared([row])
-        assert (found.digest, found.row, list(found.token_ids)) == (alone.digest, alone.row, list(alone.token_ids))
-        assert repr(found.prompt) == repr(alone.prompt)
+        assert repr(found) == repr(alone)
     texts = [StubTokenizer().decode(found.token_ids, False, False) for found in together]
     assert texts[0] == "<user>chat<assistant>"
     assert texts[3] == "<s>text"
     assert texts[10] == "<user>last<assistant>"
-    kinds = [found.prompt.type if isinstance(found.prompt, RowError) else None for found in together]
+    kinds = [found.error and found.error.type for found in together]
     assert kinds == [
         None, "empty_prompt", None, None, "invalid_json", "prompt_too_long", "chat_template_error", "invalid_text",
         "invalid_type", "invalid_type", None, None,

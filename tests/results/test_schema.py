@@ -21,7 +21,7 @@ from specbatch.logprobs import TokenLogprob, TokenLogprobs
 from specbatch.results.logprob_json import LogprobJson
 from specbatch.results.results_format import Choice, result_line
 from specbatch.results.schema import schemas
-from specbatch.rows.row import RowInfo
+from specbatch.rows.row import Row
 from specbatch.text.chat_output import ToolCall
 from specbatch.text.token_pieces import TokenPieces
 from specbatch.types import FinishReason, Margin
@@ -59,7 +59,7 @@ def test_every_field_of_a_line_is_declared_in_its_order(tmp_path: Path, api: Any
     scores = TokenLogprobs.of([TokenLogprob(65, -0.5, ((65, -0.5),))])
     calls = [ToolCall("weather", "{}")]
     choice = Choice("a", [65], FinishReason.TOOL_CALLS, scores, SpeculationCounts(), "thought", calls)
-    row = RowInfo(3, "x", {"k": [1]}, api=api)
+    row = Row(3, id="x", metadata={"k": [1]}, api=api, token_ids=[1, 2])
     given: dict[str, Any] = {
         "model": "m",
         "simulated": True,
@@ -69,7 +69,7 @@ def test_every_field_of_a_line_is_declared_in_its_order(tmp_path: Path, api: Any
     if api is None:
         given["choice_scores"] = [{"text": "a", "logprob": -0.5, "num_tokens": 1}]
     pieces = TokenPieces(lambda ids: "".join(map(chr, ids)), chr)
-    line = json.loads(encode_line(result_line(row, 2, [choice, choice], LogprobJson(pieces), **given)))
+    line = json.loads(encode_line(result_line(row, [choice, choice], LogprobJson(pieces), **given)))
     assert not errors("result", line)
     write_lines(tmp_path / "a.parquet", [encode_line(line)], ".parquet")
     (back,) = result_rows(tmp_path / "a.parquet")

@@ -16,7 +16,6 @@ from specbatch.job.warnings import Remarks
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.results.finished import remark_on
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import Prompt
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams
@@ -42,8 +41,8 @@ def remarks(rows: list[dict[str, Any]], adds_bos: bool = True, **data: Any) -> l
     prepare = RowPreparer(parser, TextProcessor(tokenizer(adds_bos), section), EngineLimits(4000, 400))
     found = Remarks("m", columns=False)
     for prepared in prepare([RawRow(index, json.dumps(row).encode()) for index, row in enumerate(rows)]):
-        assert isinstance(prepared.prompt, Prompt), prepared.prompt
-        found.add(prepared.row.index, remark_on(prepared.row))
+        assert prepared.error is None, prepared.error
+        found.add(prepared.index, remark_on(prepared))
     return found.lines()
 
 

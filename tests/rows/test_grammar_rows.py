@@ -20,7 +20,6 @@ from specbatch.job.row_queue import RowPreparer
 from specbatch.job.terminal import closing_table, table_text
 from specbatch.results.stats import versions
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import Prompt
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import EngineLimits, SamplingParams
@@ -40,11 +39,8 @@ JSON = SamplingParams(response_format='{"type": "json_object"}')
 
 def parse(fields: dict[str, Any]) -> SamplingParams | str:
     """The sampling options of a row, or its error."""
-    _, prompt = RowParser(JSON, DataSection()).parse(RawRow(0, json.dumps(fields).encode()))
-    if isinstance(prompt, RowError):
-        return f"{prompt.type}: {prompt.message}"
-    assert isinstance(prompt, Prompt)
-    return prompt.params
+    row = RowParser(JSON, DataSection()).parse(RawRow(0, json.dumps(fields).encode()))
+    return row.params if row.error is None else f"{row.error.type}: {row.error.message}"
 
 
 def test_a_grammar_of_a_row_replaces_the_default() -> None:
@@ -140,9 +136,9 @@ def test_options_without_grammars_make_error_rows() -> None:
     one, other = prepare(
         [RawRow(0, b'{"prompt": "a"}'), RawRow(1, b'{"prompt": "a", "response_format": {"type": "text"}}')]
     )
-    assert isinstance(one.prompt, RowError)
-    assert "not supported with speculation.simulate_acceptance" in one.prompt.message
-    assert isinstance(other.prompt, Prompt)
+    assert one.error is not None
+    assert "not supported with speculation.simulate_acceptance" in one.error.message
+    assert other.error is None
 
 
 def test_a_bad_grammar_of_the_configuration_ends_the_job() -> None:

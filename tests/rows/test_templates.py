@@ -22,8 +22,8 @@ from specbatch.config import DataSection
 from specbatch.errors import ConfigError, InputError, ModelError, RowError
 from specbatch.evals.templates import Renderer
 from specbatch.models.formats.tokenizer import byte_tokenizer
-from specbatch.rows.row import Prompt
-from specbatch.rows.templates import PromptTemplate
+from specbatch.rows.row import Row
+from specbatch.rows.templates import RowTemplate
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.text.bounds import Bounded, OutOfBounds, Stoppable
 from specbatch.text.chat_template import ChatTemplate
@@ -137,9 +137,9 @@ def test_a_broken_template_that_nothing_uses_is_no_hindrance() -> None:
     with pytest.raises(ModelError):
         TextProcessor(tokenizer, DataSection())
     texts = TextProcessor(tokenizer, DataSection(prompts_as_chat=False))
-    assert texts.encode(Prompt("prompt", "a", SamplingParams(), False), limits)
+    assert texts.encode(Row(0, content="a"), limits)
     with pytest.raises(RowError, match="is not valid"):
-        texts.encode(Prompt("messages", MESSAGES, SamplingParams(), False), limits)
+        texts.encode(Row(0, kind="messages", content=MESSAGES), limits)
     assert TextProcessor(tokenizer, DataSection(chat_template=TEXTS)).chat_text(MESSAGES) == "hiho"
 
 
@@ -150,7 +150,7 @@ def test_text_that_cannot_fit_is_not_tokenized() -> None:
 
     texts = TextProcessor(Tokenizer(), DataSection())
     with pytest.raises(RowError) as caught:
-        texts.encode(Prompt("prompt", "x" * (1 << 21), SamplingParams(), False), EngineLimits(1000, 300))
+        texts.encode(Row(0, content="x" * (1 << 21)), EngineLimits(1000, 300))
     assert caught.value.type == "prompt_too_long"
 
 

@@ -9,7 +9,7 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.counts import SpeculationCounts
 from specbatch.errors import ConfigError, RowError
-from specbatch.rows.row import Prompt
+from specbatch.rows.row import Row
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams
 from tests.stub_engine import EOS, StubTokenizer
@@ -40,15 +40,15 @@ def test_final_text(tokens: list[int], reason: FinishReason, stop: tuple[str, ..
     assert processor.final_text(completion, SamplingParams(stop=stop)) == text
 
 
-def encode(data: DataSection, asked: Prompt, template: str | None = "stub") -> str:
+def encode(data: DataSection, asked: Row, template: str | None = "stub") -> str:
     tokenizer = StubTokenizer()
     tokenizer.chat_template = template
     ids = TextProcessor(tokenizer, data).encode(asked, LIMITS)
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def prompt(kind: str, content: object, raw: bool = False, **params: object) -> Prompt:
-    return Prompt(kind, content, SamplingParams(**params), False, raw)  # type: ignore[arg-type]
+def prompt(kind: str, content: object, raw: bool = False, **params: object) -> Row:
+    return Row(0, kind=kind, content=content, params=SamplingParams(**params), raw=raw)  # type: ignore[arg-type]
 
 
 def test_special_tokens_are_added_once() -> None:
@@ -90,7 +90,7 @@ def test_system_prompt_goes_before_messages_without_one() -> None:
         (prompt("prompt", "x" * 100), "prompt_too_long"),
     ],
 )
-def test_rows_that_cannot_be_encoded(bad: Prompt, type: str) -> None:
+def test_rows_that_cannot_be_encoded(bad: Row, type: str) -> None:
     with pytest.raises(RowError) as caught:
         encode(RAW, bad)
     assert caught.value.type == type

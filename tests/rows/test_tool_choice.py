@@ -12,7 +12,6 @@ from specbatch.errors import RowError
 from specbatch.job.row_queue import RowPreparer
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import Prompt
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.text.chat_output import Answer
@@ -45,13 +44,10 @@ class Row:
         data = DataSection(chat_template=template)
         texts = TextProcessor(self.tokenizer, data)
         raw = RawRow(0, json.dumps({"messages": [USER], **fields}).encode())
-        _, prompt = RowParser(SamplingParams(), data).parse(raw)
-        if isinstance(prompt, RowError):
-            raise prompt
-        assert isinstance(prompt, Prompt)
-        ids = texts.encode(prompt, EngineLimits(4000, len(self.tokenizer)))
-        self.reader = texts.answer_reader(prompt, ids)
-        grammar = texts.matcher(prompt, self.reader.thinking)
+        row = RowParser(SamplingParams(), data).parse(raw)
+        texts.encode(row, EngineLimits(4000, len(self.tokenizer)))
+        self.reader = row.reader = texts.answer_reader(row)
+        grammar = texts.matcher(row)
         self.matcher = None if grammar is None else grammar[0]
 
     def takes(self, text: str) -> bool:
@@ -202,8 +198,8 @@ def test_a_required_call_where_no_grammars_run() -> None:
     prepare = RowPreparer(RowParser(SamplingParams(), data), texts, EngineLimits(4000, 300), "engine.tensor_parallel")
     row = {"messages": [USER], "tools": TOOLS, "tool_choice": "required"}
     [one] = prepare([RawRow(0, json.dumps(row).encode())])
-    assert isinstance(one.prompt, RowError)
-    assert one.prompt.message == "a required tool_choice: not supported with engine.tensor_parallel"
+    assert one.error is not None
+    assert one.error.message == "a required tool_choice: not supported with engine.tensor_parallel"
 
 
 def test_a_call_that_is_not_required_has_no_grammar() -> None:

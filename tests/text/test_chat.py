@@ -25,7 +25,7 @@ from specbatch.results.logprob_json import LogprobJson
 from specbatch.results.results_format import choice_of, result_line
 from specbatch.rows.messages import check_messages
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import Prompt, RowInfo
+from specbatch.rows.row import Row
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.text.chat_output import Answer, AnswerReader, ToolCall, call_format
@@ -60,19 +60,19 @@ class Chat:
         self._texts = TextProcessor(self.tokenizer, section)
         self._template = template
 
-    def parse(self, row: dict[str, Any], batch: bool = False) -> tuple[RowInfo, Prompt]:
+    def parse(self, row: dict[str, Any], batch: bool = False) -> Row:
         if batch:
             row = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", **row}}
-        info, prompt = self._parser.parse(RawRow(4, json.dumps(row).encode()))
-        if isinstance(prompt, RowError):
-            raise prompt
-        return info, prompt
+        parsed = self._parser.parse(RawRow(4, json.dumps(row).encode()))
+        if parsed.error is not None:
+            raise parsed.error
+        return parsed
 
     def written(self, row: dict[str, Any], batch: bool = False) -> str:
-        return bytes(self._encoded(self.parse(row, batch)[1])).decode()
+        return bytes(self._encoded(self.parse(row, batch))).decode()
 
-    def _encoded(self, prompt: Prompt) -> list[int]:
-        return [token - 1 for token in self._texts.encode(prompt, LIMITS)]  # 0 ends a text: bytes begin at 1
+    def _encoded(self, row: Row) -> list[int]:
+        return [token - 1 for token in self._texts.encode(row, LIMITS)]  # 0 ends a text: bytes begin at 1
 
     def by_transformers(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         return self.tokenizer.apply_chat_template(
@@ -81,14 +81,14 @@ class Chat:
 
     def answered(self, row: dict[str, Any], text: str, batch: bool = False, **completion: Any) -> dict[str, Any]:
         """The result line of a row that the model answers with `text`."""
-        info, prompt = self.parse(row, batch)
-        ids = self._texts.encode(prompt, LIMITS)
+        parsed = self.parse(row, batch)
+        self._texts.encode(parsed, LIMITS)
         reason = completion.get("reason", FinishReason.STOP)
         tokens = [byte + 1 for byte in text.encode()] + [0] * (reason is FinishReason.STOP)
         done = Completion(0, tokens, reason, None, SpeculationCounts())
-        answer = self._texts.answer_reader(prompt, ids).read(self._texts.final_text(done, prompt.params))
-        choices = [choice_of(done, answer)] * prompt.params.n
-        return result_line(info, len(ids), choices, LogprobJson(self._texts.pieces), model="m")
+        answer = self._texts.answer_reader(parsed).read(self._texts.final_text(done, parsed.params))
+        choices = [choice_of(done, answer)] * parsed.params.n
+        return result_line(parsed, choices, LogprobJson(self._texts.pieces), model="m")
 
 
 def test_thinking_on_and_off() -> None:

@@ -26,7 +26,7 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, SpecbatchError
 from specbatch.rows.chat_fields import NO_CHAT_FIELDS, ChatFields
-from specbatch.rows.row import Prompt
+from specbatch.rows.row import Row
 from specbatch.rows.sources import RawRow
 from specbatch.setup import speculation as resolve_speculation
 from specbatch.setup.resolve import ResolvedRun, resolve
@@ -512,7 +512,7 @@ def sampled(
 ) -> Sample:
     """Of rows whose prompts have a token for each byte."""
     source: Any = SimpleNamespace(rows=lambda: starmap(RawRow, enumerate(prompts)), name="rows")
-    parser: Any = SimpleNamespace(parse=lambda raw: (raw, Prompt("prompt", raw.data, params, chat=chat)))
+    parser: Any = SimpleNamespace(parse=lambda raw: Row(raw.index, content=raw.data, params=params, chat=chat))
     texts: Any = SimpleNamespace(
         encode=lambda job, limits: [*job.content], stop_check=lambda params: None, bad_words=lambda params, limits: ()
     )

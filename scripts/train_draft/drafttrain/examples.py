@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from drafttrain.unroll import StepRows
 from specbatch.config import DataSection
 from specbatch.errors import InputError, RowError
-from specbatch.rows.row import Prompt
+from specbatch.rows.row import Row
 from specbatch.rows.tokenizer import TextProcessor
-from specbatch.types import EngineLimits, SamplingParams
+from specbatch.types import EngineLimits
 
 LENGTH_STEP = 64  # padded lengths are multiples: few different shapes, and aligned masks
 _POOL = 32  # batches that are sorted by length together, so that padding is small and order still random
@@ -109,7 +109,7 @@ def make_examples(
 def _encode_prompt(row: Mapping[str, Any], texts: TextProcessor, limits: EngineLimits) -> list[int] | None:
     kind: Literal["messages", "prompt"] = "messages" if "messages" in row else "prompt"
     try:
-        return texts.encode(Prompt(kind, row[kind], SamplingParams()), limits)
+        return texts.encode(Row(0, kind=kind, content=row[kind]), limits)
     except RowError:
         return None
 
