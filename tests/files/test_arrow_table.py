@@ -16,10 +16,11 @@ from specbatch.config import DataSection
 from specbatch.errors import InputError
 from specbatch.files.jsonl import BadRow, encode_line
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import Prompt
+from specbatch.rows.row import Row
 from specbatch.rows.sources import open_source
 from specbatch.types import SamplingParams
 from tests.job.test_generate import Run
+from tests.rows.asked import asked
 
 DAY = dt.date(2024, 1, 2)
 BERLIN = pa.timestamp("ns", "Europe/Berlin")
@@ -67,10 +68,10 @@ def rows(folder: Path, table: pa.Table, name: str = "d.parquet") -> list[Any]:
 @pytest.mark.parametrize("name", ["d.parquet", "file.arrow", "stream.arrow"])
 def test_types(tmp_path: Path, column: pa.Array, written: Any, name: str) -> None:
     (row,) = rows(tmp_path, pa.table({"prompt": ["p"], "c": column}), name)
-    parsed, prompt = RowParser(SamplingParams(), DataSection()).parse(
-        next(open_source(str(tmp_path / name), DataSection()).rows())
+    parsed, prompt = asked(
+        RowParser(SamplingParams(), DataSection()).parse(next(open_source(str(tmp_path / name), DataSection()).rows()))
     )
-    assert isinstance(prompt, Prompt)
+    assert isinstance(prompt, Row)
     assert json.loads(encode_line(row)) == {"prompt": "p", "c": written}
     assert parsed.metadata == {"c": row["c"]}
 
@@ -90,8 +91,8 @@ def test_options_of_decimals(tmp_path: Path) -> None:
     columns = {"temperature": pa.array([Decimal("0.50")]), "max_tokens": pa.array([Decimal(7)], pa.decimal128(38, 0))}
     pq.write_table(pa.table({"prompt": ["p"], **columns}), tmp_path / "d.parquet")
     (row,) = open_source(str(tmp_path / "d.parquet"), DataSection()).rows()
-    _, prompt = RowParser(SamplingParams(), DataSection()).parse(row)
-    assert isinstance(prompt, Prompt)
+    _, prompt = asked(RowParser(SamplingParams(), DataSection()).parse(row))
+    assert isinstance(prompt, Row)
     assert prompt.params == SamplingParams(7, 0.5)
 
 

@@ -13,11 +13,12 @@ from specbatch.errors import InputError, RowError
 from specbatch.files import csv_file
 from specbatch.files.jsonl import BadRow
 from specbatch.rows.parser import RowParser, with_checked_fields
-from specbatch.rows.row import Prompt, RowInfo
+from specbatch.rows.row import Row
 from specbatch.rows.shard import Shard
 from specbatch.rows.sources import Source, open_source
 from specbatch.types import SamplingParams
 from tests.job.test_generate import Run
+from tests.rows.asked import asked
 from tests.stub_engine import StubEngine
 
 DATA = DataSection()
@@ -32,14 +33,14 @@ def rows(folder: Path, content: str | bytes, name: str = "d.csv") -> list[Any]:
     return [row.data for row in source(folder, content, name).rows()]
 
 
-def parsed(folder: Path, content: str, data: DataSection = DATA) -> list[tuple[RowInfo, Prompt | RowError]]:
+def parsed(folder: Path, content: str, data: DataSection = DATA) -> list[tuple[Row, Row | RowError]]:
     parser = RowParser(SamplingParams(), data)
-    return [parser.parse(row) for row in source(folder, content).rows()]
+    return [asked(parser.parse(row)) for row in source(folder, content).rows()]
 
 
 def params(folder: Path, columns: str, cells: str) -> SamplingParams:
     ((_, prompt),) = parsed(folder, f"prompt,{columns}\nx,{cells}\n")
-    assert isinstance(prompt, Prompt), prompt
+    assert isinstance(prompt, Row), prompt
     return prompt.params
 
 
@@ -166,8 +167,8 @@ def test_a_cell_that_is_no_such_value_is_an_error_of_its_row(
 def test_a_column_of_messages_is_json(tmp_path: Path) -> None:
     content = 'id,messages,prompt\n1,"[{""role"":""user"",""content"":""hi""}]",\n,,"[""a""]"\n'
     (_, chat), (info, text) = parsed(tmp_path, content)
-    assert isinstance(chat, Prompt)
-    assert isinstance(text, Prompt)
+    assert isinstance(chat, Row)
+    assert isinstance(text, Row)
     assert chat.content == [{"role": "user", "content": "hi"}]
     assert (text.kind, text.content, info.id) == ("prompt", '["a"]', None)
 
@@ -175,7 +176,7 @@ def test_a_column_of_messages_is_json(tmp_path: Path) -> None:
 def test_cells_in_a_template(tmp_path: Path) -> None:
     template = DataSection(prompt_template="{zip} {name} {share:.1f} {share!r}")
     found = parsed(tmp_path, "zip,name,share,max_tokens\n02139,,0.25,many\n,,,\n1,b,c,\n", template)
-    assert isinstance(found[0][1], Prompt)
+    assert isinstance(found[0][1], Row)
     assert found[0][1].content == "02139  0.2 '0.25'"
     assert found[0][0].metadata == {"zip": "02139", "name": "", "share": "0.25", "max_tokens": "many"}
     messages = [prompt.message for _, prompt in found[1:] if isinstance(prompt, RowError)]
@@ -190,7 +191,7 @@ def test_an_empty_prompt_is_missing(tmp_path: Path) -> None:
         (_, missing), (_, prompt) = parsed(tmp_path, "id,prompt\n1,\n2,007\n", data)
         assert isinstance(missing, RowError)
         assert missing.type == "missing_prompt"
-        assert isinstance(prompt, Prompt)
+        assert isinstance(prompt, Row)
         assert prompt.content == "007"
 
 

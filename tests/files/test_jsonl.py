@@ -12,22 +12,23 @@ from specbatch.config import DataSection
 from specbatch.errors import ConfigError, RowError
 from specbatch.files.jsonl import decode_line, encode_line, numbered_lines
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import Prompt, RowInfo
+from specbatch.rows.row import Row
 from specbatch.rows.sources import RawRow
 from specbatch.rows.templates import PromptTemplate
 from specbatch.types import SamplingParams
+from tests.rows.asked import asked
 
 DEFAULTS = SamplingParams(max_tokens=9, temperature=0.5)
 
 
-def parse(row: Any, data: DataSection | None = None) -> tuple[RowInfo, Prompt | RowError]:
+def parse(row: Any, data: DataSection | None = None) -> tuple[Row, Row | RowError]:
     raw = row if isinstance(row, bytes) else json.dumps(row).encode()
-    return RowParser(DEFAULTS, data or DataSection()).parse(RawRow(5, raw))
+    return asked(RowParser(DEFAULTS, data or DataSection()).parse(RawRow(5, raw)))
 
 
-def prompt_of(row: Any, data: DataSection | None = None) -> Prompt:
+def prompt_of(row: Any, data: DataSection | None = None) -> Row:
     _, prompt = parse(row, data)
-    assert isinstance(prompt, Prompt), prompt
+    assert isinstance(prompt, Row), prompt
     return prompt
 
 
@@ -219,7 +220,7 @@ def test_prompt_template() -> None:
     data = DataSection(prompt_template="Q: {question} {turns[0]}\nA:")
     row = {"question": "why", "turns": ["t"], "prompt": "ignored", "max_tokens": 2, "suffix": "data here"}
     info, prompt = parse(row, data)
-    assert isinstance(prompt, Prompt)
+    assert isinstance(prompt, Row)
     assert prompt.content == "Q: why t\nA:"
     assert prompt.params.max_tokens == 2
     assert info.metadata == {"question": "why", "turns": ["t"], "prompt": "ignored", "suffix": "data here"}
@@ -241,12 +242,14 @@ def test_prompt_column() -> None:
 
 def test_columns_of_a_table_are_data_under_a_template() -> None:
     parser = RowParser(DEFAULTS, DataSection(prompt_template="{city}"))
-    info, prompt = parser.parse(RawRow(0, {"city": "Oslo", "temperature": -4.0, "n": "many"}))
-    assert isinstance(prompt, Prompt)
+    info, prompt = asked(parser.parse(RawRow(0, {"city": "Oslo", "temperature": -4.0, "n": "many"})))
+    assert isinstance(prompt, Row)
     assert prompt.params == DEFAULTS
     assert info.metadata == {"city": "Oslo", "temperature": -4.0, "n": "many"}
-    _, prompt = RowParser(DEFAULTS, DataSection()).parse(RawRow(0, {"prompt": "x", "max_tokens": 2, "stop": None}))
-    assert isinstance(prompt, Prompt)
+    _, prompt = asked(
+        RowParser(DEFAULTS, DataSection()).parse(RawRow(0, {"prompt": "x", "max_tokens": 2, "stop": None}))
+    )
+    assert isinstance(prompt, Row)
     assert prompt.params.max_tokens == 2
 
 
@@ -263,8 +266,8 @@ def test_a_row_of_a_table_reads_as_a_json_line() -> None:
         "seed": None,
         "note": {"a": None, "b": 2.0},
     }
-    info, prompt = RowParser(DEFAULTS, DataSection()).parse(RawRow(0, columns))
-    assert isinstance(prompt, Prompt)
+    info, prompt = asked(RowParser(DEFAULTS, DataSection()).parse(RawRow(0, columns)))
+    assert isinstance(prompt, Row)
     assert prompt.content == [{"role": "user", "content": "x", "extra": {}}]
     assert prompt.chat.tools[0]["function"]["parameters"] == {"properties": {"a": {}}}
     params = prompt.params
@@ -272,7 +275,7 @@ def test_a_row_of_a_table_reads_as_a_json_line() -> None:
     assert params.response_format == '{"type": "json_object"}'
     assert info.metadata == {"note": {"a": None, "b": 2.0}}
     for value in (float("inf"), 2.5):
-        _, error = RowParser(DEFAULTS, DataSection()).parse(RawRow(0, {"prompt": "x", "max_tokens": value}))
+        _, error = asked(RowParser(DEFAULTS, DataSection()).parse(RawRow(0, {"prompt": "x", "max_tokens": value})))
         assert isinstance(error, RowError)
         assert error.message.startswith("max_tokens must be an integer")
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from specbatch import LLM, generate_file
 from specbatch.config import DataSection
 from specbatch.config_load import dump_config, load_config
-from specbatch.errors import ConfigError, InputError, RowError
+from specbatch.errors import ConfigError, InputError
 from specbatch.job.row_queue import RowPreparer
 from specbatch.job.terminal import closing_table, table_text
 from specbatch.results.stats import versions

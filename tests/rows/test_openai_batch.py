@@ -17,10 +17,11 @@ from specbatch.results.logprob_json import LogprobJson
 from specbatch.results.results_format import Choice, error_line, result_line
 from specbatch.results.stats import RowTotals
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import Prompt, RowInfo
+from specbatch.rows.row import Row
 from specbatch.rows.sources import RawRow
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import FinishReason, SamplingParams
+from tests.rows.asked import asked
 from tests.stub_engine import StubTokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -32,15 +33,17 @@ def line(url: str = CHAT, **body: Any) -> dict[str, Any]:
     return {"custom_id": "c", "method": "POST", "url": url, "body": {"model": "m", **body}}
 
 
-def parse(row: dict[str, Any]) -> tuple[RowInfo, Prompt | RowError]:
-    return RowParser(SamplingParams(logprobs=None), DataSection(prompts_as_chat=True)).parse(
-        RawRow(3, json.dumps(row).encode())
+def parse(row: dict[str, Any]) -> tuple[Row, Row | RowError]:
+    return asked(
+        RowParser(SamplingParams(logprobs=None), DataSection(prompts_as_chat=True)).parse(
+            RawRow(3, json.dumps(row).encode())
+        )
     )
 
 
-def prompt_of(row: dict[str, Any]) -> Prompt:
+def prompt_of(row: dict[str, Any]) -> Row:
     _, prompt = parse(row)
-    assert isinstance(prompt, Prompt), prompt
+    assert isinstance(prompt, Row), prompt
     return prompt
 
 
@@ -110,7 +113,8 @@ def result(url: str, logprobs: TokenLogprobs | None) -> dict[str, Any]:
     counts = SpeculationCounts()
     counts.record(drafted=3, depth=3, accepted=1, committed=2)
     choice = Choice("hé", list("hé".encode()), FinishReason.STOP, logprobs, counts)
-    out = result_line(info, 5, [choice, choice], LogprobJson(TEXTS.pieces), model="target")
+    info.token_ids = [1] * 5
+    out = result_line(info, [choice, choice], LogprobJson(TEXTS.pieces), model="target")
     return json.loads(encode_line(out))  # type: ignore[no-any-return]
 
 

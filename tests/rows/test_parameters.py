@@ -14,15 +14,16 @@ from specbatch.job.warnings import Remarks
 from specbatch.results.finished import remark_on
 from specbatch.rows.parameters import KNOWN_NAMES, SAMPLING_NAMES, UNSUPPORTED, meant_by
 from specbatch.rows.parser import RowParser
-from specbatch.rows.row import Prompt, RowInfo
+from specbatch.rows.row import Row
 from specbatch.rows.sources import RawRow
 from specbatch.types import SamplingParams
+from tests.rows.asked import asked
 
 PARSER = RowParser(SamplingParams(max_tokens=9), DataSection())
 
 
-def parse(row: dict[str, Any], index: int = 0, parser: RowParser = PARSER) -> tuple[RowInfo, Prompt | RowError]:
-    return parser.parse(RawRow(index, json.dumps(row).encode()))
+def parse(row: dict[str, Any], index: int = 0, parser: RowParser = PARSER) -> tuple[Row, Row | RowError]:
+    return asked(parser.parse(RawRow(index, json.dumps(row).encode())))
 
 
 def refused(row: dict[str, Any]) -> str | None:
@@ -107,7 +108,7 @@ def test_the_way_out_is_named() -> None:
     for name in ("ebnf", "system", "input_ids"):  # columns of data sets
         assert "if it is only data, put it under `metadata`, or set data.prompt_column" in (refused({name: "a"}) or "")
     info, prompt = parse({"prompt": "x", "metadata": {"ebnf": "a"}})
-    assert isinstance(prompt, Prompt)
+    assert isinstance(prompt, Row)
     assert info.metadata == {"ebnf": "a"}
 
 
@@ -119,7 +120,7 @@ def test_a_row_names_the_model_that_answers_or_none() -> None:
     parser = RowParser(SamplingParams(), DataSection(), "org/Model-1B")
     for name in ("org/Model-1B", "model-1b", "./Model-1B.gguf", None):
         info, prompt = parse({"prompt": "x", "model": name}, parser=parser)
-        assert isinstance(prompt, Prompt), prompt
+        assert isinstance(prompt, Row), prompt
         assert not info.unread_fields
     for other in ("gpt-4", "", 3):
         _, error = parse({"prompt": "x", "model": other}, parser=parser)
@@ -127,11 +128,11 @@ def test_a_row_names_the_model_that_answers_or_none() -> None:
         assert error.type == "unsupported_parameter"
         assert "org/Model-1B answers; leave it out; if it is only data, put it under `metadata`" in error.message
     _, prompt = parse({"prompt": "x", "metadata": {"model": "gpt-4"}}, parser=parser)
-    assert isinstance(prompt, Prompt)
+    assert isinstance(prompt, Row)
     # With data.prompt_column it is data.
     parser = RowParser(SamplingParams(), DataSection(prompt_column="q"), "org/Model-1B")
     info, prompt = parse({"q": "x", "model": "gpt-4"}, parser=parser)
-    assert isinstance(prompt, Prompt)
+    assert isinstance(prompt, Row)
     assert info.metadata == {"model": "gpt-4"}
 
 
@@ -141,8 +142,8 @@ def test_media_next_to_a_message(name: str) -> None:
     _, error = parse({"messages": [{**message, name: ["aGk="]}]})
     assert isinstance(error, RowError)
     assert error.message == f"messages[0].{name} is not supported"
-    assert isinstance(parse({"messages": [{**message, name: None}]})[1], Prompt)
-    assert isinstance(parse({"messages": [{**message, name: []}]})[1], Prompt)
+    assert isinstance(parse({"messages": [{**message, name: None}]})[1], Row)
+    assert isinstance(parse({"messages": [{**message, name: []}]})[1], Row)
 
 
 def test_an_unknown_parameter_of_a_body_that_is_null_is_absent() -> None:
@@ -150,7 +151,7 @@ def test_an_unknown_parameter_of_a_body_that_is_null_is_absent() -> None:
     for url, prompt in (("chat/completions", chat), ("completions", {"prompt": "x"})):
         line = {"custom_id": "c", "method": "POST", "url": f"/v1/{url}"}
         for name in ("prediction", "moderation", "extra_body", "made_up", "lora", "temprature"):
-            assert isinstance(parse({**line, "body": {**prompt, name: None}})[1], Prompt)
+            assert isinstance(parse({**line, "body": {**prompt, name: None}})[1], Row)
             assert isinstance(parse({**line, "body": {**prompt, name: "a"}})[1], RowError)
 
 
@@ -164,7 +165,7 @@ def test_top_k_is_off(off: int) -> None:
         {"custom_id": "c", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "top_k": off}},
     ):
         _, prompt = parse(row, parser=RowParser(SamplingParams(top_k=5), DataSection()))
-        assert isinstance(prompt, Prompt)
+        assert isinstance(prompt, Row)
         assert prompt.params.top_k == 0
     _, error = parse({"prompt": "x", "top_k": -2})
     assert isinstance(error, RowError)
@@ -174,10 +175,10 @@ def test_top_k_is_off(off: int) -> None:
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_completion_tokens"])
 def test_aliases(name: str) -> None:
     info, prompt = parse({"prompt": "x", name: 4})
-    assert isinstance(prompt, Prompt)
+    assert isinstance(prompt, Row)
     assert (prompt.params.max_tokens, info.metadata) == (4, None)
     _, prompt = parse({"prompt": "x", name: 4, "max_tokens": 4})
-    assert isinstance(prompt, Prompt)
+    assert isinstance(prompt, Row)
     _, error = parse({"prompt": "x", name: 4, "max_tokens": 5})
     assert isinstance(error, RowError)
     assert name in error.message
@@ -187,8 +188,8 @@ def test_aliases(name: str) -> None:
 def test_columns_that_make_prompts_are_data(data: DataSection) -> None:
     row = {"q": "x", "ebnf": "a", "system": "s", "do_sample": True, "tools": [1]}
     for raw in (row, json.dumps(row).encode()):
-        info, prompt = RowParser(SamplingParams(), data).parse(RawRow(0, raw))
-        assert isinstance(prompt, Prompt), prompt
+        info, prompt = asked(RowParser(SamplingParams(), data).parse(RawRow(0, raw)))
+        assert isinstance(prompt, Row), prompt
         assert (info.metadata or {}).items() >= {"ebnf": "a", "system": "s", "do_sample": True, "tools": [1]}.items()
 
 

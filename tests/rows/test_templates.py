@@ -23,11 +23,11 @@ from specbatch.errors import ConfigError, InputError, ModelError, RowError
 from specbatch.evals.templates import Renderer
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.rows.row import Row
-from specbatch.rows.templates import RowTemplate
+from specbatch.rows.templates import PromptTemplate
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.text.bounds import Bounded, OutOfBounds, Stoppable
 from specbatch.text.chat_template import ChatTemplate
-from specbatch.types import EngineLimits, SamplingParams
+from specbatch.types import EngineLimits
 
 MEMORY_BEFORE = resource.getrlimit(resource.RLIMIT_AS)  # all of these tests
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
