@@ -84,11 +84,26 @@ def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
 
 
 def _with_long_times(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Columns of times in nanoseconds become text: Python's times have microseconds."""
+    """Times in nanoseconds, at any depth, become text: Python's times have microseconds."""
     for i, field in enumerate(batch.schema):
-        if field.type == pa.time64("ns"):
-            batch = batch.set_column(i, field.name, batch.column(i).cast(pa.string()))
+        if (kind := _without_long_times(field.type)) != field.type:
+            batch = batch.set_column(i, field.name, batch.column(i).cast(kind))
     return batch
+
+
+def _without_long_times(kind: pa.DataType) -> pa.DataType:
+    if kind == pa.time64("ns"):
+        return pa.string()
+    if pa.types.is_struct(kind):
+        fields = [kind.field(i) for i in range(kind.num_fields)]
+        return pa.struct([field.with_type(_without_long_times(field.type)) for field in fields])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        item = kind.value_field.with_type(_without_long_times(kind.value_type))
+        return pa.list_(item) if pa.types.is_list(kind) else pa.large_list(item)
+    if pa.types.is_map(kind):
+        item = kind.item_field.with_type(_without_long_times(kind.item_type))
+        return pa.map_(kind.key_field, item, kind.keys_sorted)
+    return kind
 
 
 def _has_other_keys(kind: pa.DataType) -> bool:

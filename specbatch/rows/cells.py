@@ -18,6 +18,8 @@ _LISTS_OF_TEXTS = ("stop", "bad_words", "choice", CHOICES)  # A JSON cell is a l
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _BOOLEANS = {"true": True, "false": False}
 _MAX_DIGITS = 4000  # Python converts no longer integers.
+# Python would fill a text with zeros on its right: 42 as {n:05} would be 42000.
+_ZERO_FILL = re.compile(r"[ +-]?#?0\d")
 
 
 def fields_of(cells: Cells) -> dict[str, Any]:
@@ -73,10 +75,13 @@ class TemplateCell(str):
     __slots__ = ()
 
     def __format__(self, spec: str) -> str:
+        text = self.strip()
+        if _ZERO_FILL.match(spec) and _is_number(text):
+            return format(_number(text), spec)
         try:
             return super().__format__(spec)
         except ValueError:
-            if not _is_number(text := self.strip()):
+            if not _is_number(text):
                 raise
             return format(_number(text), spec)
 

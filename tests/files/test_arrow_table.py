@@ -23,6 +23,7 @@ from tests.job.test_generate import Run
 from tests.rows.asked import asked
 
 DAY = dt.date(2024, 1, 2)
+TIME = pa.time64("ns")
 BERLIN = pa.timestamp("ns", "Europe/Berlin")
 
 
@@ -53,6 +54,9 @@ def rows(folder: Path, table: pa.Table, name: str = "d.parquet") -> list[Any]:
         (pa.array([1714611845123456789], BERLIN), "2024-05-02T03:04:05.123456789+02:00"),
         (pa.array([dt.datetime(2024, 1, 2)], pa.timestamp("us")), "2024-01-02T00:00:00"),
         (pa.array([1_000_000_001], pa.time64("ns")), "00:00:01.000000001"),
+        (pa.array([{"t": 1, "a": 2}], pa.struct([("t", TIME), ("a", pa.int8())])), {"t": "00:00:00.000000001", "a": 2}),
+        (pa.array([[1, None]], pa.list_(TIME)), ["00:00:00.000000001", None]),
+        (pa.array([[("k", 1)]], pa.map_(pa.string(), TIME)), {"k": "00:00:00.000000001"}),
         (pa.array([1], pa.duration("s")), "0:00:01"),
         (pa.array([b"text"]), "text"),
         (pa.array([b"\xff\x00"]), "data:;base64,/wA="),

@@ -12,6 +12,7 @@ from specbatch.config import DataSection
 from specbatch.errors import InputError, RowError
 from specbatch.files import csv_file
 from specbatch.files.jsonl import BadRow
+from specbatch.rows.cells import TemplateCell
 from specbatch.rows.parser import RowParser, with_checked_fields
 from specbatch.rows.row import Row
 from specbatch.rows.shard import Shard
@@ -219,3 +220,12 @@ def test_a_job_over_bad_rows_is_resumed_and_sharded(tmp_path: Path) -> None:
         run(engine=StubEngine(fail_at=2))
     assert run() == 1
     assert run.output.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("cell", "spec", "text"),
+    [("42", "05", "00042"), ("3.5", "06.2f", "003.50"), ("02139", "05", "02139"), ("42", ">5", "   42")],
+)
+def test_a_number_is_filled_with_zeros_before_it(cell: str, spec: str, text: str) -> None:
+    """Of a text Python writes the zeros after it."""
+    assert f"{TemplateCell(cell):{spec}}" == text

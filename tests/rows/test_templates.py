@@ -106,7 +106,8 @@ def test_templates_that_write_megabytes() -> None:
         "{% macro f() %}{{ kwargs }}{% endmacro %}{{ f(**{'a': 1}) }}{{ f( **{'a': 1}) }}" + TEXTS,
         "{{ raise_exception('no') }}",  # these may take what the rows hold
         "{{ messages[1]['content'] }}",
-        "{% generation %}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}{{ strftime_now('%Y') }}",
+        "{% generation %}{% endgeneration %}{% for m in messages %}{% break %}{% endfor %}{{ strftime_now('%Y') }}"
+        + TEXTS,
     ],
 )
 def test_templates_that_may_work(template: str) -> None:
