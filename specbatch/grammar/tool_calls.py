@@ -7,8 +7,10 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal
 from urllib.parse import unquote
 
+from specbatch.errors import FieldError, shown
 from specbatch.grammar.constraint import ONE_LINE, Constraint
 from specbatch.grammar.formats import with_exact_formats
+from specbatch.schemas.closed_schema import closed
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _MAX_REFERENCES = 16  # that are followed, one after the other
@@ -45,8 +47,18 @@ def _literal(text: str) -> str:
 
 
 def arguments_schema(tool: dict[str, Any]) -> str:
-    """A JSON Schema, as JSON. The arguments of a call are an object, whatever else the tool's parameters allow."""
-    parameters = tool["function"].get("parameters") or {}
+    """A JSON Schema, as JSON. The arguments of a call are an object, whatever else the tool's parameters allow. With
+    `strict: true`, as OpenAI has it, they have no other keys than those that the parameters name. Raises FieldError."""
+    function = tool["function"]
+    parameters = function.get("parameters") or {}
+    if function.get("strict"):
+        try:
+            parameters = closed(parameters)
+        except FieldError as exc:
+            raise FieldError(exc.type, f"parameters of the tool {shown(function['name'])}: {exc.message}") from exc
+        except RecursionError:
+            message = f"parameters of the tool {shown(function['name'])}: the schema is nested too deeply"
+            raise FieldError("invalid_value", message) from None
     guidance = parameters.get("x-guidance", {})
     schema = {**parameters, "x-guidance": ONE_LINE | guidance if isinstance(guidance, dict) else guidance}
     # Next to a reference that points back to itself, the library takes no other keyword.

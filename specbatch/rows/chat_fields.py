@@ -125,5 +125,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
             )
         if not isinstance(function.get("description"), str | None):
             raise RowError("invalid_type", f"{path}.function.description must be text")
+        if not isinstance(strict := function.get("strict"), bool | None):
+            raise RowError("invalid_type", f"{path}.function.strict must be true or false, not {shown(strict)}")
         names.add(name)
     return tuple(value)

@@ -167,7 +167,10 @@ class TextProcessor:
         if row.params.ignore_eos:
             raise RowError("invalid_value", "ignore_eos and tool_choice are given, but a complete call has to end")
         chat = row.chat
-        return calls_of(chat.required, calls, several=chat.parallel_tool_calls, tokens=self._mark_ids)
+        try:
+            return calls_of(chat.required, calls, several=chat.parallel_tool_calls, tokens=self._mark_ids)
+        except FieldError as exc:
+            raise RowError(exc.type, exc.message) from exc
 
     def _check_parameters(self, chat: ChatFields) -> None:
         """Raises RowError for the first required tool whose parameters alone cannot be compiled: an error of the whole

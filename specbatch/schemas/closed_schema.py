@@ -11,12 +11,12 @@ from typing import Any
 from urllib.parse import unquote
 
 from specbatch.errors import FieldError
+from specbatch.schemas.json_schema import all_schemas, changed
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # name -> schema
-_SCHEMAS = ("additionalProperties", "unevaluatedProperties", "propertyNames", "contains")
-_ITEMS = ("items", "additionalItems", "unevaluatedItems", "prefixItems")  # a schema, or a list of schemas
 _ALTERNATIVES = ("anyOf", "oneOf")
 _SAME_OBJECT = ("allOf", *_ALTERNATIVES)  # lists of schemas of the object that the schema itself is of
+# Conditions, what depends on one, and the schema of what a string holds: llguidance refuses or ignores them.
+_LEFT_AS_THEY_ARE = ("not", "if", "then", "else", "dependencies", "contentSchema")
 _NOT_COPIED = ("$defs", "definitions", "$id", "$anchor", "$schema", "x-guidance")
 _COPY = "closed-{}"  # name of a copy in `$defs`
 _MAX_ADDED = 100_000  # keys and definitions: parts of an object get the keys of all others
@@ -64,22 +64,16 @@ class _Closing:
         """`outer`: keys of the same object that other parts of it name."""
         if not isinstance(schema, Mapping):
             return schema
-        result = dict(schema)
-        for name in _MAPS:
-            if isinstance(members := schema.get(name), Mapping):
-                result[name] = {key: self.close(member, _Keys()) for key, member in members.items()}
-        for name in (*_SCHEMAS, *_ITEMS):
-            if name in schema:
-                members = schema[name]
-                is_list = isinstance(members, list)
-                result[name] = [self.close(m, _Keys()) for m in members] if is_list else self.close(members, _Keys())
         parts = {(name, i): self._keys_of(part) for name, i, part in _parts(schema)}
         own = _own_keys(schema)
-        for name in _SAME_OBJECT:
-            if isinstance(members := schema.get(name), list):
-                result[name] = [
-                    self.close(part, _union([outer, own, *_others(parts, name, i)])) for i, part in enumerate(members)
-                ]
+
+        def close_part(keyword: str, number: int, part: Any) -> Any:
+            if keyword in _LEFT_AS_THEY_ARE:
+                return part
+            is_same = keyword in _SAME_OBJECT
+            return self.close(part, _union([outer, own, *_others(parts, keyword, number)]) if is_same else _Keys())
+
+        result = changed(schema, close_part)
         if isinstance(reference := schema.get("$ref"), str):
             result["$ref"] = self._reference(reference, _union([outer, own, *_others(parts, "$ref", 0)]))
         if _names_keys(schema) and "additionalProperties" not in schema:
@@ -198,14 +192,9 @@ def _union(keys: Iterable[_Keys]) -> _Keys:
     return _Keys(tuple(names), tuple(patterns), any(one.is_open for one in keys))
 
 
-def _anchors(root: Any) -> dict[str, Any]:
-    found, stack = dict[str, Any](), [root]
-    while stack:
-        schema = stack.pop()
-        if isinstance(schema, Mapping):
-            if isinstance(anchor := schema.get("$anchor"), str):
-                found.setdefault(anchor, schema)
-            stack += schema.values()
-        elif isinstance(schema, list):
-            stack += schema
+def _anchors(root: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for schema in all_schemas(root):
+        if isinstance(anchor := schema.get("$anchor"), str):
+            found.setdefault(anchor, schema)
     return found

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from specbatch.config import DataSection
-from specbatch.errors import RowError
+from specbatch.errors import FieldError, RowError
+from specbatch.grammar.tool_calls import calls_of
 from specbatch.job.row_queue import RowPreparer
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.rows.parser import RowParser
@@ -167,6 +168,33 @@ def test_an_error_names_the_tool_whose_parameters_cannot_be_used(parameters: dic
     assert caught.value.message.startswith("tools[2].function.parameters cannot be used: ")
     assert words in caught.value.message
     assert Row(HERMES, {"tools": tools, "tool_choice": NAMED}).takes(hermes(NOW))
+
+
+@pytest.mark.parametrize(("strict", "is_closed"), [(True, True), (False, False), (None, False)])
+def test_only_strict_closes_arguments(strict: bool | None, is_closed: bool) -> None:
+    inner = {"type": "object", "properties": {"b": {"const": 1}}}
+    function = {"name": "heat", "strict": strict, "parameters": {"type": "object", "properties": {"a": inner}}}
+    row = Row(HERMES, {"tools": [{"type": "function", "function": function}], "tool_choice": "required"})
+    taken = [
+        row.takes(hermes(f'{{"name": "heat", "arguments": {arguments}}}'))
+        for arguments in ('{"a": {"b": 1}}', '{"a": {"b": 1}, "c": 2}', '{"a": {"b": 1, "c": 2}}')
+    ]
+    assert taken == [True, not is_closed, not is_closed]
+
+
+def test_strict_is_true_or_false() -> None:
+    tool = {"type": "function", "function": {"name": "heat", "strict": "yes"}}
+    with pytest.raises(RowError, match="strict must be true or false"):
+        Row(HERMES, {"tools": [tool], "tool_choice": "auto"})
+
+
+def test_strict_parameters_that_cannot_be_closed() -> None:
+    parameters: dict[str, Any] = {"type": "object"}
+    for _ in range(600):
+        parameters = {"type": "object", "properties": {"a": parameters}}
+    tool = {"type": "function", "function": {"name": "heat", "strict": True, "parameters": parameters}}
+    with pytest.raises(FieldError, match="parameters of the tool 'heat': the schema is nested too deeply"):
+        calls_of([tool], "hermes", several=False, tokens=())
 
 
 @pytest.mark.parametrize(
