@@ -65,9 +65,11 @@ def shown(value: object) -> str:
 
 
 def first_names(names: Sequence[str], limit: int = 5) -> str:
-    """The first names, and the number of the others."""
+    """The first names, and the number of the others. Control characters of a file's names are escaped."""
     rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(name if name.isprintable() else shown(name) for name in names[:limit]) + (
+        f" and {rest} more" if rest > 0 else ""
+    )
 
 
 def tensor_problems(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:

@@ -84,7 +84,8 @@ def open_eagle_head(
     raw.check_window(config)
     notes: list[str] = []
     if names := raw.ignored():
-        notes.append(f"speculation.draft: its config.json has keys that specbatch ignores: {', '.join(names)}")
+        ignored = first_names(names, limit=20)
+        notes.append(f"speculation.draft: its config.json has keys that specbatch ignores: {ignored}")
     file_layers = raw.layer_ids() if aux_layers is None and kind == "eagle3" else None
     layers = file_layers if aux_layers is None else aux_layers
     norm_before_residual = raw.norm_before_residual(notes)
