@@ -138,7 +138,7 @@ def test_what_vllm_calls_its_drafts_is_translated(item: str, option: str) -> Non
         ("sampling.temperature=.nan", "sampling.temperature must be", ""),
         ("sampling.top_p=0", "> 0 and <= 1", ""),
         ("sampling.top_p=1.01", "> 0 and <= 1", ""),
-        ("sampling.top_k=-1", ">= 0", ""),
+        ("sampling.top_k=-2", ">= -1", ""),
         ("sampling.min_p=2", ">= 0 and <= 1", ""),
         ("sampling.max_tokens=0", ">= 1", ""),
         ("sampling.max_tokens=true", "an integer", ""),

@@ -116,7 +116,7 @@ def test_sigkill_blames_no_row(job: Job) -> None:
     [
         ("segv", 21, -signal.SIGSEGV, "segmentation fault in string_at, __init__.py line"),
         ("segv", 20, -signal.SIGSEGV, "segmentation fault in string_at"),  # n=2
-        ("abort", 30, -signal.SIGABRT, "aborted in _complete, test_suspects.py line"),
+        ("abort", 30, -signal.SIGABRT, "aborted in _complete, test_crash_retry.py line"),
         ("error", 0, 3, "ZeroDivisionError"),
     ],
 )
