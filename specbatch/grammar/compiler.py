@@ -25,7 +25,7 @@ from specbatch.grammar.matcher import DEAD_END, Matcher, Threads, first_words
 
 # Of what is compiled. Choices become a regex in which a character can have eight. Others can be deep, see `DeepThread`.
 _MAX_CHARS = {"regex": 8 * MAX_CHARS, "json_schema": MAX_CHARS, "grammar": MAX_CHARS}
-_MAX_SECONDS = 30.0  # of a compilation
+_MAX_SECONDS = 30.0  # A compilation may take that long.
 # Limits of the library, five and four times its own: an object with 500 optional keys has 2,000 items in a row.
 _MAX_ITEMS_IN_ROW, _MAX_ITEMS_IN_STEP = 10_000, 200_000
 # Copies of grammars that are kept, and characters of all of them; one takes about 50 KB, or 60 bytes a character.
@@ -59,7 +59,7 @@ class GrammarCompiler:
         self._threads: Threads | None = None  # made for the first grammar, as the next one
         self._tokenizer: Any = None  # llguidance's: it takes a third of a second
         self._compiled: OrderedDict[Constraint, _Grammar | RowError] = OrderedDict()
-        self._num_copies = self._num_chars = 0  # of these
+        self._num_copies = self._num_chars = 0  # They count what is kept.
         self._lock = threading.Lock()
 
     def matcher(self, constraint: Constraint) -> Matcher:

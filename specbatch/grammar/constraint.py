@@ -14,7 +14,7 @@ from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 # JSON as `json.dumps` writes it: the `x-guidance` of a schema, in llguidance's words.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-MAX_CHARS = 1 << 20  # of an option: 30,000 choices, or 70,000 rules that are in each other
+MAX_CHARS = 1 << 20  # An option has room for 30,000 choices, or for 70,000 nested rules.
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-STACK_BYTES = 512 << 20  # of addresses; memory is used as far as the recursion goes, about 5 KB a level
+STACK_BYTES = 512 << 20  # These are addresses: a level of recursion uses about 5 KB.
 _SIGNAL_STACK_BYTES = 1 << 16
 _LOOK_SECONDS = 0.1  # between two looks at `is_ending`
 _DISABLED = 2  # SS_DISABLE of signal.h
@@ -35,7 +35,7 @@ class DeepThread(Generic[T]):
             threading.stack_size(before)
 
     def result(self, seconds: float, is_ending: threading.Event) -> T:
-        """What `work` returns or raises; a panic is a RuntimeError. Raises Abandoned after `seconds`, or when
+        """Return or raise what `work` does; a panic is a RuntimeError. Raises Abandoned after `seconds`, or when
         `is_ending` is set."""
         left = seconds
         while not self._is_done.wait(min(left, _LOOK_SECONDS)):

@@ -13,8 +13,8 @@ from specbatch.grammar.masks import only_token
 from specbatch.matcher import Walk
 
 DEAD_END = "no text goes on from here"
-_ENDS = ("NoExtension", "NoExtensionBias")  # of these, the second one was found late
-_MAX_WORDS = 40  # of an error
+_ENDS = ("NoExtension", "NoExtensionBias")  # The second one was found late.
+_MAX_WORDS = 40  # An error has no more words.
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Matcher:
         self._matcher = self._compiled.deep_copy()
 
     def _consume_afresh(self, tokens: Sequence[int]) -> int:
-        """Of tokens that were refused. By an error: where a text is forced, the library looks ahead, and its limits can
+        """Refused tokens. By an error: where a text is forced, the library looks ahead, and its limits can
         count what it saw there; and it says of no token before the error that it took it. Returns how many it takes
         without that."""
         if not self._matcher.is_error():
