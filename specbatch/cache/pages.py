@@ -1,4 +1,4 @@
-"""Pages of the KV cache: their owners (`PagePool`) and where their keys and values lie (`KVCache`).
+"""Pages of the KV cache: their owners (`PagePool`), and their keys and values (`KVCache`).
 
 A page is `page_size` consecutive token slots; page `p` covers slots [p * page_size, (p + 1) * page_size). One page id
 addresses the same slots in the target's cache and in the draft's, so one table, one allocator and one prefix index
@@ -22,7 +22,7 @@ from specbatch.kernels.torch.model import as_bytes, storable
 
 
 class PagePool:
-    """Refcounts of `num_pages` pages. Pure accounting: it never touches a tensor.
+    """Reference counts of `num_pages` pages. It holds no tensor.
 
     A page is free (count 0) or held by one or more owners: running requests and the prefix index. `on_unshared` is
     called with each page that is left with one owner.
@@ -44,14 +44,14 @@ class PagePool:
         return len(self._free)
 
     def pages_for(self, num_slots: int) -> int:
-        """How many pages hold `num_slots` slots."""
+        """Return the number of pages that `num_slots` slots need."""
         return -(-num_slots // self.page_size)
 
     def refs(self, page: int) -> int:
         return self._refs[page]
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free pages, each with one reference. The caller has made sure that there are enough."""
+        """Take `count` free pages, each with one reference. The caller ensures that there are enough."""
         assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -75,7 +75,7 @@ class PagePool:
                 self.on_unshared(page)
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Assert that the counts are exactly what `holders` (the page lists of all owners) add up to."""
+        """Assert that the counts are the sums over `holders`, the page lists of all owners."""
         expected = Counter(page for pages in holders for page in pages)
         for page, refs in enumerate(self._refs):
             assert refs == expected[page], f"page {page} has {refs} references, {expected[page]} holders"
@@ -84,14 +84,15 @@ class PagePool:
 
 
 class KVScales(NamedTuple):
-    """Of one layer of an FP8 cache: a key is the stored number times `k`, a value times `v`."""
+    """The scales of one layer of an FP8 cache: a key is the stored number times `k`, a value is it times `v`."""
 
     k: float = 1.0
     v: float = 1.0
 
 
 class KVCache:
-    """Keys and values of every layer for `num_slots` token slots. `scales`: of the layers of an FP8 cache; none: 1.
+    """Keys and values of every layer for `num_slots` token slots. `scales`: one for each layer of an FP8 cache; empty:
+    all scales are 1.
 
     Heads come before slots, so that the CPU backend gathers the context of a batch into the operands of batched GEMMs
     in one copy.
@@ -111,12 +112,12 @@ class KVCache:
         self._scales = scales
         self._shape = (num_layers, 2, num_kv_heads, num_slots, head_dim)
         self.dtype, self._device = dtype, device
-        self.may_hold_nan = device.type != "cpu" or dtype == torch.float8_e4m3fn  # among the keys
+        self.may_hold_nan = device.type != "cpu" or dtype == torch.float8_e4m3fn  # True: a key can be NaN
         self._kv = self._allocate()
 
     def _allocate(self) -> Tensor:
-        # Zeros, not empty: slots past a sequence's end are masked, but a value of NaN there would survive the mask (0 *
-        # NaN). For the same reason none is ever written.
+        # The cache begins with zeros. Slots past a sequence's end are masked, but a value of NaN there would survive
+        # the mask (0 * NaN). For the same reason no value of NaN is ever written.
         if self._device.type == "cpu":
             # numpy asks the system for zero pages, which take memory only once they are written to; torch.zeros
             # fills them.
@@ -129,9 +130,10 @@ class KVCache:
         return self._shape[3]
 
     def resize(self, num_slots: int) -> None:
-        """Start over with `num_slots`: a trial with a small cache measures how large it can be."""
+        """Replace the cache by an empty one with `num_slots` slots. A trial with a small cache measures how large it
+        can be."""
         self._shape = (*self._shape[:3], num_slots, self._shape[4])
-        del self._kv  # the old one first: there may be no room for both
+        del self._kv  # there may be no memory for both
         self._kv = self._allocate()
 
     @staticmethod
@@ -139,7 +141,7 @@ class KVCache:
         return num_layers * 2 * num_kv_heads * head_dim * dtype.itemsize
 
     def layer(self, layer: int) -> Tensor:
-        """Keys and values of a layer, a view (2, H, S, D)."""
+        """Return a view (2, H, S, D) of the keys and values of a layer."""
         return self._kv[layer]
 
     def scales(self, layer: int) -> KVScales:
@@ -147,12 +149,13 @@ class KVCache:
 
     @property
     def all_layers(self) -> Tensor:
-        """(L, 2, H, S, D)"""
+        """Keys and values of all layers (L, 2, H, S, D)."""
         return self._kv
 
     def write(self, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
-        """Store new keys and values, as `storable` makes them. Slots are distinct."""
-        # On a CPU a sum says at next to no cost that there is nothing to mend. (In float16 it could overflow itself.)
+        """Store new keys and values; `storable` replaces those that are not finite. The slots are distinct."""
+        # On a CPU a finite sum shows at almost no cost that all values are finite. A sum in float16 could overflow, so
+        # it is at least float32.
         wide = torch.promote_types(k_THD.dtype, torch.float32)
         if self._device.type != "cpu" or not math.isfinite(float(k_THD.sum(dtype=wide) + v_THD.sum(dtype=wide))):
             k_THD, v_THD = storable(k_THD, v_THD)
@@ -161,6 +164,6 @@ class KVCache:
         self._kv[layer, 1].index_copy_(1, slots_T, v_THD.transpose(0, 1))
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots `source` onto slots `target` in all layers at once; the two may overlap."""
+        """Copy slots `source` to slots `target` in all layers at once. The two may overlap."""
         kv = as_bytes(self._kv)
         kv.index_copy_(3, target, kv.index_select(3, source))

@@ -1,14 +1,14 @@
-"""The prefix index: which full pages of tokens are in the cache already (a radix tree with one page an edge).
+"""The prefix index: the full pages of tokens that are in the cache (a radix tree with one page for each edge).
 
 A node is one full page after a given path of pages, so two requests share exactly the pages up to the first one in
-which their tokens differ. The index holds one reference to each of its pages; a page that nobody else holds can be
-evicted, leaves first, least recently used first.
+which their tokens differ. The index holds one reference to each of its pages. A page without another owner is *idle*
+and can be evicted: leaves first, the least recently used first.
 
-A cache of a GPU has 100,000 pages, and every step asks what could be evicted, so nothing here walks over all of them:
-pages that nobody else holds are counted as they come and go, and those that are leaves wait in a heap.
+The cache of a GPU can have 100,000 pages, and every step asks for the number that could be evicted, so nothing here
+walks over all of them: idle pages are counted as they come and go, and idle leaves wait in a heap.
 
-`lookahead` is 1 where the draft's keys and values at a slot depend on the *next* token too (EAGLE pairs the feature of
-position i with token i + 1): then a page is shared only between requests that agree on the token after it as well.
+`lookahead` is 1 where the draft's keys and values at a slot also depend on the *next* token (EAGLE pairs the feature of
+position i with token i + 1). Then a page is shared only between requests that have the same token after it.
 """
 
 from __future__ import annotations
@@ -28,31 +28,33 @@ class _Node:
         self.parent = parent
         self.children: dict[tuple[int, ...], _Node] = {}
         self.last_used = 0
-        self.is_queued = False  # has its one entry in the heap
+        self.is_queued = False  # True: the node has its one entry in the heap
 
 
 class PrefixIndex:
-    """Maps token prefixes to pages of `pool`, and listens to it: a pool has one index at most."""
+    """A map from token prefixes to pages of `pool`. The pool reports unshared pages to it, so a pool has at most one
+    index."""
 
     def __init__(self, pool: PagePool, lookahead: int = 0) -> None:
         self._pool = pool
         self._lookahead = lookahead
         self._root = _Node((), -1, None)
-        self._nodes: dict[int, _Node] = {}  # by page
+        self._nodes: dict[int, _Node] = {}  # page -> node
         self._clock = 0
-        self._num_idle = 0  # pages that nobody else holds
-        # (last_used, page), cleaned lazily: every idle leaf has an entry, perhaps one from before its last use; other
-        # nodes may have one left.
+        self._num_idle = 0  # pages that only the index holds
+        # Entries are (last_used, page), and are cleaned lazily: every idle leaf has an entry, whose time can be older
+        # than its last use, and other nodes can have an entry that is left over.
         self._heap: list[tuple[int, int]] = []
         assert pool.on_unshared is None, "two indices over one pool"
         pool.on_unshared = self._on_unshared
 
     def __len__(self) -> int:
-        """Pages held."""
+        """The number of pages in the index."""
         return len(self._nodes)
 
     def key(self, tokens: Sequence[int], page_number: int) -> tuple[int, ...] | None:
-        """What identifies the `page_number`-th page of `tokens`, or None where the tokens do not fill it."""
+        """Return the tokens that identify the `page_number`-th page of `tokens`, or None if the tokens do not fill
+        it."""
         size = self._pool.page_size
         end = (page_number + 1) * size + self._lookahead
         return tuple(tokens[page_number * size : end]) if end <= len(tokens) else None
@@ -68,7 +70,8 @@ class PrefixIndex:
             node, number = child, number + 1
 
     def match(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """Pages that hold the longest cached prefix of `tokens`, `max_tokens` at most; each gains a reference."""
+        """Return the pages that hold the longest cached prefix of at most `max_tokens` of `tokens`. Each gets another
+        reference."""
         self._clock += 1
         pages = []
         for node in self._walk(tokens, max_tokens // self._pool.page_size):
@@ -79,14 +82,16 @@ class PrefixIndex:
         return pages
 
     def num_cached(self, tokens: Sequence[int], max_tokens: int) -> int:
-        """Tokens that `match` would find; a look, not a use."""
+        """Return the number of tokens that `match` would find. This does not count as a use of their pages."""
         return self._pool.page_size * sum(1 for _ in self._walk(tokens, max_tokens // self._pool.page_size))
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], num_computed: int, num_cached: int = 0) -> None:
-        """Offer the full pages among the first `num_computed` slots of a sequence, up to the first one that is known
-        as another page: filed below that, the sequence's own pages would keep it from being evicted, though nobody
-        holds it. Pages of the first `num_cached` slots came from here; one that is gone was forgotten, and what was
-        computed from it is not to be shared either."""
+        """Add the full pages among the first `num_computed` slots of a sequence.
+
+        It stops at the first page whose tokens the index has in another page. Below that page, the sequence's pages
+        would prevent its eviction, although no request holds it. The pages of the first `num_cached` slots came from
+        the index. If one of them is no longer there, it was forgotten (`forget`), and what was computed from it must
+        not be shared either."""
         self._clock += 1
         node = self._root
         for number in range(min(num_computed // self._pool.page_size, len(pages))):
@@ -107,8 +112,8 @@ class PrefixIndex:
             node = child
 
     def forget(self, tokens: Sequence[int], pages: Sequence[int], num_cached: int) -> None:
-        """Share a sequence's pages no more, nor what others have filed below them; but for those of its first
-        `num_cached` slots."""
+        """Remove a sequence's pages from the index, except those of its first `num_cached` slots, and all pages that
+        other sequences have added below them."""
         node = self._root
         for number, page in enumerate(pages):
             key = self.key(tokens, number)
@@ -121,12 +126,12 @@ class PrefixIndex:
             node = child
 
     def _drop(self, top: _Node) -> None:
-        """Take a node and all below it out of the index."""
+        """Remove a node and all nodes below it from the index."""
         parent = top.parent
         assert parent is not None
         del parent.children[top.key]
         dropped, queued = [top], set[int]()
-        for node in dropped:  # grows
+        for node in dropped:  # the list grows in the loop
             dropped.extend(node.children.values())
             del self._nodes[node.page]
             self._num_idle -= self._pool.refs(node.page) == 1
@@ -140,12 +145,12 @@ class PrefixIndex:
             self._queue(parent)
 
     def num_evictable(self) -> int:
-        """Pages that eviction could free: nobody but the index holds them."""
-        # An owner of a page of the index owns the path above it too, so none of these pages is above one in use.
+        """Return the number of pages that eviction could free: those that only the index holds."""
+        # An owner of a page of the index also owns the path above it, so none of these pages is above one in use.
         return self._num_idle
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages, least recently used first; returns how many."""
+        """Free up to `count` pages, the least recently used first. Return the number of freed pages."""
         freed = 0
         while self._heap and freed < count:
             last_used, page = heapq.heappop(self._heap)
@@ -154,7 +159,7 @@ class PrefixIndex:
             if last_used < node.last_used:
                 self._queue(node)
                 continue
-            # Taking a page, or adding another below it, is a use.
+            # To take a page, or to add another below it, is a use.
             is_idle_leaf = not node.children and self._pool.refs(page) == 1
             assert is_idle_leaf, f"page {page} became busy without being used"
             parent = node.parent
@@ -169,7 +174,7 @@ class PrefixIndex:
         return freed
 
     def _queue(self, node: _Node) -> None:
-        """Note a page for eviction, if it is an idle leaf."""
+        """Add a node to the heap of pages to evict, if it is an idle leaf and not there yet."""
         if not (node.is_queued or node.children) and self._pool.refs(node.page) == 1:
             heapq.heappush(self._heap, (node.last_used, node.page))
             node.is_queued = True

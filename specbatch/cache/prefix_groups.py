@@ -1,7 +1,7 @@
-"""Which sequences of a batch have their first pages in common, and where the device reads it.
+"""Groups of sequences of a batch that share their first pages, and the table in which the device reads them.
 
-Full pages of a prompt are shared between requests (`prefix.py`), so what sequences share can be seen from their pages.
-A sequence is in one group at most: of nested groups, those are taken that save the most reading.
+Full pages of a prompt are shared between requests (`prefix.py`), so page lists show what sequences share. A sequence is
+in one group at most: of nested groups, the ones that save the most reading are chosen.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MAX_GROUPS = 256
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """The smallest group, and the smallest batch (padding included) whose rounds read groups at all. `costs`: groups
-    that gain nothing by this model are left out; None: all are taken."""
+    """The smallest group, and the smallest batch (padding included) whose rounds read groups. `costs`: the model that
+    leaves out groups without gain; None: all groups are used."""
 
     min_sequences: int = 4
-    min_tokens: int = 256  # that they share
+    min_tokens: int = 256  # tokens that the sequences share
     min_batch: int = 1
     costs: CascadeCosts | None = None
 
@@ -41,28 +41,28 @@ class Group(NamedTuple):
 
     @property
     def saved(self) -> int:
-        """Tokens that need not be read."""
+        """The number of tokens that need not be read."""
         return (len(self.members) - 1) * self.tokens
 
 
 class _Node:
-    """Sequences that share the first `depth` units: those of `parent`, then `edge`."""
+    """Sequences that share their first `depth` units of pages: those of `parent`, then `edge`."""
 
     __slots__ = ("below", "best", "children", "depth", "edge", "group", "is_group", "members", "parent")
 
     def __init__(self, parent: _Node | None, edge: tuple[int, ...], depth: int) -> None:
         self.parent, self.edge, self.depth = parent, edge, depth
-        self.children: dict[tuple[int, ...], _Node] = {}  # by the pages of the first unit
+        self.children: dict[tuple[int, ...], _Node] = {}  # the key is the pages of the edge's first unit
         self.members: dict[int, None] = {}
-        self.below = 0  # what the children's best groups save
-        self.best = 0  # what the best groups of these sequences save
-        self.is_group = False  # which is all of them as one group
-        self.group: Group | None = None  # as `groups` has made it since the last change
+        self.below = 0  # tokens that the children's best groups save
+        self.best = 0  # tokens that the best groups of these sequences save
+        self.is_group = False  # True: the best is one group of all these sequences
+        self.group: Group | None = None  # made by `groups`; None: not made since the last change
 
 
 class GroupTree:
-    """Sequences, each by a number, as a radix tree of their pages. What a change costs depends on the sequence's pages
-    and not on the number of sequences."""
+    """A radix tree of the sequences' pages, where each sequence is a number. The cost of a change depends on the number
+    of the sequence's pages, not on the number of sequences."""
 
     def __init__(self, page_size: int, limits: GroupLimits) -> None:
         self._unit = math.lcm(page_size, PREFIX_UNIT)
@@ -75,7 +75,7 @@ class GroupTree:
         return member in self._ends
 
     def add(self, member: int, pages: Sequence[int]) -> None:
-        """`pages`: the full ones, which hold what is computed."""
+        """Add a sequence. `pages`: its full pages, whose slots are all computed."""
         assert member not in self._ends, member
         width = self._unit_pages
         rest = tuple(pages[: len(pages) // width * width])
@@ -105,9 +105,9 @@ class GroupTree:
         del node.members[member]
 
     def groups(self) -> list[Group]:
-        """Those that save the most first; MAX_GROUPS at most."""
+        """Return at most MAX_GROUPS groups. The first saves the most."""
         found, nodes = [], [self._root]
-        for node in nodes:  # grows
+        for node in nodes:  # the list grows in the loop
             if node.is_group:
                 if node.group is None:
                     members = np.fromiter(node.members, np.int32, len(node.members))
@@ -118,7 +118,7 @@ class GroupTree:
         return sorted(found, key=lambda group: -group.saved)[:MAX_GROUPS]
 
     def _split(self, child: _Node, pages: int) -> _Node:
-        """A node in the middle of `child`'s edge."""
+        """Insert a node after the first `pages` pages of `child`'s edge, and return it."""
         parent, width = child.parent, self._unit_pages
         assert parent is not None
         middle = _Node(parent, child.edge[:pages], parent.depth + pages // width)
@@ -129,7 +129,7 @@ class GroupTree:
         return middle
 
     def _counted(self, node: _Node) -> _Node:
-        """Decides anew between all of a node's sequences and the groups among them; returns its parent."""
+        """Decide again whether a node's sequences are one group or the groups of its children. Return its parent."""
         parent, tokens, count = node.parent, node.depth * self._unit, len(node.members)
         assert parent is not None
         saved = (count - 1) * tokens if count >= self._min_sequences and tokens >= self._min_tokens else 0
@@ -140,7 +140,8 @@ class GroupTree:
         return parent
 
     def _common_pages(self, a: tuple[int, ...], b: tuple[int, ...]) -> int:
-        """Of whole units at the beginning; by halves, because comparing slices is fast."""
+        """Return the number of pages in the whole units that both begin with. It searches by bisection, because slices
+        are compared fast."""
         width = self._unit_pages
         if a == b[: len(a)]:
             return len(a)
@@ -152,7 +153,8 @@ class GroupTree:
 
 
 class GroupTable:
-    """The groups of one batch in device memory. Captured graphs hold the address. `limits`: of its groups."""
+    """The groups of one batch in device memory, at an address that captured graphs hold. `limits`: the limits for its
+    groups."""
 
     def __init__(self, max_batch_size: int, limits: GroupLimits, device: torch.device) -> None:
         self.limits = limits
@@ -167,11 +169,12 @@ class GroupTable:
         return self._written
 
     def of_batch(self, size: int) -> PrefixGroups | None:
-        """What rounds of `size` sequences read, padding included; None: they read no groups."""
+        """Return the groups that a round of `size` sequences reads, padding included. Return None if such rounds read
+        no groups."""
         return self._groups.of_batch(size) if size >= self.limits.min_batch else None
 
     def write(self, groups: list[Group], upload: Callable[[np.ndarray], Tensor]) -> None:
-        """`upload`: to the device, in order with what is launched."""
+        """Write the groups of the next round. `upload`: copies an array to the device, in order with launches."""
         if groups is self._written:
             return
         packed = self._pack(groups)

@@ -1,10 +1,10 @@
 """The state of running requests in device memory: a line for each request index, and one more for padding.
 
-The host writes a request's line when it is admitted and when its pages grow; rounds read and advance it. So nothing has
-to come back to the host between rounds.
+The host writes a request's line when the request is admitted and when it gets more pages. Rounds read the line and
+advance it. So nothing has to come back to the host between rounds.
 
-Shape suffixes: S request indices (the last is padding's), B requests of a batch, P pages of a table, L tokens, E hidden
-size, F fields.
+Shape suffixes: S request indices (the last is for padding), B requests of a batch, P pages of a request, L tokens, E
+hidden size, F fields.
 """
 
 from __future__ import annotations
@@ -36,33 +36,34 @@ class RequestTable:
         num_host_columns: int = 0,
         cascade: GroupLimits | None = None,
     ) -> None:
-        """`num_host_columns`: of draft trees that the host uploads, see `draft.host`. `cascade`: of
-        groups of requests, for which rounds read what they share once; None: they do not."""
+        """`num_slots`: the number of request indices. `pages_per_slot`: the most pages of a request.
+        `num_host_columns`: the columns of draft trees that the host uploads, see `draft.host`. `cascade`: the limits
+        for groups of requests whose shared pages are read once; None: there are no groups."""
         rows = num_slots + 1
         self.ints_SF = torch.zeros(rows, NUM_FIELDS, dtype=torch.int64, device=device)
         self.ints_SF[:, Field.DONE] = 1
-        # temperature, top_p, min_p; as they were given where no kernel wants them in float32
+        # temperature, top_p, min_p. They have float64 where no kernel needs float32.
         floats = torch.float64 if device.type == "cpu" else torch.float32
         self.floats_S3 = torch.ones(rows, 3, dtype=floats, device=device)
         self.page_table_SP = torch.zeros(rows, pages_per_slot, dtype=torch.int32, device=device)
         # The draft's hidden state at the root, from which drafting starts.
         self.features_SE = torch.zeros(rows, feature_size, dtype=dtype, device=device)
-        # All tokens, for n-gram drafts on the device and for rules.
+        # All tokens of each request, for n-gram drafts on the device and for rules.
         self.tokens_SL = torch.zeros(rows, max_length if keeps_tokens else 0, dtype=torch.int32, device=device)
         self.host_trees_SZ = torch.zeros(rows, num_host_columns, dtype=torch.int32, device=device)
-        # Of the batch of the next round.
+        # The groups of the next round's batch.
         self.groups = None if cascade is None else GroupTable(num_slots, cascade, device)
         self.rules: RuleTable | None = None
         self._max_length, self._keeps_tokens = max_length, keeps_tokens
 
     @property
     def padding(self) -> int:
-        """The request index of no request."""
+        """The request index that padding has. It belongs to no request."""
         return self.ints_SF.shape[0] - 1
 
     def add_rules(self, vocab_size: int) -> RuleTable:
-        """The rules' table, made at the first call. From then on tokens are kept: of requests that start later, and
-        graphs that were captured before do not write them."""
+        """Return the table of rules, which the first call makes. From then on the tokens of requests that start later
+        are kept. Graphs that were captured before do not write them."""
         if self.rules is None:
             lines, device = self.ints_SF.shape[0], self.ints_SF.device
             if not self.tokens_SL.shape[1]:
@@ -71,20 +72,20 @@ class RequestTable:
         return self.rules
 
     def remove_rules(self) -> None:
-        """As before the first `add_rules`. No request with rules may run, and no graph with edits may be replayed."""
+        """Undo `add_rules`. No request with rules may run, and no graph with edits may be replayed."""
         if self.rules is not None and not self._keeps_tokens:
             self.tokens_SL = self.tokens_SL[:, :0].clone()
         self.rules = None
 
     @property
     def rule_bytes(self) -> int:
-        """What `add_rules` has allocated."""
+        """The bytes that `add_rules` has allocated."""
         if self.rules is None:
             return 0
         return self.rules.num_bytes + (0 if self._keeps_tokens else self.tokens_SL.nbytes)
 
     def saved(self) -> Callable[[], None]:
-        """Returns what restores all requests to what they are now. Restoring allocates nothing."""
+        """Save the state of all requests, and return a function that restores it. That function allocates nothing."""
         ints, features = self.ints_SF.clone(), self.features_SE.clone()
 
         def restore() -> None:
@@ -119,7 +120,7 @@ class BatchView:
         )
 
     def field(self, field: Field) -> Tensor:
-        """(B,) int64"""
+        """Return a field of all requests, (B,) int64."""
         return self.ints_BF[:, field]
 
     @property
@@ -147,7 +148,7 @@ class BatchView:
         mask_TW: Tensor | None = None,
         mask_start: int = 0,
     ) -> PagedBatch:
-        """`num_queries` new tokens of each request; see `span_layout` of the kernels."""
+        """Lay out `num_queries` new tokens of each request; see `span_layout` of the kernels."""
         spans = self.ops.span_layout(
             self.page_table_BP,
             self.page_size,

@@ -8,8 +8,8 @@ import torch
 
 from specbatch.batch import NEVER, RuleBuffers
 
-MAX_BIASES = 1024  # of a request
-# Bad words of several tokens of a request, and the tokens of one. Those of one token are in the mask.
+MAX_BIASES = 1024  # the most biases of a request
+# The most bad words of several tokens of a request, and the most tokens of one. Those of one token are in the mask.
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 16
 
 
@@ -48,8 +48,8 @@ class RuleTable(RuleBuffers):
             _fill(self.forced_SN, lines, -1)
 
     def add_node_masks(self, num_nodes: int, *, with_forced: bool = False) -> None:
-        """Make room for masks of trees of `num_nodes` nodes, which allow everything. Graphs that were captured before
-        do not read them. `with_forced`: for forced tokens, too."""
+        """Make room for the masks of trees of `num_nodes` nodes. They allow everything at first. Graphs that were
+        captured before do not read them. `with_forced`: make room for forced tokens, too."""
         if self.node_masks_SNW is None:
             lines, _, num_words = self.masks_S2W.shape
             self.node_masks_SNW = torch.full(
@@ -65,7 +65,8 @@ class RuleTable(RuleBuffers):
 
 
 def _fill(buffer: torch.Tensor, lines: torch.Tensor | slice, value: int) -> None:
-    """`buffer[lines] = value` copies the value to the device first and waits for that, if `lines` is a tensor."""
+    """Write `value` to these lines. If `lines` is a tensor, `buffer[lines] = value` would copy the value to the device
+    and wait for the copy."""
     if isinstance(lines, slice):
         buffer[lines] = value
     else:

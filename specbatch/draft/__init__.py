@@ -22,12 +22,12 @@ from specbatch.draft.tree import TreeDraft
 
 @dataclass(frozen=True, slots=True)
 class DraftParts:
-    """What draft methods are made of."""
+    """The parts that draft methods are built from."""
 
     device: torch.device
     ops: ModuleType  # the device's kernels, see `kernels.ops_for`
-    net: DraftNet | None = None  # of a method with a draft network
-    ngram_match: tuple[int, int] = (2, 5)  # shortest and longest match
+    net: DraftNet | None = None  # None: the method has no draft network
+    ngram_match: tuple[int, int] = (2, 5)  # the shortest and the longest match, in tokens
     coupled: bool = False  # sampled chains are drawn with the target's random numbers, see `chain`
 
 
@@ -36,7 +36,7 @@ class MethodEntry:
     """A draft method of the configuration."""
 
     make: Callable[[DraftShape, DraftParts], DraftMethod]
-    net: type[ModelNet | EagleNet] | None = None  # of the draft network, which speculation.draft names
+    net: type[ModelNet | EagleNet] | None = None  # the class of the draft network, which speculation.draft names
     default_num_steps: int = 3
     chains_only: bool = False  # topk must be 1
 
@@ -64,7 +64,9 @@ METHODS: dict[str, MethodEntry] = {
 
 
 def make_method(name: str, shape: DraftShape | None, parts: DraftParts) -> DraftMethod:
-    """The draft method for one draft shape. None: rounds that draft nothing, in a schedule whose others may."""
+    """Return the draft method for one draft shape.
+
+    `shape` is None for rounds that draft nothing; other rounds of the schedule may draft."""
     if shape is None:
         return NoDraft(parts.net, room=MAX_ROOM if name == "none" else 1)
     return METHODS[name].make(shape, parts)

@@ -1,9 +1,10 @@
 """Chains from a draft network: each draft is the network's own choice after the one before it.
 
-Where a request samples, drafts are drawn. Usually their random numbers are their own, and acceptance compares the two
-distributions. *Coupled* drafts are drawn with the very numbers that the target draws with at their positions. So both
-often draw the same token, and a draft is accepted if it is that token, as in trees: the text is that of plain decoding,
-whatever drafts (drafter-invariant speculative decoding, Daliri et al. 2024, there by Gumbel noise).
+If a request samples, its drafts are drawn at random. Usually drafting has separate random numbers, and acceptance
+compares the distributions of the target and the network. *Coupled* drafts are drawn with the random numbers that the
+target uses at the same positions. So both often draw the same token, and a draft is accepted if it is that token, as in
+trees. The text is then that of plain decoding with every draft method (drafter-invariant speculative decoding, Daliri
+et al. 2024, who use Gumbel noise).
 
 Shape suffixes: B requests, E hidden size.
 """
@@ -23,7 +24,8 @@ from specbatch.draft.shape import DraftShape, num_lookahead
 
 
 class ChainDraft(DraftMethod):
-    """Chains of num_steps drafts, whatever topk is: drawn where a request samples, else the most likely tokens."""
+    """Chains of num_steps drafts; topk is not read. In a batch with sampled requests drafts are drawn, else they are
+    the most likely tokens."""
 
     def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         self.net = self._net = net
@@ -39,7 +41,8 @@ class ChainDraft(DraftMethod):
         tokens, probs = [view.field(Field.ROOT)], []
         for step in range(self._num_steps):
             if step > 0:
-                # After the committed slots of the draft's cache, which include the root's where it has one.
+                # The draft's slot comes after the committed slots of the draft's cache. A draft model has a committed
+                # slot for the root; an EAGLE head has none.
                 offset = self._net.draft_kv_offset + step - 1
                 hidden_BE = self._net.forward(tokens[-1], hidden_BE, view.layout(1, start=offset, position=offset))
             logits = self._net.raw_logits(hidden_BE)

@@ -1,4 +1,4 @@
-"""Drafts that the host makes: from the sequences' tokens, uploaded with the batch.
+"""Drafts that the host makes from the sequences' tokens, and uploads with the batch.
 
 Shape suffixes: B requests, N tree nodes, W words of a mask, Z columns of the uploaded table.
 """
@@ -21,11 +21,12 @@ from specbatch.draft.shape import DraftShape
 
 
 class HostSequence(Protocol):
-    """What a host draft may read of a sequence (`engine.sequence.Sequence`)."""
+    """The attributes of a sequence that a host draft may read (`engine.sequence.Sequence`)."""
 
-    tokens: list[int]  # prompt and output; the last is the root. Only ever appended to, also over a preemption
-    max_length: int  # of `tokens`: a draft past it cannot be accepted
-    draft_state: Any  # the method's own, None at first; all draft shapes of a schedule share it
+    # Prompt and output; the last token is the root. Tokens are only appended: a preemption keeps them.
+    tokens: list[int]
+    max_length: int  # the maximum length of `tokens`: a draft past it cannot be accepted
+    draft_state: Any  # data of the draft method, None at first; all draft shapes of a schedule share it
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,13 @@ class HostTrees:
     """One draft tree for each of B sequences, padded to N nodes. Node 0 is the root, whose token is not read; a parent
     comes before its children, and siblings hold different tokens."""
 
-    tokens_BN: NDArray[np.int64]  # of the target's vocabulary
+    tokens_BN: NDArray[np.int64]  # ids of the target's vocabulary
     num_nodes_B: NDArray[np.int64]  # 1 .. N
     parents_BN: NDArray[np.int64] | None = None  # None: chains
 
     @staticmethod
     def chains(drafts: Sequence[Sequence[int]]) -> HostTrees:
-        """Of each sequence the drafts after its root, in order; there may be none."""
+        """Make chains. `drafts`: for each sequence, the tokens after its root, in order; there may be none."""
         num_nodes = np.array([1 + len(one) for one in drafts], dtype=np.int64)
         tokens = np.zeros((len(drafts), int(num_nodes.max(initial=1))), dtype=np.int64)
         for line, one in zip(tokens, drafts, strict=True):
@@ -48,25 +49,26 @@ class HostTrees:
 
 
 class HostDraftMethod(DraftMethod):
-    """A draft method on the host. The engine reads every result before it launches the next round: `host_draft` sees
-    all tokens. Chains and trees, greedy and sampled, are verified as any deterministic drafts: the output is that of
-    plain decoding."""
+    """A draft method on the host. The engine reads every result before it launches the next round, so `host_draft`
+    sees all tokens. The drafts are deterministic, so the output is that of plain decoding: with chains or trees,
+    greedy or sampled."""
 
     def __init__(self, shape: DraftShape) -> None:
         self.num_nodes = self.num_lookahead = shape.num_draft_tokens
         self.max_path = min(shape.num_steps + 1, shape.num_draft_tokens)
         self._is_chain = shape.is_chain
         self._num_words = -(-self.num_nodes // 32)
-        self._num_columns = 1 if self._is_chain else 3 + self._num_words  # of each node
+        self._num_columns = 1 if self._is_chain else 3 + self._num_words  # columns of one node
         self.num_host_columns = 1 + self.num_nodes * self._num_columns
 
     @abstractmethod
     def host_draft(self, sequences: Sequence[HostSequence]) -> HostTrees:
-        """Trees of at most `num_nodes` nodes and `max_path` nodes on a path; without parents where topk is 1."""
+        """Return trees of at most `num_nodes` nodes, with at most `max_path` nodes on a path. Where topk is 1, they are
+        chains, without `parents_BN`."""
 
     def pack(self, trees: HostTrees) -> NDArray[np.int32]:
-        """(B, Z) what `draft` reads: the number of nodes, then of each node its token, in trees also its parent, depth
-        and mask words."""
+        """Return the table (B, Z) that `draft` reads: the number of nodes, then for each node its token, and in trees
+        its parent, depth and mask words."""
         batch, width = trees.tokens_BN.shape
         counts = trees.num_nodes_B
         assert width <= self.num_nodes, f"{width} nodes, and the draft shape has {self.num_nodes}"
@@ -82,7 +84,7 @@ class HostDraftMethod(DraftMethod):
         return np.concatenate((counts[:, None].astype(np.int32), nodes.reshape(batch, -1)), axis=1)
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
-        """The trees that were uploaded (`pack`)."""
+        """Return the trees that were uploaded (`pack`)."""
         lines_BZ = table.host_trees_SZ[view.req_idx_B, : self.num_host_columns]
         num_nodes_B = lines_BZ[:, 0].long().clamp(min=1)  # 0: padding, which has no tree
         nodes = lines_BZ[:, 1:].reshape(-1, self.num_nodes, self._num_columns)
@@ -96,7 +98,8 @@ class HostDraftMethod(DraftMethod):
 
 
 def ancestry(trees: HostTrees, num_words: int) -> list[np.ndarray]:
-    """Parents (B, N, 1), depths (B, N, 1) and mask words (B, N, W). A node past the tree's end sees itself alone."""
+    """Return parents (B, N, 1), depths (B, N, 1) and mask words (B, N, W). A node past the tree's end sees only
+    itself."""
     batch, width = trees.tokens_BN.shape
     lines, nodes = np.arange(batch), np.arange(width)
     parents_BN = np.broadcast_to(nodes - 1, (batch, width)) if trees.parents_BN is None else trees.parents_BN

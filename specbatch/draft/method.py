@@ -1,4 +1,4 @@
-"""What a draft method is to the engine.
+"""The interface between draft methods and the engine.
 
 A draft method gives a round its draft trees: on the device from tensors (`DraftMethod.draft`), or on the host from the
 sequences' tokens (`host.HostDraftMethod`). `draft.METHODS` names all of them.
@@ -26,35 +26,38 @@ class DraftTrees:
     parents_BN: Tensor | None = None  # int64; -1: the root; -2: past num_nodes
     depths_BN: Tensor | None = None  # int64; 0: the root, and nodes past num_nodes
     mask_BNW: Tensor | None = None  # int32 words: which nodes a node sees, see `kernels.torch.tree.select_nodes`
-    max_path: int | None = None  # nodes of the longest path, of trees that are no longer the method's own; None: its
-    # What a chain's drafts were drawn from, for rejection sampling. None: a draft is accepted if it is the token that
-    # the target itself draws.
+    # The nodes of the longest path, if a grammar has changed the trees. None: the method's `max_path`.
+    max_path: int | None = None
+    # The distributions that a chain's drafts were drawn from, for rejection sampling. None: a draft is accepted if the
+    # target itself draws the same token.
     probs_BDW: Tensor | None = None
-    # int64, with `probs_BDW`: drafts of each chain. One past `num_nodes_B` is forbidden to the target: it is rejected
-    # without being verified. None: all of `probs_BDW`.
+    # int64, the number of drafts of each chain in `probs_BDW`. A grammar forbids a draft past `num_nodes_B`: it is
+    # rejected without being verified. None: each chain has D drafts.
     num_drafts_B: Tensor | None = None
 
 
 class DraftMethod(ABC):
-    """How the rounds of one draft shape draft. Its attributes do not change: CUDA graphs are captured with them."""
+    """A draft method for the rounds of one draft shape.
+
+    Its attributes do not change, because CUDA graphs are captured with them."""
 
     num_nodes: int  # N
     max_path: int  # M: nodes of the longest path, the root included
     num_lookahead: int  # slots past the committed ones that a round may write, see `shape.num_lookahead`
-    net: DraftNet | None = None  # the draft network, which follows what is committed; None: there is none
-    # Of the accepted drafts, the first N whose entries in the network's cache were computed in drafting: draft-extend
-    # would compute the same.
+    net: DraftNet | None = None  # the draft network, whose cache follows the committed tokens; None: there is none
+    # The number of accepted drafts, from the first one on, that draft-extend can skip: drafting has already computed
+    # the same entries of the network's cache.
     num_reusable = 0
-    reads_tokens = False  # whether `draft` reads `RequestTable.tokens_SL`
-    has_drafts = True  # else trees have the root alone
-    num_host_columns = 0  # of `RequestTable.host_trees_SZ`, for trees that the host uploads
+    reads_tokens = False  # True: `draft` reads `RequestTable.tokens_SL`
+    has_drafts = True  # False: trees have the root alone
+    num_host_columns = 0  # columns of `RequestTable.host_trees_SZ`, for trees that the host uploads
 
     def with_room(self, batch_size: int) -> DraftMethod:
-        """What drafts where shapes are fixed and rows have grammars: its trees have room for forced tokens. Batches of
-        this size, padding included."""
+        """Return the draft method for batches with grammars where shapes are fixed. Its trees have room for tokens that
+        a grammar forces. `batch_size`: the requests of a batch, padding included."""
         return self
 
     @abstractmethod
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
-        """The trees of one batch, from tensors, with fixed shapes and without reading anything on the host: a CUDA
-        graph may hold it. `sampled`: some request may have a positive temperature."""
+        """Return the draft trees of one batch. Shapes are fixed and the host reads no tensor, so that a CUDA graph can
+        hold this. `sampled`: some request may have a positive temperature."""

@@ -1,11 +1,12 @@
 """Draft networks: a smaller model, or an EAGLE head. `chain.py` and `tree.py` draft with them.
 
-A network has its own KV cache, in the same pages of a sequence as the target's. Slot i belongs to token i of a draft
-model; of EAGLE to the pair of token i + 1 and the target's feature of position i. Before a round starts, *draft-extend*
-has run over all tokens up to the root, and has left the hidden state of the first draft step. Drafts go to the next
-slots, in the order in which they are drafted; the next draft-extend overwrites them.
+A network has its own KV cache, in the same pages of a sequence as the target's. In the cache of a draft model, slot i
+belongs to token i. In the cache of an EAGLE head, it belongs to the pair of token i + 1 and the target's feature of
+position i. Before a round starts, *draft-extend* has run over all tokens up to the root, and has left the hidden state
+for the first draft step. Drafts go to the next slots, in the order in which they are drafted; the next draft-extend
+overwrites them.
 
-Shape suffixes: T packed tokens, R of them whose hidden states are wanted, E hidden size, W draft vocabulary.
+Shape suffixes: T packed tokens, R tokens whose hidden states are returned, E hidden size, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ class DraftNet(Protocol):
 
     cache: KVCache
     aux_layers: tuple[int, ...]  # target layers whose inputs `features` takes
-    draft_kv_offset: int  # slots that its cache has more than the target's before a round: 1 if the root has one
-    target_ids: Tensor | None  # (W,) target token of each draft token; None: the same vocabulary
+    draft_kv_offset: int  # 1 if the root has a slot in this cache before a round, else 0; it has none in the target's
+    target_ids: Tensor | None  # (W,) the target token of each draft token; None: the same vocabulary
     feature_size: int  # E
-    reads_hidden: bool  # whether `features` takes the target's last hidden states, of every token
+    reads_hidden: bool  # True: `features` reads the target's last hidden states of all tokens
 
     @property
     def decoder(self) -> Decoder | None:
-        """None: a head of one layer, which has no trunk."""
+        """The draft model. None for a head, which has one layer and so no trunk."""
         ...
 
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
-        """(T, E) inputs taken from the target, None for a network that needs none. `hidden_TE`: after its final norm;
-        `aux_hidden_states`: the inputs of its layers `aux_layers`, each (T, E)."""
+        """Compute the network's inputs (T, E) from the target's hidden states. Return None for a network that needs
+        none. `hidden_TE`: the target's hidden states after its final norm. `aux_hidden_states`: the inputs of the
+        target's layers `aux_layers`, each (T, E)."""
         ...
 
     def forward(
@@ -48,20 +50,21 @@ class DraftNet(Protocol):
         logits_indices: LogitsIndices | None = None,
         trunk: Trunk | None = None,
     ) -> Tensor:
-        """Hidden states (T, E), or (R, E) of the selected tokens. `trunk`: of `decoder`, see there."""
+        """Compute hidden states (T, E), or (R, E) for the tokens of `logits_indices`. `trunk`: computes the layers
+        of `decoder`, see `Decoder.forward`."""
         ...
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """(R, W), float32, or float64 if the model is."""
+        """Compute logits (R, W) in float32, or in float64 if the model has this dtype."""
         ...
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
-        """(R, W) in the network's dtype."""
+        """Compute logits (R, W) in the network's dtype."""
         ...
 
 
 class ModelNet:
-    """Any smaller model with the target's tokenizer."""
+    """A smaller model with the target's tokenizer."""
 
     draft_kv_offset = 1
     aux_layers: tuple[int, ...] = ()
@@ -92,7 +95,7 @@ class ModelNet:
         logits_indices: LogitsIndices | None = None,
         trunk: Trunk | None = None,
     ) -> Tensor:
-        # A token past a smaller embedding is read as the last one: a worse guess, nothing more.
+        # A token past a smaller embedding is read as the last one. This only makes the draft worse.
         if self._model.config.vocab_size < self._target_vocab_size:
             tokens_T = tokens_T.clamp(max=self._model.config.vocab_size - 1)
         return self._model.forward(tokens_T, layout, self.cache, logits_indices=logits_indices, trunk=trunk)[0]

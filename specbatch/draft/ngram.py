@@ -1,6 +1,6 @@
-"""Prompt lookup (Saxena 2023): the drafts are what followed the last earlier occurrence of the sequence's last few
-tokens, in the prompt or in the output. Where that reaches the end of the text, it goes on with the drafts themselves,
-so a repeated pattern is drafted to full length.
+"""Prompt lookup (Saxena 2023): find the last earlier occurrence of the sequence's last few tokens, in the prompt or in
+the output. The drafts are the tokens that followed it. At the end of the text the drafts go on with themselves, so a
+repeated pattern is drafted to full length.
 
 On CUDA a kernel searches the text in each round. On a CPU the host keeps an index of each sequence, which costs less.
 Both give the same drafts.
@@ -21,7 +21,8 @@ from specbatch.draft.shape import DraftShape
 
 
 class NgramDraft(DraftMethod):
-    """On the device: chains of up to num_draft_tokens - 1 drafts, found by matches of min_match to max_match tokens."""
+    """Prompt lookup on the device: chains of up to num_draft_tokens - 1 drafts, after matches of min_match to max_match
+    tokens."""
 
     reads_tokens = True
 
@@ -44,7 +45,7 @@ class NgramDraft(DraftMethod):
 
 
 class NgramIndex:
-    """Where each n-gram of a growing token list occurred last, for n from min_match to max_match."""
+    """Index of a growing token list: where each n-gram occurred last, for n from min_match to max_match."""
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self._sizes = range(min_match, max_match + 1)
@@ -60,7 +61,8 @@ class NgramIndex:
         self._num_indexed = len(tokens)
 
     def find(self, tokens: list[int]) -> int | None:
-        """Index of the token after the last earlier occurrence of the longest suffix that has one."""
+        """Return the index of the token after the last earlier occurrence of the longest suffix that has one. Return
+        None if no suffix has one."""
         for size in reversed(self._sizes):
             if size < len(tokens):
                 found = self._next.get(tuple(tokens[-size:]))
@@ -70,7 +72,8 @@ class NgramIndex:
 
 
 class HostNgramDraft(HostDraftMethod):
-    """On the host, with an index of each sequence. A preempted sequence keeps its index: its tokens are the same."""
+    """Prompt lookup on the host, with an index for each sequence. A preempted sequence keeps its index, because its
+    tokens stay the same."""
 
     def __init__(self, shape: DraftShape, min_match: int, max_match: int) -> None:
         super().__init__(DraftShape(shape.num_draft_tokens - 1, 1, shape.num_draft_tokens))

@@ -1,4 +1,4 @@
-"""Plain decoding, as the draft method without drafts."""
+"""Plain decoding: the draft method without drafts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import DraftNet
 from specbatch.draft.shape import num_lookahead
 
-# Up to this many tokens a forward pass mostly waits for weights: room for forced tokens costs little.
+# A forward pass of at most this number of tokens mostly waits for weights, so room for forced tokens costs little.
 _CHEAP_TOKENS = 256
 MAX_ROOM = 8  # nodes
 
 
 class NoDraft(DraftMethod):
-    """Trees of the root alone. A `net` follows what is committed: other rounds of the schedule draft with it.
-    `room`: the most nodes that `with_room` may give it, for tokens that a grammar forces after the root."""
+    """Draft trees that have the root alone. `net`: the draft network, whose cache follows the committed tokens, because
+    other rounds of the schedule draft with it. `room`: the most nodes that `with_room` may add up to, for tokens that a
+    grammar forces after the root."""
 
     has_drafts = False
     num_nodes = max_path = 1

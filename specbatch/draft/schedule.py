@@ -1,4 +1,5 @@
-"""What a round drafts may depend on how many rows are running: few rows leave room for deep drafts, many do not."""
+"""The schedule: draft shapes by the number of running requests. Few requests leave room for deep drafts, many do
+not."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class ByBatch(Generic[T]):
-    """`items[i]` is for more than `bounds[i - 1]` and at most `bounds[i]` running rows, the last item also for more."""
+    """Items by batch size. `items[i]` is for more than `bounds[i - 1]` and at most `bounds[i]` requests, and the last
+    item also for more."""
 
     bounds: tuple[int, ...]  # ascending
     items: tuple[T, ...]
@@ -39,11 +41,11 @@ class ByBatch(Generic[T]):
 
     @property
     def name(self) -> str:
-        """For people: of a single item its own label."""
+        """The schedule in words: if it has a single item, that item's label."""
         return label(self.items[0]) if len(self.items) == 1 else str(self)
 
     def merged(self) -> ByBatch[T]:
-        """Equal neighbours as one item."""
+        """Return the same schedule with equal neighbours merged into one item."""
         last = [i for i, item in enumerate(self.items) if self.items[i + 1 : i + 2] != (item,)]
         return ByBatch(tuple(self.bounds[i] for i in last), tuple(self.items[i] for i in last))
 
@@ -57,13 +59,13 @@ class ByBatch(Generic[T]):
         return ByBatch(self.bounds, tuple(function(item) for item in self.items))
 
     def batches(self, index: int, largest: int) -> range:
-        """The numbers of rows that item `index` is for, up to `largest`."""
+        """Return the batch sizes that item `index` is for, up to `largest`."""
         first = self.bounds[index - 1] + 1 if index else 1
         last = largest if index == len(self.items) - 1 else min(self.bounds[index], largest)
         return range(first, last + 1)
 
 
-# None: plain decoding.
+# The item None is plain decoding.
 Schedule = ByBatch[DraftShape | None]
 
 
@@ -72,5 +74,5 @@ def label(item: object) -> str:
 
 
 def shapes_of(schedule: Schedule) -> list[DraftShape]:
-    """Without repetitions, in order; none for plain decoding."""
+    """List the draft shapes of a schedule in order, without repetitions and without plain decoding."""
     return [shape for shape in dict.fromkeys(schedule.items) if shape is not None]

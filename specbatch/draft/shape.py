@@ -13,13 +13,13 @@ from specbatch.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """(num_steps, topk, num_draft_tokens): depth of drafting, branches kept at each step, nodes verified (root
-    included)."""
+    """A draft shape: the number of draft steps, of branches that each step keeps, and of nodes that are verified (the
+    root included)."""
 
     num_steps: int
     topk: int
     num_draft_tokens: int
-    ngram_match: tuple[int, int] | None = None  # tokens, of n-gram drafts: (min_match, max_match), if given here
+    ngram_match: tuple[int, int] | None = None  # (min_match, max_match) in tokens, if a plan for n-gram drafts has them
 
     def __str__(self) -> str:
         if self.ngram_match is not None:
@@ -28,12 +28,12 @@ class DraftShape:
 
     @staticmethod
     def ngram(num_draft_tokens: int, min_match: int, max_match: int) -> DraftShape:
-        """Of n-gram drafts, with the lengths of matches."""
+        """Make the shape of n-gram drafts, with the lengths of matches."""
         return DraftShape(num_draft_tokens - 1, 1, num_draft_tokens, (min_match, max_match))
 
     @property
     def max_path(self) -> int:
-        """Nodes of the longest path, the root included: tokens that a round commits at most."""
+        """Nodes of the longest path, the root included. A round commits at most this number of tokens."""
         return min(self.num_steps + 1, self.num_draft_tokens)
 
     @property
@@ -46,7 +46,7 @@ class DraftShape:
         return self.topk + (self.num_steps - 1) * self.topk**2
 
     def check(self) -> None:
-        """Raises ConfigError naming the parameter that is out of its legal range."""
+        """Raise a ConfigError that names the parameter out of its legal range, if there is one."""
         if self.num_steps < 1 or self.topk < 1:
             raise ConfigError(
                 f"speculation.num_steps and speculation.topk must be at least 1, got {self.num_steps} and {self.topk}"
@@ -70,10 +70,11 @@ class DraftShape:
 
 
 def num_lookahead(shape: DraftShape | None, draft_kv_offset: int | None) -> int:
-    """Slots past the committed ones that a round may write: the target's tree, the draft network's branches, and after
-    a round that accepted everything the draft's slot of the new root.
+    """Return the number of slots past the committed ones that a round may write. They are for the target's tree, the
+    draft network's branches, and, after a round that accepted everything, the new root in the draft's cache.
 
-    `shape` None: no drafts, but a draft network may follow. `draft_kv_offset`: see `DraftNet`; None: no network.
+    `shape`: the draft shape, or None for rounds without drafts, in which a draft network can still follow.
+    `draft_kv_offset`: see `DraftNet`; None: there is no draft network.
     """
     num_nodes = 1 if shape is None else shape.num_draft_tokens
     if draft_kv_offset is None:

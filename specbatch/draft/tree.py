@@ -1,5 +1,5 @@
-"""Dynamic trees from a draft network (EAGLE-2, Li et al. 2024): the best topk branches grow at each step, and of all
-candidates the most likely ones are verified.
+"""Dynamic trees from a draft network (EAGLE-2, Li et al. 2024): the best topk branches grow at each step, and the most
+likely of all candidates are verified.
 
 Shape suffixes: B requests, C candidates, K = topk, E hidden size.
 """
@@ -16,7 +16,7 @@ from specbatch.draft.shape import DraftShape, num_lookahead
 
 
 class TreeDraft(DraftMethod):
-    """Trees of num_draft_tokens nodes. The choice is deterministic, also where a request samples."""
+    """Draft trees of num_draft_tokens nodes. The choice of nodes is deterministic, also where a request samples."""
 
     def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType) -> None:
         self.net = self._net = net
@@ -39,14 +39,15 @@ class TreeDraft(DraftMethod):
         return DraftTrees(nodes[0], None, *nodes[1:])
 
     def candidates(self, view: BatchView, table: RequestTable) -> Candidates:
-        """What trees are chosen from: topk drafts of the root, and topk of each of the best topk at every step."""
+        """Draft the candidates: topk drafts after the root, and at every later step topk after each of the best topk
+        branches."""
         hidden_BE = table.features_SE[view.req_idx_B]
         batch, k, draft_kv_offset = hidden_BE.shape[0], self._shape.topk, self._net.draft_kv_offset
         target_ids = self._net.target_ids
         words = max(1, -(-k * (self._shape.num_steps - 1) // 32))
         scores, ids = self._ops.draft_topk(self._net.raw_logits(hidden_BE), k)
         candidates, beam = self._ops.beam_start(scores, ids, target_ids, self._shape.num_candidates, words)
-        features = hidden_BE.repeat_interleave(k, dim=0)  # a copy for each: a forward pass may write over them
+        features = hidden_BE.repeat_interleave(k, dim=0)  # copies, because a forward pass may write over its input
         for step in range(1, self._shape.num_steps):
             layout = view.layout(
                 k,

@@ -1,13 +1,13 @@
-"""Sums of two GPUs by copy engines: no multiprocessor sends, or waits, so that all of them compute another pass.
+"""Sums of two GPUs by copy engines. No multiprocessor sends or waits, so all of them can compute another pass.
 
-Each GPU copies its tensor into the mailbox of the other one, and adds what came into its own. A kernel that waits would
-need a multiprocessor, and large GEMMs hold all of them from their beginning to their end. Here the stream waits, for a
+Each GPU copies its tensor into the mailbox of the other one, and adds the tensor that came into its own. A kernel that
+waits would need a multiprocessor, and large GEMMs hold all of them from beginning to end. Here the stream waits for a
 word that the other GPU writes (memory operations of streams, `cuStreamWaitValue32` of the CUDA driver).
 
-A word is written after all that the stream wrote before is visible to the other GPU (the driver's default is a fence
-of the system). A mailbox has two words. `ready`: a tensor has come. `free`: this GPU may send the next one. Each is 0
-or 1, so that a CUDA graph can hold the operations. They are written by the other GPU, and set back by the GPU that
-waited.
+A word is written after all earlier writes of the stream are visible to the other GPU (the driver's default is a fence
+of the system). A mailbox has two words. `ready` says that a tensor has come. `free` says that this GPU may send the
+next one. Each is 0 or 1, so that a CUDA graph can hold the operations. The other GPU writes them, and the GPU that
+waited sets them back.
 """
 
 from __future__ import annotations
@@ -18,52 +18,53 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_READY, _FREE = 0, 4  # bytes from the beginning of the words
+_READY, _FREE = 0, 4  # offsets in bytes from the beginning of the words
 WORDS_BYTES = 256
 _WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ of cuda.h
 
 
 class Mailbox:
-    """`memory`: uint8, which the other GPU writes. `peer`: its mailbox, as this GPU sees it. The words come after the
-    first `capacity` bytes."""
+    """A mailbox for tensors of the other GPU. `memory`: uint8 memory of this GPU, which the other one writes. `peer`:
+    the other GPU's mailbox, as this GPU sees it. The words come after the first `capacity` bytes."""
 
     def __init__(self, memory: Tensor, peer: Tensor) -> None:
         assert len(memory) == len(peer)
         self.capacity = len(memory) - WORDS_BYTES
         self._memory, self._peer = memory, peer
-        # Kept, because the host has to launch a sum in less time than a GPU takes for a part of a layer.
+        # The addresses are kept, because the host must launch a sum in less time than a GPU needs for a part of a layer.
         self._own_words, self._peer_words = (tensor.data_ptr() + self.capacity for tensor in (memory, peer))
 
     def reset(self) -> None:
-        """It is empty. Before the other GPU uses it."""
+        """Mark the mailbox as empty. Call it before the other GPU uses the mailbox."""
         words = self._memory[self.capacity :].view(torch.int32)
         words.zero_()
         words[_FREE // 4] = 1
 
     def send(self, x: Tensor) -> None:
-        """On the current stream: a contiguous tensor of at most `capacity` bytes goes into the other GPU's mailbox."""
+        """Copy a contiguous tensor of at most `capacity` bytes into the other GPU's mailbox, on the current stream."""
         stream = _stream()
         _await_one(stream, self._own_words + _FREE)
         self._peer[: x.nbytes].copy_(x.view(-1).view(torch.uint8))
         _write(stream, self._peer_words + _READY, 1)
 
     def receive(self, like: Tensor) -> Tensor:
-        """What the other GPU has sent, of this shape and dtype: for the current stream, until `release`."""
+        """Return the tensor that the other GPU sends, with the shape and the dtype of `like`. Work on the current stream
+        can read it until `release`."""
         _await_one(_stream(), self._own_words + _READY)
         return beginning(self._memory, like)
 
     def release(self) -> None:
-        """What came is read: the other GPU may send again."""
+        """Tell the other GPU that it may send again, after the tensor that came was read."""
         _write(_stream(), self._peer_words + _FREE, 1)
 
 
 def beginning(memory: Tensor, like: Tensor) -> Tensor:
-    """Of uint8 memory, as a tensor of this shape and dtype."""
+    """Return the beginning of uint8 memory as a tensor with the shape and the dtype of `like`."""
     return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def has_stream_operations(device: torch.device) -> bool:
-    """Whether the driver writes a word, and waits for it, in the order of a stream."""
+    """Return whether the driver can write a word, and wait for it, in the order of a stream."""
     word = torch.zeros(1, dtype=torch.int32, device=device)
     try:
         _write(_stream(), word.data_ptr(), 1)
@@ -74,13 +75,13 @@ def has_stream_operations(device: torch.device) -> bool:
 
 
 def _await_one(stream: int, address: int) -> None:
-    """The stream waits until the word there is 1, and sets it back to 0."""
+    """Let the stream wait until the word at `address` is 1, then set it back to 0."""
     _check(_driver().cuStreamWaitValue32_v2(stream, address, 1, _WAIT_EQUAL))
     _write(stream, address, 0)
 
 
 def _write(stream: int, address: int, value: int) -> None:
-    """After all that the stream has written is seen by other GPUs, too."""
+    """Let the stream write a word, after all its earlier writes are visible to other GPUs."""
     _check(_driver().cuStreamWriteValue32_v2(stream, address, value, 0))
 
 

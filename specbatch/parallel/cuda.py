@@ -1,12 +1,12 @@
 """A group of processes of one host with a GPU each.
 
-Everything is launched on the caller's stream, so that a CUDA graph holds it together with what comes before and after.
-Memory that the others read is allocated, and made known to them, before the first graph is captured: a graph holds its
-address. Two passes at the same time (`models/stages.py`) have an inbox, a mailbox and a buffer each: an operation
-signals by words that belong to them.
+Everything is launched on the caller's stream, so that a CUDA graph holds it together with the work before and after.
+Memory that other ranks read is allocated, and its address is sent to them, before the first graph is captured, because
+a graph holds the address. If two passes run at the same time (`models/stages.py`), each has an inbox, a mailbox and a
+buffer, because an operation signals by words in them.
 
-One-shot sums are a kernel of this project (`kernels/triton/ranks/one_shot.py`), as are the sums of what
-copy engines brought (`copies.py`). Two-shot sums are torch's (`torch.ops.symm_mem`), and the rest is NCCL's.
+One-shot sums are a kernel of this project (`kernels/triton/ranks/one_shot.py`), and so are the sums of tensors that
+copy engines brought (`copies.py`). Torch computes two-shot sums (`torch.ops.symm_mem`), and NCCL all others.
 """
 
 from __future__ import annotations
@@ -39,47 +39,46 @@ from specbatch.parallel.multicast import disable_multicast
 if TYPE_CHECKING:
     from specbatch.kernels.triton.ranks.one_shot import Inbox  # needs Triton
 
-_FIRST_CONTACT = timedelta(minutes=5)  # until all ranks have started
-_ALONE = -1  # the number of a pass at whose time there is no other
+_FIRST_CONTACT = timedelta(minutes=5)  # the longest wait until all ranks have started
+_ALONE = -1  # the number of a pass while no other pass runs
 
 
 class Collectives(Protocol):
-    """Operations of all ranks, launched on the current stream. `buffer`: uint8, one of `new_buffer`, which no other
-    operation uses at the same time."""
+    """Operations of all ranks, launched on the current stream. No two operations may use the same buffer, inbox or
+    mailbox at the same time."""
 
     def new_buffer(self, num_bytes: int) -> Tensor:
-        """That the other ranks can read. All ranks call it in the same order."""
+        """Allocate a uint8 buffer that the other ranks can read. All ranks call it in the same order."""
         ...
 
     def new_inbox(self, capacity: int) -> Inbox:
-        """Of tensors of up to `capacity` bytes. All ranks call it in the same order."""
+        """Allocate an inbox for tensors of up to `capacity` bytes. All ranks call it in the same order."""
         ...
 
     def can_copy(self) -> bool:
-        """Whether this rank's driver has what mailboxes need."""
+        """Return whether this rank's driver has the operations that mailboxes need."""
         ...
 
     def new_mailbox(self, capacity: int) -> Mailbox:
-        """As `new_inbox`, of two ranks."""
+        """Allocate a mailbox for tensors of up to `capacity` bytes, for two ranks. Both call it in the same order."""
         ...
 
     def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool) -> None:
-        """The sum, and the residual to it. `inbox`: one of `new_inbox`, as for a buffer. `is_alone`: no other sum runs
-        at the same time."""
+        """Write the sum, with the residual added, to `out`. `is_alone`: no other sum runs at the same time."""
         ...
 
     def can_norm(self, x_TE: Tensor) -> bool:
-        """Whether `one_shot_norm` takes rows of this size."""
+        """Return whether `one_shot_norm` supports lines of this size."""
         ...
 
     def one_shot_norm(
         self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, out_TE: Tensor, normed_TE: Tensor, inbox: Inbox
     ) -> None:
-        """`one_shot` of a sum that is alone, and the norm of the result."""
+        """Do the same as `one_shot` with `is_alone`, and write the norm of the result to `normed_TE`."""
         ...
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
-        """The same as `one_shot`, of two ranks."""
+        """Do the same as `one_shot`, for two ranks."""
         ...
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None: ...
@@ -87,15 +86,15 @@ class Collectives(Protocol):
     def nccl(self, x: Tensor, out: Tensor) -> None: ...
 
     def gather(self, x: Tensor, parts: Tensor) -> None:
-        """`parts`: (size, *x.shape)."""
+        """Write the x of each rank to `parts`, (size, *x.shape)."""
         ...
 
     def close(self) -> None: ...
 
 
 class CudaGroup(Group):
-    """`fixed_order`: sums are added in the order of ranks whatever their size, for engine.deterministic. `two_passes`:
-    there can be two at the same time."""
+    """The ranks of a host with a GPU each. `fixed_order`: sums of all sizes are added in the order of ranks, for
+    engine.deterministic. `two_passes`: two forward passes can run at the same time."""
 
     def __init__(
         self,
@@ -113,7 +112,8 @@ class CudaGroup(Group):
         copies = two_passes and of_two is not None and of_two.copied > 0
         if of_two is not None and copies and not self.least(int(collectives.can_copy())):
             copies, of_two = False, of_two._replace(copied=0)
-        self._limits = (of_two, of_two, alone) if two_passes else (alone,) * 3  # by the pass; the last: it is alone
+        # The index is the number of the pass; the last limits are for a pass that is alone (-1).
+        self._limits = (of_two, of_two, alone) if two_passes else (alone,) * 3
         capacity, num_bytes, passes = inbox_capacity(alone), buffer_bytes(alone), range(1 + two_passes)
         self._inboxes = [collectives.new_inbox(capacity) for _ in passes] if capacity else []
         self._buffers = [collectives.new_buffer(num_bytes) for _ in passes] if num_bytes else []
@@ -130,7 +130,8 @@ class CudaGroup(Group):
 
     @property
     def _memory(self) -> int:
-        """Which memory the pass has. One that is alone has the first's: they are launched on one stream."""
+        """The number of the inbox, mailbox and buffer for this pass. A pass that is alone uses those of pass 0, because
+        both are launched on one stream."""
         return max(self._pass, 0)
 
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
@@ -150,8 +151,9 @@ class CudaGroup(Group):
     def start_normed_sum(
         self, x_TE: Tensor, residual_TE: Tensor, norm: Norm
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """The norm comes with one-shot sums of one piece, if no other sum runs at the same time. Its sum over a row is
-        added in another order than by the norm's own kernel, so `fixed_order` has that kernel for all sizes."""
+        """Launch a sum, and with it the norm if it is a one-shot sum of one piece and no other sum can run at the same
+        time. This kernel adds the squares of a line in another order than the norm's own kernel, so `fixed_order` uses
+        the norm's own kernel for all sizes."""
         if self._pass != _ALONE or self._fixed_order or not self._norms(x_TE, residual_TE, norm):
             return super().start_normed_sum(x_TE, residual_TE, norm)
         x_TE, residual_TE = x_TE.contiguous(), residual_TE.contiguous()
@@ -167,9 +169,10 @@ class CudaGroup(Group):
         return fits and residual_TE.dtype == norm.weight.dtype == x_TE.dtype and self._collectives.can_norm(x_TE)
 
     def added(self, x: Tensor, algorithm: Algorithm, residual: Tensor | None = None) -> Tensor:
-        """The sum by one of the algorithms, in memory of its own. `residual`: to add to a one-shot or copied sum."""
+        """Return the sum by one of the algorithms, in new memory. `residual`: a tensor to add to a one-shot or copied
+        sum."""
         if algorithm == "gather":
-            wide = torch.promote_types(x.dtype, torch.float32)  # rounded once, as by a one-shot sum
+            wide = torch.promote_types(x.dtype, torch.float32)  # so that it is rounded once, as a one-shot sum is
             return in_order(self.gather(x).to(wide)).to(x.dtype)
         x, run = x.contiguous(), self._collectives
         if x.storage_offset() * x.itemsize % ALIGNMENT:
@@ -190,11 +193,12 @@ class CudaGroup(Group):
         return out
 
     def close(self) -> None:
-        """No graph may hold an operation any more: NCCL would wait for its end."""
+        """Close the group. No graph may still hold one of its operations, because NCCL would wait for the graph's
+        end."""
         if not self._is_closed:
             self._is_closed = True
             self._collectives.close()
-            self._inboxes.clear()  # after operations that still used them have been ended
+            self._inboxes.clear()  # operations that used the memory have ended now
             self._mailboxes.clear()
             self._buffers.clear()
 
@@ -202,7 +206,7 @@ class CudaGroup(Group):
 def _pieces(
     x: Tensor, residual: Tensor | None, out: Tensor, num_bytes: int
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-    """Of all three, of at most `num_bytes`."""
+    """Divide all three tensors into pieces of at most `num_bytes` bytes."""
     if x.nbytes <= num_bytes:
         yield x, residual if residual is None else residual.contiguous(), out
         return
@@ -213,14 +217,14 @@ def _pieces(
 
 
 class TorchCollectives:
-    """`meeting`: a file that does not exist yet, by which the processes find each other. Raises RuntimeError if one of
-    them does not come.
+    """The operations by torch, NCCL and this project's kernels. `meeting`: a file that does not exist yet, by which the
+    processes find each other. It raises RuntimeError if one of them does not come.
 
-    The process group is registered under a name, for torch's kernels look it up there, but it is not the default one of
-    `torch.distributed`: several engines of a process have one each."""
+    The process group is registered under a name, because torch's kernels look it up by name. It is not the default one
+    of `torch.distributed`, because each engine of a process has a group."""
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
-        # Triton need not exist where CUDA does not.
+        # Triton is imported here, because it need not be installed on hosts without CUDA.
         from specbatch.kernels.triton.ranks import one_shot, peer_add
 
         disable_multicast()
@@ -233,9 +237,9 @@ class TorchCollectives:
         options = c10d.ProcessGroupNCCL.Options()
         options._timeout = _FIRST_CONTACT
         self._nccl: Any = c10d.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-        self._exchanges = ExchangeStore(store)  # kept: torch holds no reference to the part of it that is Python
+        self._exchanges = ExchangeStore(store)  # kept, because torch holds no reference to its Python object
         self._processes = named_group(self._name, self._exchanges, rank, size, device, self._nccl)
-        self._meet()  # the first operation connects the ranks, which a capture could not
+        self._meet()  # the first operation connects the ranks, which is not possible during a capture
 
     def _meet(self) -> None:
         """Wait for all ranks."""
@@ -247,8 +251,9 @@ class TorchCollectives:
         return self._shared(num_bytes)[0]
 
     def _shared(self, num_bytes: int) -> tuple[Tensor, Any]:
-        """Memory, and what is known of it on all ranks."""
-        # Not `symmetric_memory.empty`: buffers of its pool can share the words by which operations signal.
+        """Allocate memory that all ranks can address. Return it with torch's handle, which has its addresses on all
+        ranks."""
+        # `symmetric_memory.empty` is not used: buffers of its pool can share the words by which operations signal.
         buffer: Tensor = self._symmetric.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device, self._name)
         return buffer, self._symmetric.rendezvous(buffer, self._name)
 
@@ -256,7 +261,7 @@ class TorchCollectives:
         memory, shared = self._shared(self._kernel.inbox_bytes(capacity, self._size))
         memory.zero_()
         counts_K = torch.zeros(self._kernel.num_blocks(capacity), dtype=torch.int32, device=self._device)
-        self._meet()  # nobody writes into memory that is not zeroed yet
+        self._meet()  # so no rank writes into memory that is not zeroed yet
         addresses_G = torch.tensor(shared.buffer_ptrs, dtype=torch.int64, device=self._device)
         return self._kernel.Inbox(memory, addresses_G, counts_K, self._rank, capacity)
 
@@ -297,7 +302,7 @@ class TorchCollectives:
         if out is not x:
             out.copy_(x)
         options: Any = dist.AllreduceOptions()
-        options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, False  # not async: on the current stream
+        options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, False  # not async, so it runs on the current stream
         _wait(self._nccl.allreduce([out], options))
 
     def gather(self, x: Tensor, parts: Tensor) -> None:
@@ -308,7 +313,7 @@ class TorchCollectives:
         _wait(self._nccl._allgather_base(parts.view(-1), x.view(-1), options))
 
     def close(self) -> None:
-        """Other ranks may have ended already, so that nothing waits for them."""
+        """Close the group without waiting for other ranks, which may have ended already."""
         c10d: Any = torch._C._distributed_c10d
         c10d._unregister_process_group(self._name)
         self._nccl.abort()
@@ -317,8 +322,8 @@ class TorchCollectives:
 def named_group(
     name: str, store: dist.Store, rank: int, size: int, device: torch.device, backend: Any
 ) -> dist.ProcessGroup:
-    """A process group that torch's kernels find by `name`: they get the store from it by which ranks exchange the
-    handles of their buffers."""
+    """Register a process group that torch's kernels find by `name`. They get from it the store by which ranks exchange
+    the handles of their buffers."""
     c10d: Any = torch._C._distributed_c10d
     store, kind = dist.PrefixStore("symmetric", store), dist.ProcessGroup.BackendType
     group: Any = dist.ProcessGroup(store, rank, size)
@@ -328,17 +333,17 @@ def named_group(
     group._set_group_name(name)
     group._set_group_desc(name)
     c10d._register_process_group(name, group)
-    c10d._SymmetricMemory.set_group_info(name, rank, size, store)  # what older versions look up
+    c10d._SymmetricMemory.set_group_info(name, rank, size, store)  # older versions of torch look this up
     found: dist.ProcessGroup = group
     return found
 
 
 def _is_fake(x: Tensor) -> bool:
-    """Of a run that only compiles kernels: it sends nothing."""
+    """Return whether the tensor is from a run that only compiles kernels, which sends nothing."""
     return isinstance(x, FakeTensor)
 
 
 def _wait(work: Any) -> None:
-    """What runs on the current stream gives nothing to wait for, or something that is waited for by the stream."""
+    """Wait for an operation on the current stream. It is None, or the stream waits for it and the host does not."""
     if work is not None:
         work.wait()

@@ -1,8 +1,8 @@
-"""Where ranks exchange the handles of memory that they share.
+"""The store in which ranks exchange the handles of memory that they share.
 
 Torch counts these exchanges in each process, and the number is a part of the keys that it writes and reads
-(`StoreExchange` of torch/csrc/distributed/c10d/symm_mem). A process that had such memory before, in an engine that is
-closed, has counted further than a process that has just started: each would wait for a key that the other never writes.
+(`StoreExchange` of torch/csrc/distributed/c10d/symm_mem). A process whose earlier engine had such memory has a higher
+count than a process that has just started: each would wait for a key that the other never writes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch.distributed as dist
 
 
 class ExchangeStore(dist.Store):
-    """`inner`, with exchanges numbered from 0: those of this store alone count. Every rank makes the same exchanges
-    in the same order. Keep it while torch has it: torch calls its methods, and does not hold it.
+    """The store `inner`, with exchanges numbered from 0: only those of this store count. Every rank makes the same
+    exchanges in the same order. Keep a reference while torch uses it: torch calls its methods, but holds none.
 
-    A key is `KIND/NUMBER` or `KIND/NUMBER/...`. Torch counts each kind by itself.
+    A key is `KIND/NUMBER` or `KIND/NUMBER/...`. Torch counts each kind separately.
     """
 
     def __init__(self, inner: dist.Store) -> None:
         super().__init__()
         self._inner = inner
-        self._numbers: dict[str, dict[str, int]] = {}  # of each kind: torch's -> ours
+        self._numbers: dict[str, dict[str, int]] = {}  # kind -> torch's number -> ours
 
     def _key(self, key: str) -> str:
         parts = key.split("/")
@@ -37,7 +37,7 @@ class ExchangeStore(dist.Store):
         self._inner.set(self._key(key), value)
 
     def get(self, key: str) -> bytes:
-        # While it waits, other threads of Python run, such as the one that ends a rank whose job is killed.
+        # Other Python threads run during the wait, such as the one that ends a rank whose job is killed.
         return self._inner.get(self._key(key))
 
     def add(self, key: str, amount: int) -> int:

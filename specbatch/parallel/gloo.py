@@ -13,17 +13,18 @@ from torch import Tensor
 from specbatch.kernels.trace_marks import marked
 from specbatch.parallel.group import Group
 
-_FIRST_CONTACT = timedelta(minutes=5)  # until all ranks have started
+_FIRST_CONTACT = timedelta(minutes=5)  # the longest wait until all ranks have started
 _LOOPBACK = "127.0.0.1"
 
 
 class GlooGroup(Group):
-    """By Gloo over the loopback interface, which no other host can reach. `meeting`: a file that does not exist yet, by
-    which the processes find each other. Raises RuntimeError if one of them does not come."""
+    """A group that communicates by Gloo over the loopback interface, which no other host can reach. `meeting`: a file
+    that does not exist yet, by which the processes find each other. It raises RuntimeError if one of them does not
+    come."""
 
     def __init__(self, rank: int, size: int, meeting: str) -> None:
         self.rank, self.size = rank, size
-        gloo: Any = dist.ProcessGroupGloo  # its stubs lack most of it
+        gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack most of it
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=_LOOPBACK)]
         options._timeout = _FIRST_CONTACT
@@ -38,7 +39,7 @@ class GlooGroup(Group):
 
         def gathered() -> Tensor:
             if under_way is not None:
-                with marked("wait for ranks"):  # of the communication, what was not under compute
+                with marked("wait for ranks"):  # the part of communication that compute does not hide
                     under_way.wait()
             return parts
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def in_order(parts: Tensor) -> Tensor:
-    """The sum of the ranks' parts, (size, ...), one after the other."""
+    """Add the parts of the ranks, (size, ...), in the order of ranks."""
     first, *others = parts
     for part in others:
         first = first + part
@@ -37,16 +37,16 @@ class Group(Protocol):
 
     @abstractmethod
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Launches `gather`; the result waits for it. Others may be launched before. On CUDA it runs on the current
-        stream."""
+        """Launch `gather`, and return a function that waits for the result. Other operations may be launched before that
+        call. On CUDA it runs on the current stream."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """(size, *x.shape): the x of each rank. All have the same shape."""
+        """Return the x of each rank, (size, *x.shape). All have the same shape."""
         return self.start_gather(x)()
 
     def start_sum(self, x: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
-        """Launches `sum`, as `start_gather` does. `residual`: to add after it."""
+        """Launch `sum`, and return a function that waits for the result. `residual`: a tensor to add to the sum."""
         gathered = self.start_gather(x)
 
         def total() -> Tensor:
@@ -58,35 +58,37 @@ class Group(Protocol):
     def start_normed_sum(
         self, x_TE: Tensor, residual_TE: Tensor, norm: Norm
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """The sum as of `start_sum`, and its norm. None in place of the norm: the caller computes it."""
+        """Launch `start_sum`, and return a function that waits for the sum and its norm. If the norm is None, the caller
+        computes it."""
         total = self.start_sum(x_TE, residual_TE)
         return lambda: (total(), None)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks. All ranks get the same bits.
+        """Return the sum over ranks. All ranks get the same bits.
 
         `GlooGroup`, and `CudaGroup` with `fixed_order`, add in the order of ranks: an element's bits do not depend on
-        where it lies in x. `CudaGroup` without it adds some tensors by NCCL, in an order that can depend on their size
-        and on the element's place (`algorithms.py`)."""
+        its position in x. Without `fixed_order`, `CudaGroup` adds some tensors by NCCL, in an order that can depend on
+        their size and on the element's position (`algorithms.py`)."""
         return self.start_sum(x)()
 
     def largest(self, x: Tensor) -> Tensor:
-        """Of each element, the largest over ranks; NaN if one of them is."""
+        """Return for each element the largest value over ranks, or NaN if a rank has NaN."""
         return self.gather(x).amax(dim=0)
 
     def least(self, value: int) -> int:
-        """Of the values of all ranks. The host waits for it."""
+        """Return the least of the values of all ranks. The host waits for it."""
         return int(self.gather(torch.tensor(value, device=self.device)).min())
 
     def of_first(self, values: list[float]) -> list[float]:
-        """The values of rank 0. All ranks have equally many. The host waits for them."""
+        """Return the values of rank 0. All ranks give the same number of values. The host waits for them."""
         found: list[float] = self.gather(torch.tensor(values, dtype=torch.float64, device=self.device))[0].tolist()
         return found
 
     def close(self) -> None:
-        """Give back what is shared with the other ranks. Nothing is exchanged after it. A second call does nothing."""
+        """Free what is shared with the other ranks. Nothing can be exchanged after this. A second call does nothing."""
         return
 
     def one_of_two_passes(self, number: int) -> AbstractContextManager[object]:
-        """What is launched in it belongs to one of two passes at the same time, 0 or 1."""
+        """Return a context. Operations launched in it belong to pass `number`, 0 or 1, of two that run at the same
+        time."""
         return contextlib.nullcontext()

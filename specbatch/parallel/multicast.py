@@ -1,5 +1,5 @@
-"""NVLink multicast stays off: a program that is killed in the middle of such an operation can leave the switch in a
-state in which the GPUs of a host cannot be used until it is reset, and ranks are killed when a job is."""
+"""NVLink multicast stays off. A program that is killed during such an operation can leave the switch in a state in
+which the GPUs of a host cannot be used until a reset. And ranks are killed when their job is killed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHM
 
 
 def disable_multicast(environment: MutableMapping[str, str] = os.environ) -> None:
-    """In NCCL, in torch and in NVSHMEM, which read this when they are first used. Processes that this one starts
-    inherit it. Another value is overwritten: nothing here uses multicast."""
+    """Switch multicast off in NCCL, torch and NVSHMEM, which read these variables when they are first used. Processes
+    that this one starts inherit them. Another value is overwritten, because nothing here uses multicast."""
     environment.update(_OFF)

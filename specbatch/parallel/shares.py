@@ -1,6 +1,6 @@
-"""How the parts of a model are divided among ranks. Pure arithmetic.
+"""The division of a model's parts among ranks. This is arithmetic only.
 
-A rank is one of `size` processes that compute a model together; `shares[rank]` is what it holds.
+A rank is one of `size` processes that compute a model together. `shares[rank]` is the part that it holds.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """Of the attention's heads, each a run of consecutive ones. Every query head of a rank reads a key/value head of
-    the same rank, and each of the rank's key/value heads serves equally many query heads."""
+    """A rank's heads of attention: consecutive query heads and consecutive key/value heads. Every query head reads a
+    key/value head of the same rank, and each of the rank's key/value heads serves the same number of query heads."""
 
     query: range
     kv: range
 
 
 def even_shares(total: int, size: int) -> list[range]:
-    """`total` items for `size` ranks; the first ranks get one more where they do not divide."""
+    """Divide `total` items among `size` ranks. If this does not come out even, the first ranks get one more."""
     each, rest = divmod(total, size)
     ends = [rank * each + min(rank, rest) for rank in range(size + 1)]
     return [range(ends[rank], ends[rank + 1]) for rank in range(size)]
 
 
 def head_shares(num_heads: int, num_kv_heads: int, size: int) -> list[HeadShare]:
-    """Whole groups (a key/value head with its query heads) while there are at least as many as ranks. With fewer, ranks
-    that share a group divide its query heads, and each holds a copy of its key/value head.
+    """Divide the heads among ranks. A group is a key/value head with its query heads. If there are at least as many
+    groups as ranks, each rank gets whole groups. If there are fewer, several ranks divide the query heads of one group,
+    and each of them holds a copy of its key/value head.
 
-    `num_heads` is a multiple of `num_kv_heads`. Raises ValueError where a rank would have no query head.
+    `num_heads` is a multiple of `num_kv_heads`. It raises ValueError if a rank would have no query head.
     """
     per_group = num_heads // num_kv_heads
     if num_kv_heads >= size:
