@@ -14,7 +14,7 @@ __all__ = ["LLM", "Report", "__version__", "generate_file"]
 
 
 def __getattr__(name: str) -> Any:
-    """`import specbatch` loads no torch: the Python interface is imported when it is used first."""
+    """Import the Python interface when it is first used, so that `import specbatch` does not import torch."""
     if name in ("LLM", "Report", "generate_file"):
         from specbatch import api
 

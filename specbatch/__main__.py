@@ -1,4 +1,4 @@
-"""`python -m specbatch`, and the entry point of the `specbatch` command."""
+"""Entry point of the `specbatch` command and of `python -m specbatch`."""
 
 import signal
 
@@ -6,7 +6,7 @@ from specbatch.signals import end_at_once
 
 
 def main() -> None:
-    # From the first import to the end of the process. Commands set other handlers while they run.
+    # These handlers are set from the first import to the end of the process. Commands set others while they run.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_at_once)
     from specbatch.cli import main as run

@@ -38,9 +38,9 @@ from specbatch.rows.sources import RawRow
 from specbatch.signals import INTERRUPTED
 from specbatch.startup import open_pool, prepare_libraries
 
-# The last one is a table of pandas, polars, Arrow or `datasets`, whose types are not known here.
+# `Any` is for a table of pandas, polars, Arrow or `datasets`, whose types are not known here.
 Rows = str | Mapping[str, Any] | Iterable[Mapping[str, Any] | str] | Any
-_MAX_HELD = 10_000  # results that wait for an earlier one; then no more rows are started
+_MAX_HELD = 10_000  # the most results that wait for an earlier one; then no more rows are started
 
 
 class LLM:
@@ -51,10 +51,11 @@ class LLM:
                 print(result["text"])
 
     Options are those of the configuration (docs/options.md), by the last part of their name (`max_batch_size=64`), or
-    by the whole name (`**{"sampling.seed": 1}`) where several sections have one. `config`: a YAML file or the name of a
-    packaged configuration, as for the command. `workers=8` runs that many engines, on Ray.
+    by the whole name (`**{"sampling.seed": 1}`) where several sections have it. `config`: a YAML file or the name of a
+    packaged configuration, as for the command. `workers=8` runs eight engines, on Ray.
 
-    Raises SpecbatchError for what the caller can mend: an unknown option, a model that is not there, too little memory.
+    It raises SpecbatchError for errors that the caller can correct: an unknown option, a model that does not exist, too
+    little memory.
     """
 
     def __init__(
@@ -79,13 +80,14 @@ class LLM:
 
         A row is a prompt, or a dict as in an input file. `rows` is one row, an iterable of rows, or a table of pandas,
         polars, Arrow or `datasets`. Rows are read as they are needed. A row that cannot run has
-        an `error`, and does not disturb the others. `in_order`: in the order of the rows; else as they finish. One call
-        can run at a time. What a call leaves unfinished is finished, and dropped, before the next one.
+        an `error`, and does not disturb the others. `in_order`: results come in the order of the rows; else as rows
+        finish. One call can run at a time. Rows that a call leaves unfinished are finished before the next call, and
+        their results are dropped.
         """
         return _decoded(self.generate_lines(rows, in_order=in_order))
 
     def generate_lines(self, rows: Rows, *, in_order: bool = True) -> Generator[bytes, None, None]:
-        """Return results as `generate` does, but each as the line of a result file, with its newline. That costs less,
+        """Yield results as `generate` does, but each as the line of a result file, with its newline. This costs less
         for programs that write results or send them on."""
         self._check_free()
         return self._generate(raw_rows(rows), in_order)
@@ -109,7 +111,7 @@ class LLM:
                         break
                     self._opened().submit(row)
                     num_read += 1
-                self._opened()  # what gives the rows can call close()
+                self._opened()  # the iterator of rows can call close()
                 if exhausted and pool.is_idle:
                     return
                 # If the results of all later rows wait for a row that the pool keeps for the end, it has to run now.
@@ -147,7 +149,7 @@ class LLM:
             self._last_stats = self._pool.stats
             self._pool.close()
             self._pool = None
-            gc.collect()  # parts of an engine refer to each other
+            gc.collect()  # needed, because parts of an engine refer to each other
 
     def __enter__(self) -> LLM:
         return self
@@ -163,7 +165,7 @@ class Report:
     """A finished job."""
 
     output: Path
-    stats: Mapping[str, Any]  # content of OUTPUT's stats.json, see docs/formats.md
+    stats: Mapping[str, Any]  # the content of OUTPUT's stats.json, see docs/formats.md
 
     @property
     def num_rows(self) -> int:
@@ -171,11 +173,11 @@ class Report:
 
     @property
     def num_failed(self) -> int:
-        """Rows whose result is an error."""
+        """The number of rows whose result is an error."""
         return int(self.stats["rows"]["failed"])
 
     def results(self) -> Iterator[dict[str, Any]]:
-        """The result lines, in the order of the input."""
+        """Yield the results, in the order of the input."""
         url = url_of(self.output)
         return result_rows(self.output) if url is None else _remote_rows(url)
 
@@ -206,14 +208,14 @@ def generate_file(
     """Run every row of a file, as `specbatch generate INPUT -o OUTPUT` does. A job that was interrupted goes on, and
     one that is finished is not run again.
 
-    `options`: as for `LLM`. `limit`: only the first rows. `shard`: a part of the rows, such as "3/16", see
+    `options`: options as for `LLM`. `limit`: run only the first rows. `shard`: a part of the rows, such as "3/16", see
     docs/cluster.md. `quarantine`: rows that end the process each time that they run become error rows; without it they
-    raise WorkerFailed when all others have finished. `retry_errors`: of a finished output, run the rows that failed
-    again. `max_failed`: raise TooManyFailed if more rows fail, such as 50 or "0.1%"; `keep_going`: run on if each of
-    the first 100 rows fails, which raises TooManyFailed otherwise. `progress`: print on stderr what the command prints.
+    raise WorkerFailed when all others have finished. `retry_errors`: run the failed rows of a finished output again.
+    `max_failed`: raise TooManyFailed if more rows fail, such as 50 or "0.1%". `keep_going`: run on if each of the first
+    100 rows fails, which raises TooManyFailed otherwise. `progress`: print on stderr what the command prints.
 
-    Raises SpecbatchError for what the caller can mend, KeyboardInterrupt after SIGINT or SIGTERM; finished rows are
-    kept.
+    It raises SpecbatchError for errors that the caller can correct, and KeyboardInterrupt after SIGINT or SIGTERM.
+    Finished rows are kept.
     """
     began = time.perf_counter()
     configured = _configured(config, {}, options)
@@ -244,7 +246,7 @@ def _configured(config: str | Path | None, named: Mapping[str, Any], options: Ma
 
 
 def _full_name(name: str) -> str:
-    """The option that a keyword names. Raises ConfigError."""
+    """Return the full name of the option that a keyword names. It raises ConfigError."""
     paths = option_paths()
     if name in paths:
         return name

@@ -1,7 +1,7 @@
-"""What kernels, caches, models and the engine give each other: the layout of a batch, drafts, the fields of running
-requests and the output of a round. Plain types.
+"""The types that kernels, caches, models and the engine exchange: the layout of a batch, drafts, the fields of running
+requests and the output of a round.
 
-Shape suffixes: B sequences, T packed new tokens, R of them selected, P pages of a table, W words of a mask, K branches,
+Shape suffixes: B sequences, T packed new tokens, R selected tokens, P pages of a table, W words of a mask, K branches,
 C candidates, M longest path (root counted), Z columns of the round output.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NO_TOKEN = -1  # what a target chooses where its logits are not finite
-LOWEST_LOGIT = -1e38  # below are -inf and the lowest finite numbers: masks write either for "never"
-MAX_STOP_IDS = 6  # that the device looks for; if a request has more, the host finds the others a round later
+NO_TOKEN = -1  # the target's choice where its logits are not finite
+LOWEST_LOGIT = -1e38  # a lower logit, -inf or one of the lowest finite numbers, is a masked token
+MAX_STOP_IDS = 6  # the stop tokens that the device finds; if a request has more, the host finds those a round later
 
 
 class Field(IntEnum):
@@ -25,7 +25,7 @@ class Field(IntEnum):
 
     LENGTH = 0  # tokens whose keys and values the target has computed
     ROOT = 1  # the last sampled token: node 0 of the next tree
-    LIMIT = 2  # of tokens, the root counted
+    LIMIT = 2  # the maximum number of tokens, root included
     DONE = 3  # 0: the request goes on
     IGNORE_EOS = 4
     TOP_K = 5
@@ -43,49 +43,51 @@ class Edits(IntFlag):
     as if there were none."""
 
     NONE = 0
-    MASK = 1  # tokens that are forbidden whatever the text: `RuleBuffers.masks_S2W`
+    MASK = 1  # tokens that are forbidden after any text: `RuleBuffers.masks_S2W`
     NODE_MASK = 2  # tokens that the host forbids at each node: `RuleBuffers.node_masks_SNW`
-    BAD_WORDS = 4  # of several tokens
+    BAD_WORDS = 4  # bad words of several tokens
     VALUES = 8  # biases and penalties: logits become float32
 
     @property
     def family(self) -> Edits:
-        """What a CUDA graph for such a batch applies, so that there are few: nothing, all that forbids tokens, or all.
-        Kernels read which of it each request has."""
+        """The edits that a CUDA graph for such a batch applies: none, all that forbid tokens, or all. So there are few
+        graphs. Kernels read which edits each request has."""
         return self | Edits.MASK | Edits.BAD_WORDS if self else self
 
 
 ALL_EDITS = Edits.MASK | Edits.NODE_MASK | Edits.BAD_WORDS | Edits.VALUES
 
-# In place of a token that comes before a bad word's last one.
-ANY_TOKEN, NO_TEXT, NEVER = -1, -2, -3  # any; what the prompt is read as; a word that is none
+# Values in place of a token before a bad word's last one. ANY_TOKEN matches each token. The prompt's tokens are read as
+# NO_TEXT, so that bad words are found in the output alone. NEVER matches nothing: this line has no bad word here.
+ANY_TOKEN, NO_TEXT, NEVER = -1, -2, -3
 
 
 @dataclass(slots=True)
 class RuleBuffers:
-    """What changes the logits of running requests: a line for each request index, and one for padding. A line without
-    rules changes nothing.
+    """The rules that change the logits of running requests: a line for each request index, and one for padding. A line
+    without rules changes nothing.
 
     Shape suffixes: S lines, N tree nodes, W words of a mask, K biases, C bad words, M tokens of a bad word before its
-    last.
+    last one.
     """
 
     edits_S: Tensor  # int64, `Edits` of each line
     num_prompt_S: Tensor  # int64, tokens
     min_tokens_S: Tensor  # int64
     penalties_S3: Tensor  # repetition, frequency, presence
-    # Bit t % 32 of word t // 32: token t is allowed. Of each line one mask for outputs of fewer than min_tokens tokens,
-    # one for longer ones.
+    # Bit t % 32 of word t // 32: token t is allowed. Each line has one mask for outputs of fewer than min_tokens
+    # tokens, and one for longer outputs.
     masks_S2W: Tensor  # int32
     bias_ids_SK: Tensor  # int64
     biases_SK: Tensor  # 0 where there is none
     bad_ends_SC: Tensor  # int64, the last tokens of bad words
     bad_starts_SCM: Tensor  # int64, the tokens before, the nearest first
-    # As masks_S2W, of each node of the next round's trees; of a prompt's first token in node 0. The host writes those
-    # that acceptance has to know, after drafting; the others allow everything. None: there is no room yet.
+    # int32 masks like masks_S2W, for each node of the next round's trees. Node 0 also has the mask for a prompt's first
+    # token. After drafting, the host writes the masks that acceptance needs; the others allow everything. None: there
+    # is no room for them yet.
     node_masks_SNW: Tensor | None
-    # int64, the token that alone may come after each node of the next round's trees, of greedy requests whose choices
-    # nobody checks before acceptance; below 0: others may come. None: all choices are checked.
+    # int64, the only token that may come after each node of the next round's trees, for greedy requests whose choices
+    # are not checked before acceptance. A negative number: other tokens may come. None: all choices are checked.
     forced_SN: Tensor | None
 
 
@@ -95,11 +97,11 @@ class TreeNodes(NamedTuple):
     req_idx_B: Tensor  # int64
     length_B: Tensor  # int64, tokens before the root
     tokens_BN: Tensor  # int64
-    depths_BN: Tensor | None  # int64; None: of a chain
-    mask_BNW: Tensor | None  # int32 words: which nodes a node sees; None: of a chain
+    depths_BN: Tensor | None  # int64; None: trees are chains
+    mask_BNW: Tensor | None  # int32 words: the nodes that a node sees; None: trees are chains
 
     def of_request(self, i: int, num_nodes: int) -> TreeNodes:
-        """The first nodes of one of them."""
+        """Return the first `num_nodes` nodes of tree i."""
         one, nodes = slice(i, i + 1), slice(num_nodes)
         return TreeNodes(
             self.req_idx_B[one],
@@ -116,40 +118,42 @@ class Output(IntEnum):
 
     NUM_NEW = 0  # new tokens; 0: the request is done
     NUM_DRAFTED = 1  # drafts that were verified
-    DEPTH = 2  # of the draft tree
+    DEPTH = 2  # the depth of the draft tree
     NUM_BROKEN = 3  # drafts whose probabilities are NaN
     TOKENS = 4
 
 
-PREFIX_UNIT = 64  # tokens: what a group shares is a multiple of it
+PREFIX_UNIT = 64  # The number of tokens that a group shares is a multiple of it.
 
 
 class PrefixGroups(NamedTuple):
     """Sequences of a batch whose first pages are the same pages, in groups (at most G; a sequence is in one, or in
     none). All int32. Rounds read them on the device, so that groups may change under a captured graph."""
 
-    sizes_G: Tensor  # sequences; 0: there is no such group
-    firsts_G: Tensor  # index of the first of them in `members_B`, where one group follows the other
-    tokens_G: Tensor  # what they share, a multiple of PREFIX_UNIT and of the page; before the new tokens of all
+    sizes_G: Tensor  # the number of sequences; 0: there is no such group
+    firsts_G: Tensor  # the index of the group's first member in `members_B`, where groups follow each other
+    # The number of tokens that the group shares: a multiple of PREFIX_UNIT and of the page size. They come before the
+    # new tokens of all members.
+    tokens_G: Tensor
     members_B: Tensor  # sequences, by index in the batch
-    tokens_B: Tensor  # what each sequence shares with its group; 0: it is in none
+    tokens_B: Tensor  # the number of tokens that each sequence shares with its group; 0: it is in no group
 
     def of_batch(self, size: int) -> PrefixGroups:
-        """For the first `size` sequences, which have all members."""
+        """Return the groups for the first `size` sequences. All members are among these."""
         return self._replace(members_B=self.members_B[:size], tokens_B=self.tokens_B[:size])
 
 
 class PrefixParts(NamedTuple):
-    """Attention of T tokens over what their groups share, in P parts: sums that are yet to be merged. What no group
-    has, and what a part does not reach, is not written."""
+    """Attention of T tokens to the keys that their groups share, in P parts, whose sums are not merged yet. Tokens
+    without a group, and tokens that a part does not reach, are not written."""
 
-    sums_PTHD: Tensor  # of values times weights; the head dimension may be padded
+    sums_PTHD: Tensor  # sums of values times weights; the head dimension may be padded
     weights_PTH2: Tensor  # the largest score, by which weights are measured, and the sum of weights
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """T new tokens of B sequences, the same for every layer of a forward pass.
+    """The layout of T new tokens of B sequences. It is the same for every layer of a forward pass.
 
     Sequence b has new tokens [query_starts[b], query_starts[b + 1]) of the packed batch. They come after the first
     `starts[b]` slots of its pages. Without a mask, token i sees slots [0, starts[b] + i]. With a mask, all slots before
@@ -157,22 +161,23 @@ class PagedBatch:
     set. The host reads nothing of this, so lengths may change under a captured graph.
     """
 
-    slots_T: Tensor  # int64; where keys and values are written; -1: nowhere
+    slots_T: Tensor  # int64; the slots where keys and values are written; -1: they are not written
     positions_T: Tensor  # int64, rotary positions
     page_table_BP: Tensor  # int32
     page_size: int
     starts_B: Tensor  # int32
     query_starts: Tensor  # (B + 1,) int32
-    max_queries: int  # bound of the new tokens of one sequence
+    max_queries: int  # the most new tokens of one sequence
     mask_TW: Tensor | None = None  # int32 words
     mask_starts_B: Tensor | None = None  # int32
-    # `query_starts` on the host, of prompts. None: each sequence has `max_queries` new tokens, or it is a `part`.
+    # `query_starts` on the host, if the batch is prompts. None: each sequence has `max_queries` new tokens, or this is
+    # a `part`.
     host_query_starts: np.ndarray | None = None
-    groups: PrefixGroups | None = None  # None: what sequences share is not looked for
+    groups: PrefixGroups | None = None  # None: each sequence reads all its keys
 
     def part(self, first_B: Tensor, end_B: Tensor) -> tuple[PagedBatch, Tensor]:
-        """Of a batch in which each sequence has `max_queries` new tokens: tokens [first, end) of each sequence, and
-        their indices (T') in this batch. Its size is read on the host."""
+        """Return the batch of tokens [first, end) of each sequence, and their indices (T') in this batch, in which each
+        sequence has `max_queries` new tokens. The host reads the number of tokens."""
         query = torch.arange(self.max_queries, device=first_B.device)
         is_part = (query >= first_B[:, None]) & (query < end_B[:, None])
         index_T = is_part.view(-1).nonzero()[:, 0]
@@ -190,9 +195,9 @@ class PagedBatch:
         return part, index_T
 
     def divided(self, num_seqs: int, num_tokens: int, cut: int = 0) -> tuple[PagedBatch, PagedBatch]:
-        """Its first `num_seqs` sequences, and the others: the first part has `num_tokens` new tokens. `cut`: of the
-        next sequence, this number of tokens is in the first part, too. The second part then reads what the first
-        writes to the cache."""
+        """Divide the batch into its first `num_seqs` sequences and the others. The first part has `num_tokens` new
+        tokens. `cut`: the first tokens of the next sequence that are in the first part, too. The second part then reads
+        keys and values that the first writes to the cache."""
         assert self.groups is None, "groups would be divided"
         assert not cut or self.mask_TW is None, "nodes of a tree would be divided"
         parts = (
@@ -219,21 +224,21 @@ class PagedBatch:
         return (first, second) if not cut else (first._ending_at(num_tokens), second._beginning_after(cut))
 
     def _ending_at(self, num_tokens: int) -> PagedBatch:
-        """Without what comes after this number of new tokens."""
+        """Return the batch with its query starts cut at this number of new tokens."""
         host = self.host_query_starts
         host = None if host is None else np.minimum(host, num_tokens)
         return replace(self, query_starts=self.query_starts.clamp(max=num_tokens), host_query_starts=host)
 
     def _beginning_after(self, cut: int) -> PagedBatch:
-        """Without the first new tokens of the first sequence: `query_starts` is -cut there."""
+        """Return the batch without the first `cut` new tokens of its first sequence, where `query_starts` is -cut."""
         starts_B, host = self.starts_B.clone(), self.host_query_starts
         starts_B[:1] += cut
         host = None if host is None else np.maximum(host, 0)
         return replace(self, starts_B=starts_B, query_starts=self.query_starts.clamp(min=0), host_query_starts=host)
 
     def copied(self) -> PagedBatch:
-        """In memory of its own: kernels are compiled anew for addresses that are not multiples of 16 bytes, which those
-        of parts can be."""
+        """Return a copy in new memory. The addresses of a part's tensors need not be multiples of 16 bytes, and kernels
+        would be compiled again for such addresses."""
         tensors: dict[str, Any] = {
             f.name: value.clone() for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
         }
@@ -242,11 +247,11 @@ class PagedBatch:
 
 @dataclass(frozen=True, slots=True)
 class LogitsIndices:
-    """The R tokens of a batch whose hidden states are wanted. Of the others, a model's last layer computes keys and
-    values only."""
+    """The R tokens of a batch whose hidden states are needed. For the other tokens, a model's last layer computes keys
+    and values only."""
 
-    index_R: Tensor  # int64, of packed tokens
-    batch: PagedBatch  # the same tokens, each the one new token of a sequence
+    index_R: Tensor  # int64, indices of packed tokens
+    batch: PagedBatch  # the same tokens, each as the only new token of a sequence
 
     @staticmethod
     def of(
@@ -256,8 +261,8 @@ class LogitsIndices:
         page_table_RP: Tensor,
         groups: PrefixGroups | None = None,
     ) -> LogitsIndices:
-        """`starts_R`: slots before each; `page_table_RP`: the pages of its sequence. `groups`: of one token of each
-        sequence."""
+        """Select tokens of `batch`. `starts_R`: the number of slots before each token. `page_table_RP`: the pages of
+        its sequence. `groups`: the groups, if each sequence has one selected token."""
         count = index_R.shape[0] + 1
         alone = PagedBatch(
             batch.slots_T[index_R],
@@ -273,15 +278,16 @@ class LogitsIndices:
         return LogitsIndices(index_R, alone)
 
     def divided(self, num_selected: int, num_tokens: int) -> tuple[LogitsIndices, LogitsIndices]:
-        """Of a batch that is divided after `num_tokens` tokens, of which the first `num_selected` are wanted."""
+        """Divide the selection of a batch that is divided after `num_tokens` tokens. The first `num_selected` selected
+        tokens are in its first part."""
         first, second = self.batch.divided(num_selected, num_selected)
         later_R = self.index_R[num_selected:] - num_tokens
         return LogitsIndices(self.index_R[:num_selected], first), LogitsIndices(later_R, second.copied())
 
 
 def slots_of(page_table_BP: Tensor, page_size: int, index_BQ: Tensor) -> Tensor:
-    """Cache slots (B, Q) of positions `index_BQ` within each sequence's pages; positions past the table give its last
-    page (a caller masks those)."""
+    """Return the cache slots (B, Q) of positions `index_BQ` within each sequence's pages. Positions past the table get
+    its last page, and the caller masks them."""
     page_index = (index_BQ // page_size).clamp_(max=page_table_BP.shape[1] - 1)
     return page_table_BP.gather(1, page_index).to(torch.int64) * page_size + index_BQ % page_size
 
@@ -300,14 +306,14 @@ class Beam(NamedTuple):
     """The branches of a tree that is being drafted."""
 
     scores_BK: Tensor  # float32, cumulative log-probability
-    tokens_BK: Tensor  # int64, of the target's vocabulary
+    tokens_BK: Tensor  # int64, ids of the target's vocabulary
     index_BK: Tensor  # int64, index of the candidate
-    parent_BK: Tensor  # int64, the branch of the step before that is its parent; of the first step: itself
-    seen_BKW: Tensor  # int32: bit i * K + j of the words: it sees branch j of step i
+    parent_BK: Tensor  # int64, the branch of the step before that is its parent; in the first step the branch itself
+    seen_BKW: Tensor  # int32: bit i * K + j of the words is set if it sees branch j of step i
 
 
 class Candidates(NamedTuple):
-    """All nodes that drafting scores, filled step by step; what `select_nodes` chooses from."""
+    """All nodes that drafting scores, filled step by step. `select_nodes` chooses from them."""
 
     tokens_BC: Tensor  # int64
     scores_BC: Tensor  # float32
@@ -315,13 +321,13 @@ class Candidates(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """What a round decided. Beyond the `num_path_B` first of M, paths and tokens are 0."""
+    """The result of a round. Paths and tokens are 0 after their first `num_path_B` of M elements."""
 
-    path_BM: Tensor  # int64, nodes from the root down
-    num_path_B: Tensor  # int64, 1 .. M; as many tokens are new
+    path_BM: Tensor  # int64, the nodes of the accepted path, root first
+    num_path_B: Tensor  # int64, 1 .. M: nodes of the path, and also the number of new tokens
     tokens_BM: Tensor  # int64, the accepted drafts and the target's own token
     # int32, see `Output`. The last token is NO_TOKEN where the target's logits are not finite.
     output_BZ: Tensor
     accept_index_T: Tensor  # int64, (B * M) packed tokens of the path's nodes
-    source_T: Tensor  # int64, (B * M) cache slots of the path's nodes ..
-    target_T: Tensor  # int64, .. and where they belong; -1: they are there, or do not count
+    source_T: Tensor  # int64, (B * M) cache slots of the path's nodes
+    target_T: Tensor  # int64, (B * M) slots to which they move; -1: a node is there already, or is not on the path

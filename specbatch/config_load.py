@@ -22,10 +22,10 @@ LOCAL_NAME = "specbatch.yaml"
 def load_config(
     path: Path | str | None = None, sets: Sequence[str] = (), values: Mapping[str, Any] | None = None
 ) -> Config:
-    """The configuration of `path` under `sets` (`a.b=text`) and `values` (by full name: `a.b`). `path` is a file or the
-    name of a packaged configuration; None: ./specbatch.yaml where it exists, else the packaged default.
+    """Load a configuration. `path`: a file or the name of a packaged configuration; None: ./specbatch.yaml if it
+    exists, else the packaged default. `sets` (`a.b=text`) and `values` (by full name: `a.b`) override its options.
 
-    Options that a file leaves out have the defaults of `specbatch.config`. Raises ConfigError.
+    Options that a file leaves out have the defaults of `specbatch.config`. It raises ConfigError.
     """
     if path is None and Path(LOCAL_NAME).is_file():
         path = LOCAL_NAME
@@ -46,18 +46,18 @@ def load_config(
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """Plain dicts, lists and scalars, in schema order: what YAML and JSON can hold."""
+    """Return the configuration as dicts, lists and scalars in schema order, which YAML and JSON can hold."""
     found: dict[str, Any] = _plain(config)
     return found
 
 
 def dump_config(config: Config) -> str:
-    """YAML that `load_config` reads back to an equal Config."""
+    """Return the configuration as YAML, which `load_config` reads back to an equal Config."""
     return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
 
 
 def option_paths() -> list[str]:
-    """Every option's full path, in schema order."""
+    """List the full path of every option, in schema order."""
     return paths_of(Config)
 
 
@@ -69,27 +69,28 @@ def configs_folder() -> Path:
 
 
 def packaged_configs() -> dict[str, Path]:
-    """The packaged configurations by name."""
+    """Return the packaged configurations by name."""
     return {path.stem: path for path in sorted(configs_folder().glob("*.yaml"))}
 
 
 def packaged_tasks() -> dict[str, Path]:
-    """The packaged eval tasks by name."""
+    """Return the packaged eval tasks by name."""
     return {path.stem: path for path in sorted((configs_folder() / "evals").glob("*.yaml"))}
 
 
 def find_config(path: Path) -> Path:
-    """`path`, or the packaged configuration of this name where there is no such file."""
+    """Return `path`, or the packaged configuration of this name if there is no such file."""
     return path if path.exists() else packaged_configs().get(str(path), path)
 
 
 def default_config_text() -> str:
-    """The packaged default.yaml, comments included."""
+    """Return the text of the packaged default.yaml, comments included."""
     return (configs_folder() / "default.yaml").read_text(encoding="utf-8")
 
 
 def write_template(path: Path) -> None:
-    """The packaged default.yaml as a file to edit. Raises ConfigError; an existing file is not touched."""
+    """Write the packaged default.yaml as a file to edit. It raises ConfigError if the file exists or cannot be
+    written."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(default_config_text())
@@ -112,8 +113,8 @@ def _apply_set(tree: dict[str, Any], item: str, reader: Reader) -> None:
         if option.is_list or not dataclasses.is_dataclass(option.kind):
             raise ConfigError(f"--set {cut(item)}: {'.'.join(sections[: depth + 1])} has no options of its own")
         cls = option.kind
-        if isinstance(node, dict):  # else the file is wrong here, and the reader says so
-            if node.get(key) is None:  # not there, or every line of it is commented out
+        if isinstance(node, dict):  # else the file is wrong here, which the reader reports
+            if node.get(key) is None:  # the section is missing, or every line of it is commented out
                 node[key] = {}
             node = node[key]
     value = _set_value(item, text, _option(reader, cls, ".".join(sections), name, text))
@@ -123,14 +124,14 @@ def _apply_set(tree: dict[str, Any], item: str, reader: Reader) -> None:
 
 
 def _put(tree: dict[str, Any], path: str, value: Any) -> None:
-    """Sets an option that exists."""
+    """Set an option that exists."""
     *sections, name = path.split(".")
     node: Any = tree
     for key in sections:
         if isinstance(node, dict):
             node[key] = node.get(key) or {}
             node = node[key]
-    if isinstance(node, dict):  # else the file is wrong here, and the reader says so
+    if isinstance(node, dict):  # else the file is wrong here, which the reader reports
         node[name] = value
 
 
@@ -139,7 +140,7 @@ def _option(reader: Reader, cls: Any, path: str, key: str, text: str) -> Option:
 
 
 def _set_value(item: str, text: str, option: Option) -> Any:
-    """YAML, except that an option which holds text takes the text as it is ("Q: {question}" is no mapping)."""
+    """Read a value as YAML. An option that holds text gets the text as it is ("Q: {question}" is no mapping)."""
     takes_text = option.kind is str and not option.is_list
     try:
         value = load_yaml(text)
@@ -153,7 +154,7 @@ def _set_value(item: str, text: str, option: Option) -> Any:
 
 
 def _of_vllm(path: str, options: Mapping[str, Option], key: str, value: Any) -> str | None:
-    """num_speculative_tokens is near num_draft_tokens by its name, and one less."""
+    """Explain vLLM's num_speculative_tokens, whose name is like num_draft_tokens, but whose value is one less."""
     if key != "num_speculative_tokens":
         return None
     option = join(path if "num_steps" in options else "speculation", "num_steps")

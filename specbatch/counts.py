@@ -1,4 +1,4 @@
-"""What engines count: speculation, grammars, times. All add up over requests and over engines."""
+"""The counters of engines: speculation, grammars, times. All add up over requests and over engines."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from itertools import accumulate
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Speculation statistics of one completion, or summed over many. They do not depend on scheduling; but those of a
-    row with a grammar in plain decoding in fixed shapes do, where rounds can be for nothing."""
+    """Speculation statistics of one completion, or summed over many. They do not depend on scheduling, with one
+    exception: a row with a grammar in plain decoding on CUDA, where some rounds add no token."""
 
     rounds: int = 0  # verify passes after the prefill
     drafted: int = 0  # draft tokens (tree nodes without the root) that were verified
     accepted: int = 0  # draft tokens that were accepted and committed
     committed: int = 0  # tokens that rounds added: accepted and bonus tokens, without those after a stop
-    histogram: list[int] = field(default_factory=list)  # [a] = rounds that accepted `a` draft tokens
-    depths: list[int] = field(default_factory=list)  # [d] = rounds with drafts of depth d; 0: no drafts
+    histogram: list[int] = field(default_factory=list)  # [a] = the rounds that accepted `a` draft tokens
+    depths: list[int] = field(default_factory=list)  # [d] = the rounds with drafts of depth d; 0: no drafts
 
     @property
     def proposed_at(self) -> list[int]:
-        """[i] = rounds that proposed a draft token at depth i + 1."""
+        """A list in which [i] is the number of rounds that proposed a draft token at depth i + 1."""
         return _at_least(self.depths)
 
     @property
     def accepted_at(self) -> list[int]:
-        """[i] = rounds that accepted a draft token at depth i + 1."""
+        """A list in which [i] is the number of rounds that accepted a draft token at depth i + 1."""
         return _at_least(self.histogram)
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens committed per round (bonus included); None before the first round."""
+        """The tokens committed per round (bonus included). None before the first round."""
         return self.committed / self.rounds if self.rounds else None
 
     def record(self, drafted: int, depth: int, accepted: int, committed: int) -> None:
@@ -39,7 +39,7 @@ class SpeculationCounts:
         self.drafted += drafted
         self.accepted += accepted
         self.committed += committed
-        # As `_count`, without its calls: rounds of requests are counted by the million.
+        # This does the same as `_count` with fewer calls, because a job can have millions of rounds of requests.
         if accepted < len(self.histogram):
             self.histogram[accepted] += 1
         else:
@@ -50,7 +50,7 @@ class SpeculationCounts:
             _count(self.depths, depth)
 
     def add(self, other: SpeculationCounts, times: int = 1) -> None:
-        """`times=-1` subtracts what was added before."""
+        """Add other counts. `times=-1` subtracts counts that were added before."""
         self.rounds += times * other.rounds
         self.drafted += times * other.drafted
         self.accepted += times * other.accepted
@@ -68,22 +68,22 @@ def _count(counts: list[int], value: int, times: int = 1) -> None:
 
 
 def _at_least(counts: list[int]) -> list[int]:
-    """[i] = how often there were more than i."""
+    """Return a list in which [i] is the number of values greater than i. `counts[v]`: the number of values v."""
     return list(accumulate(reversed(counts[1:])))[::-1]
 
 
 @dataclass(slots=True)
 class GrammarCounts:
-    """What grammars did in rounds. Seconds are of the host."""
+    """Counters of the work that grammars do in rounds. Seconds are the host's time."""
 
-    forced: int = 0  # nodes that they added to draft trees
-    forbidden: int = 0  # drafts that they took out of them
-    refused: int = 0  # nodes at which they refused a greedy request's choice: they needed a mask
-    masks: int = 0  # that were computed
-    tree_seconds: float = 0.0  # between drafting and the target's forward pass
-    advance_seconds: float = 0.0  # following what was committed, while the device drafts or runs the target
-    check_seconds: float = 0.0  # between the target's forward pass and acceptance: looking at choices, masks for them
-    mask_seconds: float = 0.0  # other masks, and what is done in advance, while the device runs the target
+    forced: int = 0  # nodes that grammars added to draft trees
+    forbidden: int = 0  # drafts that grammars removed from draft trees
+    refused: int = 0  # nodes at which a grammar refused a greedy request's choice, so that it needed a mask
+    masks: int = 0  # masks that were computed
+    tree_seconds: float = 0.0  # time between drafting and the target's forward pass
+    advance_seconds: float = 0.0  # time to follow the committed tokens, while the device drafts or runs the target
+    check_seconds: float = 0.0  # time between the target's forward pass and acceptance: choices, and masks for them
+    mask_seconds: float = 0.0  # time for other masks, and for work in advance, while the device runs the target
 
     def add(self, other: GrammarCounts) -> None:
         for item in fields(self):
@@ -96,10 +96,10 @@ class EngineStats:
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    device_wait_seconds: float = 0.0  # in which the host had nothing to do but wait for rounds and prompts
-    input_wait_seconds: float = 0.0  # in which rows were awaited that were not tokenized yet
+    device_wait_seconds: float = 0.0  # time in which the host only waited for rounds and prompts
+    input_wait_seconds: float = 0.0  # time in which the engine waited for rows that were not tokenized yet
     prompt_tokens: int = 0  # tokens of admitted prompts (first admissions)
-    cached_prompt_tokens: int = 0  # of those, found in the prefix cache
+    cached_prompt_tokens: int = 0  # tokens of admitted prompts that were in the prefix cache
     prefill_tokens: int = 0  # tokens that a prefill computed, recomputation included
     generated_tokens: int = 0  # tokens of completions
     rounds: int = 0  # each verifies a whole batch
@@ -107,13 +107,13 @@ class EngineStats:
     memory_shortages: int = 0  # launches that ran out of memory and were made smaller
     late_graphs: int = 0  # CUDA graphs that were captured after the start, when the first batch of a kind came
     late_graph_seconds: float = 0.0
-    joules: float = 0.0  # of the GPU; 0: not measured
-    broken_drafts: int = 0  # sampled drafts whose probabilities were not finite: rejected
+    joules: float = 0.0  # energy that the GPU used; 0: not measured
+    broken_drafts: int = 0  # sampled drafts that were rejected because their probabilities were not finite
     grammar: GrammarCounts = field(default_factory=GrammarCounts)
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
     def add(self, other: EngineStats) -> None:
-        """Sum with another engine's. Seconds of engines that ran together add up to more than the wall time."""
+        """Add another engine's counters. Seconds of engines that ran together add up to more than the wall time."""
         for item in fields(self):
             if item.name not in ("grammar", "speculation"):
                 setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))

@@ -7,8 +7,8 @@ import reprlib
 from typing import Literal
 
 _CUT = "***"
-# In a text. One slash: Path() makes "s3:/" of "s3://". A password can have "/", "?" and "#", although it should not; a
-# port cannot. Marks after a URL are of the sentence.
+# Patterns for URLs in a text. One slash is enough, because Path() turns "s3://" into "s3:/". A password can have "/",
+# "?" and "#", although it should not; a port cannot. Marks after a URL belong to the sentence.
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+:/+"
 _USER = re.compile(rf"({_SCHEME})(?:[^/?#\s]+|[^/?#\s]*:(?!\d+[/?#])\S*)@")
 _QUERY = re.compile(rf"({_SCHEME}[^?#\s]*)([?#]\S*?)(?=[.,:;)'\"]*(?:\s|$))")
@@ -17,8 +17,8 @@ USAGE_ERROR, INTERNAL_ERROR, TOO_MANY_FAILED = 2, 3, 4  # exit codes
 
 
 class SpecbatchError(Exception):
-    """A mistake of the user or the environment, printed as `error: ...` and `hint: ...`, never as a traceback. Both are
-    without the secrets of URLs."""
+    """A mistake of the user or the environment. It is printed as `error: ...` and `hint: ...`, never as a traceback.
+    The secrets of URLs are removed from both."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         self.message = without_secrets(message)
@@ -27,7 +27,7 @@ class SpecbatchError(Exception):
 
 
 class ConfigError(SpecbatchError):
-    """The configuration or the command line is wrong. Raised before any model is loaded; exit code 2."""
+    """The configuration or the command line is wrong. It is raised before any model is loaded; exit code 2."""
 
 
 class FieldError(ConfigError):
@@ -95,7 +95,7 @@ SHOWN_CHARS = 60
 
 
 def shown(value: object) -> str:
-    """A value for a message; a long one is cut."""
+    """Format a value for a message. A long one is cut."""
     if type(value) is int and abs(value) >= 10**SHOWN_CHARS:  # str() refuses integers of thousands of digits
         return f"an integer of more than {SHOWN_CHARS} digits"
     if value is None or isinstance(value, bool):
@@ -105,15 +105,16 @@ def shown(value: object) -> str:
 
 
 def cut(text: str) -> str:
-    """The beginning of a user's text, for messages and did-you-mean."""
+    """Return the beginning of a user's text, for messages and did-you-mean."""
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 
 def without_secrets(text: str) -> str:
-    """The text without the passwords and keys of the URLs in it. It is for all that is written or printed.
+    """Return the text without the passwords and keys of its URLs. Everything that is written or printed goes through
+    it.
 
-    The user and the password before `@` are cut, and the values of all parameters after `?` and `#`: which of them are
-    a signature or a token differs from store to store. The names of the parameters stay.
+    The user and the password before `@` are cut, and the values of all parameters after `?` and `#`, because it differs
+    from store to store which of them are a signature or a token. The names of the parameters stay.
     """
     text = _USER.sub(rf"\1{_CUT}@", text)
     return _QUERY.sub(lambda found: found[1] + _VALUE.sub(_without_value, found[2]), text)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, overload
 
-if TYPE_CHECKING:  # commands that run no rows do without numpy
+if TYPE_CHECKING:  # commands that run no rows do not import numpy
     import numpy as np
     from numpy.typing import NDArray
 
@@ -14,7 +14,7 @@ LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks; the value
 
 
 class TokenLogprob(NamedTuple):
-    """Natural-log probabilities under the target model: of its raw logits, before edits, temperature and filters."""
+    """Natural-log probabilities of the target model, from its raw logits before edits, temperature and filters."""
 
     token_id: int
     logprob: float
@@ -23,16 +23,16 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(slots=True, repr=False, eq=False)
 class TokenLogprobs(Sequence[TokenLogprob]):
-    """As a list of `TokenLogprob`, of which each has k likely tokens. It is kept in columns: to make objects for each
-    token took the host longer than all else that it does for one."""
+    """A sequence of `TokenLogprob`, each with k likely tokens. It is kept in columns, because objects for each token
+    took the host longer than all its other work for the token."""
 
     token_ids: list[int]  # n
-    values: NDArray[np.float64]  # (n, 1 + k): of each token its own, then those of its likely ones
+    values: NDArray[np.float64]  # (n, 1 + k): the value of each token, then those of its k likely tokens
     top_ids: NDArray[np.int32]  # (n, k)
 
     @classmethod
     def of(cls, tokens: Iterable[TokenLogprob]) -> TokenLogprobs:
-        import numpy as np  # here, because commands that run no rows do without
+        import numpy as np  # imported here, because commands that run no rows do not need it
 
         found = list(tokens)
         k = len(found[0].top) if found else 0
@@ -42,7 +42,7 @@ class TokenLogprobs(Sequence[TokenLogprob]):
 
     @property
     def num_top(self) -> int:
-        """k"""
+        """k: the number of likely tokens of each token."""
         return int(self.top_ids.shape[1])
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Handlers of SIGINT and SIGTERM, for the time of a `with` block."""
+"""Handlers of SIGINT and SIGTERM that are set during a `with` block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Handler = Callable[[int, FrameType | None], None]
 
 @contextlib.contextmanager
 def on_signals(handler: Handler) -> Iterator[None]:
-    """Python allows handlers in the main thread only: other threads go on without."""
+    """Set the handler during the block. In other threads than the main thread this does nothing, because Python does
+    not allow it there."""
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
@@ -27,7 +28,8 @@ def on_signals(handler: Handler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Handle signals that come in the block after it. Some libraries crash later if an exception comes inside them."""
+    """Handle signals that come during the block after its end. Some libraries crash later if an exception is raised
+    inside them."""
     came: list[int] = []
     try:
         with on_signals(lambda number, frame: came.append(number)):
@@ -46,10 +48,10 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A separate type: after a KeyboardInterrupt inside exec() (dataclasses use it), Python ignores the exit code and
-    ends by SIGINT."""
+    """A KeyboardInterrupt of a separate type. After a plain KeyboardInterrupt inside exec(), which dataclasses use,
+    Python ignores the exit code and ends by SIGINT."""
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM raises an exception like Ctrl-C: files are closed, and an unfinished download is removed."""
+    """Raise an exception at SIGTERM as at Ctrl-C, so that files are closed and an unfinished download is removed."""
     raise Interrupted

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specbatch.setup.resolve import ResolvedRun
     from specbatch.types import BatchEngine
 
-_MIN_OPEN_FILES = 64  # a job on a CPU has about 8 open; a GPU's driver and a model of many files need more
+_MIN_OPEN_FILES = 64  # A job on a CPU has about 8 open files; a GPU's driver and a model of many files need more.
 
 
 def import_engine() -> None:
@@ -85,8 +85,8 @@ def open_pool(config: Config, console: Console) -> WorkerPool:
 
 
 def new_worker() -> Worker:
-    """In the process of a worker, which prints nothing. The imports come first: in what follows, the workers of a node
-    take turns."""
+    """Make the worker in a worker process, which prints nothing. The imports come first, because the workers of a node
+    take turns in what follows."""
     prepare_libraries()
     import_engine()
     from rich.console import Console
@@ -97,7 +97,7 @@ def new_worker() -> Worker:
 
 
 def resolving(console: Console) -> Callable[[Config], ResolvedRun]:
-    """`resolve` with a bar for each download."""
+    """Return a `resolve` that shows a bar for each download."""
 
     def resolve_with_bar(config: Config) -> ResolvedRun:
         import_engine()
@@ -111,8 +111,8 @@ def resolving(console: Console) -> Callable[[Config], ResolvedRun]:
 
 
 def model_paths(config: Config) -> Mapping[str, Path]:
-    """The paths of the models of a resolved config; resolving has downloaded them. Random weights have no files: they
-    depend on name, dtype and device, which are in the config."""
+    """Return the paths of the models of a resolved config, which `resolve` has downloaded. Random weights have no
+    files: they depend on name, dtype and device, which are in the config."""
     from specbatch.models.catalog import random_name
     from specbatch.models.download import resolve_model
 
@@ -125,8 +125,8 @@ def model_paths(config: Config) -> Mapping[str, Path]:
 
 
 def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let OpenMP's threads spin less before they sleep: 30,000 times. The default of 300,000 takes milliseconds. On a
-    busy core it takes them from the thread that has work; on a quiet machine both are equally fast.
+    """Let OpenMP's threads spin only 30,000 times before they sleep. The default of 300,000 takes milliseconds, which a
+    thread with work loses on a busy core. On a quiet machine both are equally fast.
 
     Call it before torch is imported. A setting of the user stays.
     """
@@ -135,8 +135,8 @@ def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def prepare_libraries() -> None:
-    """Call it before torch is imported. It silences what libraries print for their own callers, and keeps NVLink
-    multicast off."""
+    """Silence messages that libraries print for other callers, and keep NVLink multicast off. Call it before torch is
+    imported."""
     bound_spinning()
     disable_multicast()
     for name, value in (

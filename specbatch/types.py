@@ -1,4 +1,4 @@
-"""What travels between the file job and the engine. No torch here."""
+"""The types that the file job and the engine exchange. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens, or the end of the model's context or of the KV cache
-    TOOL_CALLS = "tool_calls"  # of a result line: STOP, and the text has calls of tools
+    TOOL_CALLS = "tool_calls"  # STOP in a result line whose text has calls of tools
     ERROR = "error"  # the model's logits for the next token are not finite, or rules forbid all tokens
 
 
 def check_unicode(path: str, text: str) -> None:
-    """Raises FieldError for half of a surrogate pair, which JSON can hold and no tokenizer takes."""
+    """Raise FieldError if the text has half of a surrogate pair, which JSON can hold but no tokenizer accepts."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as exc:
@@ -48,7 +48,7 @@ def _not_blank(path: str, text: str) -> None:
 
 
 def _biases(reader: Any, value: Any, path: str) -> Mapping[int, float] | None:
-    """Token ids are keys of text in JSON, and may be integers elsewhere."""
+    """Read biases. Token ids are keys, so they are text in JSON; elsewhere they can be integers."""
     if not isinstance(value, dict):
         raise FieldError("invalid_type", f"{path} must map token ids to numbers, not {shown(value)}")
     biases: dict[int, float] = {}
@@ -68,14 +68,14 @@ TOKEN_ID = Range(">= 0 and < 2^31", lambda v: 0 <= v < 2**31)
 _PENALTY = Range(">= -2 and <= 2 (0 = off)", lambda v: -2 <= v <= 2)
 
 
-# What the text has to be. At most one is given; one of a row replaces the default's.
+# The options that limit the text. At most one is given. An option of a row replaces the default's.
 GRAMMAR_FIELDS = ("response_format", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen. A row overrides any of these with a field of the same name. Where an option is left out,
-    the model's `generation_config.json` can decide it (`model.generation_config`)."""
+    """The options for choosing tokens. A row overrides any of these with a field of the same name. An option that is
+    left out can come from the model's `generation_config.json` (`model.generation_config`)."""
 
     # Lengths, counts and token ids are held in int32 buffers on the device.
     max_tokens: int = option(256, "Most tokens of a completion.", Range(">= 1 and < 2^31", lambda v: 1 <= v < 2**31))
@@ -170,7 +170,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)  # one value says it, in fingerprints and in kernels
+            object.__setattr__(self, "top_k", 0)  # so fingerprints and kernels know one value only
         if self.min_tokens > self.max_tokens:
             raise FieldError(
                 "invalid_value", f"min_tokens must be <= max_tokens, which is {self.max_tokens}, not {self.min_tokens}"
@@ -187,8 +187,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class RngKey:
-    """Where a request's random numbers come from: Philox key `seed` (64 bit), counter words `stream` (64 bit) and
-    `sample`.
+    """The key of a request's random numbers: Philox key `seed` (64 bit), counter words `stream` (64 bit) and `sample`.
 
     The remaining counter words are the position in the sequence and the purpose of the draw. So random numbers do not
     depend on scheduling.
@@ -199,8 +198,9 @@ class RngKey:
     sample: int  # 0 .. n-1
 
 
-# (tokens, where the generated ones begin, number of new ones) -> the number of generated tokens to keep, if a stop
-# string ends within the new ones, else None. The token that completes the stop string is kept.
+# A check for stop strings: (tokens, index of the first generated token, number of new tokens) -> the number of
+# generated tokens to keep, if a stop string ends within the new tokens, else None. The token that completes the stop
+# string is kept.
 StopCheck = Callable[[Sequence[int], int, int], int | None]
 
 
@@ -214,15 +214,15 @@ class Request:
     rng: RngKey
     check_stop: StopCheck | None = None  # None: no stop strings
     bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
-    matcher: GrammarMatcher | None = None  # of this request alone; None: any text
-    matcher_spec: Any = None  # a `grammar.spec.MatcherSpec`, of which other ranks make the same matcher
+    matcher: GrammarMatcher | None = None  # the matcher, which no other request has; None: any text
+    matcher_spec: Any = None  # a `grammar.spec.MatcherSpec`, from which other ranks make the same matcher
 
 
 class Margin(NamedTuple):
-    """How close a greedy completion came to another token: the smallest difference of the two largest logits for one of
-    its tokens, and the first position with it. Logits are those that the token was chosen by, as float32."""
+    """The margin of a greedy completion: the smallest difference of the two largest logits at one of its tokens, and
+    the first position with it. Logits are those by which the token was chosen, as float32."""
 
-    value: float  # infinite: no second token was possible anywhere
+    value: float  # infinite: no position had a second token that was possible
     position: int  # index among the completion's tokens
 
 
@@ -234,31 +234,32 @@ class Completion:
     """A finished request."""
 
     request_id: int
-    # Generated tokens. The last one can be a stop token or an end-of-sequence token. With ERROR: those before it.
+    # Generated tokens. The last one can be a stop token or an end-of-sequence token. With ERROR these are the tokens
+    # before the error.
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: TokenLogprobs | None  # one for each generated token, if the request wants them
     speculation: SpeculationCounts
     margin: Margin = NO_MARGIN  # a sampled completion has none
-    # Of the prompt's tokens from `params.prompt_logprobs_start` on, without the first token, which comes after none.
+    # Log-probabilities of the prompt's tokens from `params.prompt_logprobs_start` on. The first token has none.
     prompt_logprobs: TokenLogprobs | None = None
-    incomplete: bool = False  # of LENGTH: the request's grammar does not allow an end there
-    grammar_error: str | None = None  # of ERROR: what keeps the request's grammar from going on
-    no_token_left: bool = False  # of ERROR: the request's own rules forbid all tokens; else the logits are not finite
+    incomplete: bool = False  # with LENGTH: the request's grammar does not allow an end there
+    grammar_error: str | None = None  # with ERROR: the error that keeps the request's grammar from going on
+    no_token_left: bool = False  # with ERROR: the request's rules forbid all tokens; else the logits are not finite
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """Limits of a request. The caller checks rows against them before it submits requests."""
 
-    max_prompt_tokens: int  # longest prompt that leaves room for one token
+    max_prompt_tokens: int  # the longest prompt that leaves room for one token
     vocab_size: int
     max_logprobs: int = 20
     eos_token_ids: tuple[int, ...] = ()
 
 
 class BatchEngine(Protocol):
-    """What the file job needs of an engine. Tests have stubs of it."""
+    """The interface of an engine that the file job needs. Tests have stubs of it."""
 
     @property
     def limits(self) -> EngineLimits: ...
@@ -273,22 +274,23 @@ class BatchEngine(Protocol):
     def num_waiting(self) -> int: ...
 
     def tokens_so_far(self) -> dict[int, int]:
-        """Request id -> number of generated tokens, of the requests that have started and not finished."""
+        """Return the number of generated tokens by request id, for the requests that have started and not finished."""
         ...
 
     def limit_length(self, tokens: int | None) -> int:
         """Allow requests of at most `tokens` tokens from now on, prompt and output together. None: the limit that was
-        decided when the engine was built. Returns the limit. Raises ModelError if the cache does not hold it."""
+        decided when the engine was built. Return the limit. It raises ModelError if the cache has no room for it."""
         ...
 
     def submit(self, request: Request) -> None:
-        """Queue a request that fits `limits`. Raises ValueError for one that does not."""
+        """Queue a request that fits `limits`. It raises ValueError for a request that does not."""
         ...
 
     def step(self) -> list[Completion]:
-        """Run one prefill chunk or one round; returns the requests that it finished. Cheap when idle."""
+        """Run one prefill chunk or one round, and return the requests that it finished. An idle engine returns at
+        once."""
         ...
 
     def close(self) -> None:
-        """Give back what is shared with other processes. Nothing runs after it. A second call does nothing."""
+        """Free what is shared with other processes. Nothing can run after this. A second call does nothing."""
         ...

@@ -1,1 +1,1 @@
-"""Structured output: what a row allows as its text, compiled to masks over token ids."""
+"""Structured output: the texts that a row allows, compiled to masks over token ids."""

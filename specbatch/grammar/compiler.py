@@ -1,4 +1,5 @@
-"""Grammars of llguidance (github.com/guidance-ai/llguidance), for one tokenizer. Nothing else imports it.
+"""The compiler of grammars for one tokenizer, by llguidance (github.com/guidance-ai/llguidance). No other module
+imports that library.
 
 JSON is written on one line, with one space after `,` and `:`, as `json.dumps` does: a small model that may write spaces
 can write them without end. A schema's `x-guidance` changes that, as llguidance describes it.
@@ -23,50 +24,55 @@ from specbatch.grammar.constraint import MAX_CHARS, ONE_LINE, Constraint
 from specbatch.grammar.deep_thread import Abandoned, DeepThread
 from specbatch.grammar.matcher import DEAD_END, Matcher, Threads, first_words
 
-# Of what is compiled. Choices become a regex in which a character can have eight. Others can be deep, see `DeepThread`.
+# Limits of the compiled text. Choices become a regex, in which a character can take eight characters. Schemas and
+# grammars can be deeply nested, see `DeepThread`.
 _MAX_CHARS = {"regex": 8 * MAX_CHARS, "json_schema": MAX_CHARS, "grammar": MAX_CHARS}
 _MAX_SECONDS = 30.0  # A compilation may take that long.
 # Limits of the library, five and four times its own: an object with 500 optional keys has 2,000 items in a row.
 _MAX_ITEMS_IN_ROW, _MAX_ITEMS_IN_STEP = 10_000, 200_000
-# Copies of grammars that are kept, and characters of all of them; one takes about 50 KB, or 60 bytes a character.
+# The most copies of grammars that are kept, and the most characters of all of them. A copy takes about 50 KB, or 60
+# bytes for each character.
 _MAX_COMPILED, _MAX_KEPT_CHARS = 1024, 8 << 20
-_MAX_THREADS = 16  # that compute masks
+_MAX_THREADS = 16  # the most threads that compute masks
 _USERS_OF_COPY = 4  # requests that share a lexer before there is another one: a schema takes a millisecond to compile
-_MAX_COPY_SECONDS = 0.25  # in which a grammar is compiled again for more threads, all of them together
+_MAX_COPY_SECONDS = 0.25  # the longest time for all copies of a grammar, which is compiled again for more threads
 _NO_TOKEN = "<|specbatch: no token ends a text|>"
-# Tokens that any place with room for as many characters of a JSON string takes: the library looks at the others alone.
-# A place near the end of a string with a maxLength needs the short ones, or it takes ten times as long as others.
+# Classes of tokens that are allowed wherever a JSON string has room for that number of characters. There the library
+# checks only the other tokens. Near the end of a string with a maxLength only the short classes fit: without them, a
+# mask takes ten times as long there.
 _SLICES = [rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 8, 11, 16, 30)]
 _SLICES.append(r'[^"\\\x00-\x1F\x7F]+')
 
 
 def grammar_threads(num_processes: int = 1) -> int:
-    """That compute masks, of each of these processes of a host."""
+    """Return the number of threads that compute masks in each of `num_processes` processes of a host."""
     return min(_MAX_THREADS, max(1, (os.cpu_count() or 1) * 3 // 4 // num_processes))
 
 
 class GrammarCompiler:
-    """`tokenizer`: of transformers, a fast one. `num_threads`: that compute masks. Threads may share a compiler."""
+    """A compiler of grammars, which threads may share. `tokenizer`: a fast tokenizer of transformers. `num_threads`:
+    the number of threads that compute masks."""
 
     def __init__(
         self, tokenizer: Any, num_threads: int | None = None, *, max_seconds: float | None = _MAX_SECONDS
     ) -> None:
-        """`max_seconds`: of a compilation; None: any number."""
+        """`max_seconds`: the longest time of a compilation; None: there is no limit."""
         self._hf_tokenizer = tokenizer
         self._max_seconds = math.inf if max_seconds is None else max_seconds
         self._is_ending = threading.Event()
         self._num_threads = num_threads or grammar_threads()
-        self._threads: Threads | None = None  # made for the first grammar, as the next one
-        self._tokenizer: Any = None  # llguidance's: it takes a third of a second
+        self._threads: Threads | None = None  # made for the first grammar, like the tokenizer
+        self._tokenizer: Any = None  # llguidance's tokenizer, which takes a third of a second to make
         self._compiled: OrderedDict[Constraint, _Grammar | RowError] = OrderedDict()
         self._num_copies = self._num_chars = 0  # They count what is kept.
         self._lock = threading.Lock()
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """At the beginning of a text. Raises RowError for what cannot be compiled, within `max_seconds`."""
+        """Return a matcher at the beginning of a text. It raises RowError if the constraint cannot be compiled, or not
+        within `max_seconds`."""
         with self._lock:
             grammar = self._compiled.get(constraint)
-        if grammar is None:  # another thread can have others meanwhile
+        if grammar is None:  # the lock is free while this compiles, so that other threads get their matchers
             grammar = self._compiled_or_error(constraint)
             if self._is_ending.is_set():
                 raise _refused(constraint, "the job is ending")
@@ -92,18 +98,19 @@ class GrammarCompiler:
         self._num_chars += times * copies * len(constraint.text)
 
     def close(self) -> None:
-        """Nobody waits for a grammar any longer: those that are being compiled are errors."""
+        """Stop waiting for grammars: `matcher` raises RowError for those that are being compiled."""
         self._is_ending.set()
 
     def _compiled_or_error(self, constraint: Constraint) -> _Grammar | RowError:
-        """An error is kept, too: another row may have the same constraint, and finding the error can take long."""
+        """Compile a constraint, or return the error. An error is kept, too: another row may have the same constraint,
+        and it can take long to find the error."""
         try:
             return self._compile(constraint)
         except RowError as exc:
             return exc
         except Abandoned:
             return _refused(constraint, f"to compile it takes longer than {self._max_seconds:g} seconds")
-        except (MemoryError, RuntimeError) as exc:  # no memory, or none for another thread
+        except (MemoryError, RuntimeError) as exc:  # no memory, or no memory for another thread
             return _refused(constraint, f"to compile it failed: {exc or type(exc).__name__}")
 
     def _compile(self, constraint: Constraint) -> _Grammar:
@@ -147,7 +154,7 @@ class GrammarCompiler:
         copy.no_padding()
         copy.no_truncation()
         end = self._hf_tokenizer.eos_token_id
-        if not isinstance(end, int):  # then an end that is no token of the model
+        if not isinstance(end, int):  # the library needs an end token, so it gets one that the model does not have
             copy.add_special_tokens([_NO_TOKEN])
             end = copy.token_to_id(_NO_TOKEN)
         try:
@@ -157,9 +164,9 @@ class GrammarCompiler:
 
 
 class _Grammar:
-    """Compiled more than once, so that threads can compute its masks at the same time. Copies of a matcher of the
-    library share one lexer, and its lock is held while a mask is computed: requests of a schema would wait for each
-    other."""
+    """A grammar that is compiled more than once, so that threads can compute its masks at the same time. The library's
+    copies of a matcher share one lexer, whose lock is held while a mask is computed: requests with the same schema
+    would wait for each other."""
 
     def __init__(self, compile_: Callable[[], Any], tokenizer: Any, threads: Threads) -> None:
         began = time.perf_counter()
@@ -167,7 +174,7 @@ class _Grammar:
         self._vocab_size = tokenizer.vocab_size
         self._threads = threads
         self._copies = [compile_()]
-        self._users: list[weakref.WeakSet[Matcher]] = [weakref.WeakSet()]  # of each copy
+        self._users: list[weakref.WeakSet[Matcher]] = [weakref.WeakSet()]  # the matchers of each copy
         self._max_copies = min(threads.count, 1 + int(_MAX_COPY_SECONDS / (time.perf_counter() - began)))
         self.error: str = self._copies[0].get_error() if self._copies[0].is_error() else ""
 
@@ -176,7 +183,7 @@ class _Grammar:
         return len(self._copies)
 
     def matcher(self) -> Matcher:
-        """Of the copy that the fewest matchers use."""
+        """Return a matcher of the copy that the fewest matchers use."""
         counts = [len(users) for users in self._users]
         index = counts.index(min(counts))
         if counts[index] >= _USERS_OF_COPY and len(counts) < self._max_copies:
@@ -184,7 +191,7 @@ class _Grammar:
                 self._copies.append(self._compile())
                 self._users.append(weakref.WeakSet())
                 index = len(counts)
-            except (Abandoned, MemoryError, RuntimeError):  # those that are there do
+            except (Abandoned, MemoryError, RuntimeError):  # the copies that exist are enough
                 self._max_copies = len(counts)
         matcher = Matcher(self._copies[index], self._vocab_size, self._threads)
         self._users[index].add(matcher)
@@ -192,6 +199,7 @@ class _Grammar:
 
 
 def _refused(constraint: Constraint, problem: str) -> RowError:
-    # Of a long error the first lines say what is wrong; the others repeat the grammar. That of a regex is the reverse.
+    # The first lines of a long error say what is wrong, and the others repeat the grammar. The error of a regex says it
+    # in its last lines.
     problem = problem.rsplit("\nerror: ", 1)[-1].split("\n", 1)[0] if constraint.kind == "regex" else problem
     return RowError("invalid_value", f"{constraint.option} cannot be used: {first_words(problem)}")

@@ -1,4 +1,4 @@
-"""What a request's sampling options ask of its text."""
+"""The constraint that a request's sampling options put on its text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specbatch.grammar.formats import with_exact_formats
 from specbatch.schemas.response_format import schema_of
 from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 
-# JSON as `json.dumps` writes it: the `x-guidance` of a schema, in llguidance's words.
+# The `x-guidance` of a schema, with which llguidance writes JSON as `json.dumps` does.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 MAX_CHARS = 1 << 20  # An option has room for 30,000 choices, or for 70,000 nested rules.
@@ -19,15 +19,16 @@ MAX_CHARS = 1 << 20  # An option has room for 30,000 choices, or for 70,000 nest
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A language: the texts that may be the output."""
+    """A formal language: the texts that may be the output."""
 
-    option: str  # that it comes from, for messages
+    option: str  # the option that it comes from, for messages
     kind: Literal["json_schema", "regex", "grammar"]
     text: str
 
 
 def constraint_of(params: SamplingParams) -> Constraint | None:
-    """None: any text. Raises FieldError where another option contradicts it, or it is too large."""
+    """Return the constraint of a request, or None if any text may be the output. It raises FieldError if another option
+    contradicts the constraint, or if it is too large."""
     option = next((name for name in GRAMMAR_FIELDS if getattr(params, name) is not None), None)
     if option is None:
         return None
@@ -47,5 +48,5 @@ def constraint_of(params: SamplingParams) -> Constraint | None:
 
 
 def _any_of(texts: tuple[str, ...]) -> str:
-    # Each character that could mean something else is written as its number.
+    # Each character that could have a meaning in a regex is written as its number.
     return "|".join(re.sub(r"[^0-9A-Za-z]", lambda c: f"\\x{{{ord(c[0]):x}}}", text) for text in texts)

@@ -11,18 +11,18 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-STACK_BYTES = 512 << 20  # These are addresses: a level of recursion uses about 5 KB.
+STACK_BYTES = 512 << 20  # This reserves addresses only. A level of recursion uses about 5 KB.
 _SIGNAL_STACK_BYTES = 1 << 16
-_LOOK_SECONDS = 0.1  # between two looks at `is_ending`
+_LOOK_SECONDS = 0.1  # the time between two checks of `is_ending`
 _DISABLED = 2  # SS_DISABLE of signal.h
 
 
 class Abandoned(Exception):
-    """The result is not waited for any longer. The thread goes on until its work is done, or the process ends."""
+    """The caller no longer waits for the result. The thread goes on until its work is done, or the process ends."""
 
 
 class DeepThread(Generic[T]):
-    """Calls `work` on a thread of its own. It does not keep the process from ending."""
+    """A daemon thread that calls `work`. It does not keep the process from ending."""
 
     def __init__(self, work: Callable[[], T], stack_bytes: int = STACK_BYTES) -> None:
         self._work = work
@@ -35,8 +35,8 @@ class DeepThread(Generic[T]):
             threading.stack_size(before)
 
     def result(self, seconds: float, is_ending: threading.Event) -> T:
-        """Return or raise what `work` does; a panic is a RuntimeError. Raises Abandoned after `seconds`, or when
-        `is_ending` is set."""
+        """Return the result of `work`, or raise its error; a panic of Rust becomes a RuntimeError. It raises Abandoned
+        after `seconds`, or when `is_ending` is set."""
         left = seconds
         while not self._is_done.wait(min(left, _LOOK_SECONDS)):
             left -= _LOOK_SECONDS
@@ -60,8 +60,8 @@ class DeepThread(Generic[T]):
 
 @contextlib.contextmanager
 def _signal_stack() -> Iterator[None]:
-    """A stack for signal handlers, so that `faulthandler` can report a stack that has overflowed. Python itself gives
-    one to the main thread only."""
+    """Give the thread a stack for signal handlers, so that `faulthandler` can report a stack that has overflowed.
+    Python itself gives one to the main thread only."""
     if sys.platform != "linux":
         yield
         return

@@ -1,5 +1,5 @@
-"""Exact patterns for formats of JSON Schema that llguidance takes too widely: 29 February of any year, the year 0, and
-the second 60 of any minute. What these patterns match, `datetime` reads."""
+"""Exact patterns for formats of JSON Schema. llguidance allows too much there: 29 February of any year, the year 0, and
+the second 60 of any minute. `datetime` reads every text that these patterns match."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}
 
 
 def with_exact_formats(schema: str) -> str:
-    """The schema, as JSON, with patterns in the place of these formats."""
+    """Return the schema, as JSON, with patterns in place of these formats."""
     if '"format"' not in schema:
         return schema
     root = json.loads(schema)
@@ -32,6 +32,6 @@ def with_exact_formats(schema: str) -> str:
         del one["format"]
         if "pattern" not in one:
             one["pattern"] = _PATTERNS[name]
-        elif isinstance(others := one.setdefault("allOf", []), list):  # or it is not valid, and the library says so
+        elif isinstance(others := one.setdefault("allOf", []), list):  # else it is not valid, which the library reports
             others.append({"pattern": _PATTERNS[name]})
     return json.dumps(root)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def only_token(mask_W: NDArray[np.int32]) -> int | None:
-    """The token, if the mask has one bit."""
+    """Return the token of a mask that has exactly one token, else None."""
     if np.count_nonzero(mask_W) != 1:
         return None
     index = int(mask_W.argmax() if mask_W.max() > 0 else mask_W.argmin())

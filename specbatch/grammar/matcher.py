@@ -1,4 +1,4 @@
-"""Where a text is in its grammar, by a matcher of llguidance, and the masks of many texts in threads."""
+"""The matcher of one output, by llguidance, which also computes the masks of many outputs in threads."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from specbatch.grammar.masks import only_token
 from specbatch.matcher import Walk
 
 DEAD_END = "no text goes on from here"
-_ENDS = ("NoExtension", "NoExtensionBias")  # The second one was found late.
+_ENDS = ("NoExtension", "NoExtensionBias")  # The library's errors for a dead end; it can notice the second one late.
 _MAX_WORDS = 40  # An error has no more words.
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """That compute masks. `executor`: of llguidance. `end`: the token of its tokenizer that ends a text."""
+    """The threads that compute masks. `executor`: llguidance's. `end`: the token of its tokenizer that ends a text."""
 
     executor: Any
     count: int
@@ -30,8 +30,8 @@ class Matcher:
     """See `specbatch.matcher.GrammarMatcher`."""
 
     def __init__(self, compiled: Any, vocab_size: int, threads: Threads) -> None:
-        """`compiled`: a matcher of the library at the beginning of a text, which does not move. Its copies share a
-        lexer: of these matchers, one thread at a time computes a mask."""
+        """`compiled`: a matcher of the library, which stays at the beginning of a text. Its copies share a lexer, so
+        only one thread at a time computes a mask of them."""
         self._compiled = compiled
         self._threads = threads
         self._tokens: list[int] = []
@@ -46,7 +46,7 @@ class Matcher:
         return other
 
     def advance(self, token: int) -> bool:
-        # As `advance_by`, in fewer steps: the device may wait for it.
+        # This does the same as `advance_by` in fewer steps, because the device may wait for it.
         if token >= self._vocab_size or self._matcher.is_stopped():
             return False
         if self._matcher.try_consume_tokens([token]) != 1:
@@ -64,7 +64,8 @@ class Matcher:
         return count if count == len(tokens) else count + self._consume_afresh(tokens[count:])
 
     def allows(self, token: int) -> bool:
-        # The library takes no token where it has stopped, and an unknown one is an error, which it never leaves.
+        # The library allows no token after it has stopped. An unknown token is an error, and the library never leaves
+        # an error.
         return token < self._vocab_size and not self._matcher.is_stopped() and self._takes(token)
 
     def back(self, num_tokens: int) -> None:
@@ -97,7 +98,8 @@ class Matcher:
     def forced_tokens(self, most: int) -> list[int]:
         if self._has_ended or not self.may_be_forced():
             return []
-        # The library's mask is the first of these. Where there is none, a longer token may begin with the same text.
+        # The library's mask has only the first of these tokens. If there is none, a longer token may begin with the
+        # same text.
         tokens: list[int] = self._matcher.compute_ff_tokens()[:most]
         tokens = tokens[: self._matcher.validate_tokens(tokens)]
         self._recover()
@@ -118,7 +120,8 @@ class Matcher:
     def write_masks(self, walks: Sequence[Walk], masks_KW: NDArray[np.int32]) -> NDArray[np.bool_]:
         if masks_KW.shape[1] != self.num_words or not masks_KW.flags.c_contiguous:
             return self._write_other_width(walks, masks_KW)
-        # In the order of their lexers, because threads take neighbours: two with one lexer would wait for each other.
+        # Walks with the same lexer are neighbours, because a thread computes neighbours: in two threads they would wait
+        # for each other.
         walks = sorted(walks, key=lambda walk: id(walk.matcher._compiled))
         going_on = [walk for walk in walks if not walk.tokens and not walk.matcher._has_ended]
         alone = [(walk.matcher._matcher, walk.line) for walk in going_on]
@@ -143,7 +146,7 @@ class Matcher:
         return is_complete_K
 
     def _write_other_width(self, walks: Sequence[Walk], masks_KW: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """A tokenizer may have more tokens than the model, or fewer."""
+        """Write masks of another width: a tokenizer can have more tokens than the model, or fewer."""
         words_KW = np.empty((len(masks_KW), self.num_words), dtype=np.int32)
         is_complete_K = self.write_masks(walks, words_KW)
         known = min(self.num_words, masks_KW.shape[1])
@@ -155,17 +158,18 @@ class Matcher:
     def _check_chains(
         self, walks: Sequence[Walk], masks_KW: NDArray[np.int32], is_complete_K: NDArray[np.bool_]
     ) -> None:
-        """What a matcher says at a place is asked for only where the mask leaves it open: that takes a call for each.
+        """Correct the masks of walks with tokens, and find where a text is complete. Only a mask that leaves this open
+        is checked, because a check is a call of the library for each position.
 
         The library's mask has its end token wherever a text is complete or an error has ended it. A mask that has the
-        next token of the walk is right: if it has no other token, that one was taken."""
+        walk's next token is right: even if it has no other token, the library has accepted this one."""
         starts = np.cumsum([0, *(len(walk.tokens) + 1 for walk in walks)])
         lines = np.concatenate([np.arange(walk.line, walk.line + len(walk.tokens) + 1) for walk in walks])
         nexts = np.array([token for walk in walks for token in (*walk.tokens, self._threads.end)])
         ends = self._threads.end
         may_end = masks_KW[lines, ends >> 5] >> (ends & 31) & 1 != 0
         has_next = masks_KW[lines, nexts >> 5] >> (nexts & 31) & 1 != 0
-        has_next[starts[1:] - 1] = True  # the last one has no next one
+        has_next[starts[1:] - 1] = True  # the last mask of a walk has no next token
         is_open = np.logical_or.reduceat(may_end | ~has_next, starts[:-1]).tolist()
         for walk, start, is_one_open in zip(walks, starts[:-1].tolist(), is_open, strict=True):
             matcher, last_W = walk.matcher, masks_KW[walk.line + len(walk.tokens)]
@@ -178,7 +182,8 @@ class Matcher:
     def _write_slowly(
         self, walk: Walk, masks_KW: NDArray[np.int32], is_complete_K: NDArray[np.bool_], num_written: int
     ) -> None:
-        """One place after the other. The first masks are the library's already, unless an error came."""
+        """Write the masks of a walk position by position. The library has already written the first `num_written`,
+        unless an error came."""
         if self._matcher.is_error():
             self._restart()
             num_written = 0
@@ -195,18 +200,18 @@ class Matcher:
         self.back(num_entered)
 
     def _clear_wrong(self, mask_W: NDArray[np.int32]) -> None:
-        # Also by a limit, or an end that was found late.
+        # A limit of the library, or a dead end that it notices late, also ends a text.
         if self._has_ended or (self._is_forced() and not self._takes_only(mask_W)):
             mask_W[:] = 0
 
     def _takes_only(self, mask_W: NDArray[np.int32]) -> bool:
-        """False: one token alone may come, and the library refuses it."""
+        """Return False if the mask has a single token and the library refuses it."""
         token = only_token(mask_W)
         return token is None or self._takes(token) or bool(self._matcher.is_accepting())
 
     def _takes(self, *tokens: int) -> bool:
-        """The library forces the text `<think>` as the token of that name, which it has as a mark and not as that text:
-        it refuses that."""
+        """Return whether the library accepts these tokens. It can force the text `<think>` as the token of that name,
+        but refuse the token, because in its tokenizer the token is a mark and not that text."""
         takes = bool(self._matcher.validate_tokens(list(tokens)) == len(tokens))
         return takes or self._recover()
 
@@ -215,15 +220,17 @@ class Matcher:
 
     @property
     def _has_ended(self) -> bool:
-        return bool(self._matcher.is_stopped())  # also after an error
+        return bool(self._matcher.is_stopped())  # True after an error, too
 
     def _start(self) -> None:
         self._matcher = self._compiled.deep_copy()
 
     def _consume_afresh(self, tokens: Sequence[int]) -> int:
-        """Refused tokens. By an error: where a text is forced, the library looks ahead, and its limits can
-        count what it saw there; and it says of no token before the error that it took it. Returns how many it takes
-        without that."""
+        """Try refused tokens again after an error of the library, one by one from a new start. Return the number of
+        accepted tokens.
+
+        Where a text is forced, the library looks ahead, and what it sees there can exceed its limits. After such an
+        error it reports no token as accepted, not even those before the error."""
         if not self._matcher.is_error():
             return 0
         self._restart()
@@ -242,18 +249,18 @@ class Matcher:
                 self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
 
     def _recover(self) -> bool:
-        """Leave an error of what was tried here, such as a limit that a token would exceed. Returns False."""
+        """Leave an error that came from a try, such as a limit that a token would exceed. Return False."""
         if self._matcher.is_error():
             self._restart()
         return False
 
     def _restart(self) -> None:
-        """The library never leaves an error; what came before it may go on elsewhere. An error that is still there is
-        one of this place."""
+        """Start a new matcher with the accepted tokens, because the library never leaves an error. If the error comes
+        again, these tokens cause it."""
         self._start()
         self._matcher.consume_tokens(self._tokens)
 
 
 def first_words(error: str) -> str:
-    """What is wrong, of an error of the library: what comes after that repeats the grammar."""
+    """Return the beginning of the library's error, which says what is wrong. The rest repeats the grammar."""
     return " ".join(" ".join(error.split("<state>")[0].split()).split(" ")[:_MAX_WORDS])

@@ -1,4 +1,4 @@
-"""A grammar of the answer that comes after the model's reasoning."""
+"""A grammar for the answer that comes after the model's reasoning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specbatch.matcher import GrammarMatcher, Walk
 
 
 class Reasoning(NamedTuple):
-    """The tokens around it, see `AfterReasoning`."""
+    """The tokens that begin and end a reasoning, see `AfterReasoning`."""
 
     begin: int | None
     end: int
@@ -27,15 +27,15 @@ class _At(Enum):
 
 
 class AfterReasoning:
-    """A matcher (see `GrammarMatcher`): reasoning is any text up to the token `end`; what comes after is in the
-    grammar of `answer`. `begin`: the token with which the output may begin its reasoning; it can also begin its answer.
-    None: the prompt has begun the reasoning."""
+    """A matcher (see `GrammarMatcher`). The reasoning is any text up to the token `end`. The answer comes after it, in
+    the grammar of `answer`. `begin`: the token with which the output may begin its reasoning; it may also begin with
+    the answer. None: the prompt has begun the reasoning."""
 
     def __init__(self, answer: GrammarMatcher, begin: int | None, end: int, vocab_size: int) -> None:
         self._answer = answer
         self._begin, self._end, self._vocab_size = begin, end, vocab_size
         self._at = _At.REASONING if begin is None else _At.START
-        self._were: list[_At] = []  # before each token
+        self._were: list[_At] = []  # the state before each token
 
     def advance(self, token: int) -> bool:
         was, now = self._at, self._at
@@ -83,7 +83,7 @@ class AfterReasoning:
         if self._at is _At.REASONING:
             return None
         token = self._answer.only_token()
-        # With the token that begins the reasoning, there are two.
+        # At the start there are two tokens: this one, and the one that begins the reasoning.
         return token if self._at is _At.ANSWER or token is None else -1
 
     def forced_tokens(self, most: int) -> list[int]:
@@ -102,7 +102,7 @@ class AfterReasoning:
         answers: list[Walk] = []
         begins: list[tuple[int, int]] = []  # (line, the token that begins the reasoning)
         for matcher, tokens, line in walks:
-            at, first = matcher._at, 0  # the place of the answer's first mask in the walk
+            at, first = matcher._at, 0  # first: the position of the answer's first mask in the walk
             if at is _At.START:
                 if matcher._begin is not None:
                     begins.append((line, matcher._begin))

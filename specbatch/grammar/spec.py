@@ -1,4 +1,4 @@
-"""What a matcher is made of: small, and other processes can make the same one of it."""
+"""The specification of a matcher. It is small, and other processes can make the same matcher from it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from specbatch.matcher import GrammarMatcher
 
 @dataclass(frozen=True, slots=True)
 class MatcherSpec:
-    """`reasoning`: what comes before the text of the constraint; None: nothing does."""
+    """The specification of a matcher. `reasoning`: the tokens of the reasoning before the constraint's text; None:
+    there is no reasoning."""
 
     constraint: Constraint
     reasoning: Reasoning | None = None
 
     def make(self, compiler: GrammarCompiler) -> GrammarMatcher:
-        """At the beginning of an output. Raises RowError for a constraint that cannot be compiled."""
+        """Make a matcher at the beginning of an output. It raises RowError for a constraint that cannot be compiled."""
         answer = compiler.matcher(self.constraint)
         return answer if self.reasoning is None else AfterReasoning(answer, *self.reasoning)

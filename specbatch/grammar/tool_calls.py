@@ -1,4 +1,4 @@
-"""The grammar of an answer that calls tools, in the format of the model."""
+"""The grammar for an answer that calls tools, in the format of the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specbatch.grammar.formats import with_exact_formats
 from specbatch.schemas.closed_schema import closed
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
-_MAX_REFERENCES = 16  # that are followed, one after the other
+_MAX_REFERENCES = 16  # the most references that are followed, one after the other
 
 
 def calls_of(
@@ -23,14 +23,14 @@ def calls_of(
     several: bool,
     tokens: Collection[str],
 ) -> Constraint:
-    """An answer that is a call of one of these OpenAI tools, and nothing else; `several`: or of more than one, where
-    the format has that. `tokens`: marks that are tokens."""
+    """Return the constraint for an answer that is a call of one of these OpenAI tools, and nothing else. `several`: the
+    answer may have several calls, if the format has that. `tokens`: the format's marks that are tokens."""
     arguments = "arguments" if calls == "hermes" else "parameters"
     rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"], ensure_ascii=False)
         head, tail = _literal(f'{{"name": {name}, "{arguments}": '), _literal("}")
-        # The parameters are a whole schema each, so that their references and their $id mean what they meant.
+        # Each tool's parameters stay a whole schema, so that their references and their $id keep their meaning.
         schema = arguments_schema(tool)
         rules += [f"call_{i}: {head} arguments_{i} {tail}", f"arguments_{i}: %json {schema}"]
     answer = "call"
@@ -47,8 +47,9 @@ def _literal(text: str) -> str:
 
 
 def arguments_schema(tool: dict[str, Any]) -> str:
-    """A JSON Schema, as JSON. The arguments of a call are an object, whatever else the tool's parameters allow. With
-    `strict: true`, as OpenAI has it, they have no other keys than those that the parameters name. Raises FieldError."""
+    """Return the JSON Schema, as JSON, of a call's arguments. They are an object, even if the tool's parameters allow
+    other types. With OpenAI's `strict: true`, they have no other keys than those that the parameters name. It raises
+    FieldError if the parameters cannot be closed like this."""
     function = tool["function"]
     parameters = function.get("parameters") or {}
     if function.get("strict"):
@@ -61,14 +62,15 @@ def arguments_schema(tool: dict[str, Any]) -> str:
             raise FieldError("invalid_value", message) from None
     guidance = parameters.get("x-guidance", {})
     schema = {**parameters, "x-guidance": ONE_LINE | guidance if isinstance(guidance, dict) else guidance}
-    # Next to a reference that points back to itself, the library takes no other keyword.
+    # Next to a reference that points back to itself, the library accepts no other keyword.
     if not _is_object(parameters):
         schema["type"] = "object"
     return with_exact_formats(json.dumps(schema))
 
 
 def _is_object(schema: dict[str, Any]) -> bool:
-    """Follows references such as "#/$defs/node": so begin the parameters of a class that has itself as a field."""
+    """Return whether the schema says that its type is an object. It follows references such as "#/$defs/node", with
+    which the parameters of a class begin that has itself as a field."""
     one: Any = schema
     for _ in range(_MAX_REFERENCES):
         if not isinstance(one, dict):

@@ -1,18 +1,18 @@
-"""The trunk of a decoder in pieces, each a CUDA graph: prompts without the host's launches, whatever their chunk is.
+"""The trunk of a decoder in pieces, each of which is a CUDA graph. The host launches few kernels for a prompt chunk,
+whatever the chunk holds.
 
-A trunk (`decoder.Trunk`) is what is computed for every token, up to the last layer's attention. All between two
-attentions is a *piece*: it depends on the number of tokens alone. Attention depends on the sequences, which some
-backends plan on the host. So pieces are captured for a ladder of token counts, and attention is launched between them.
-Tokens are padded to the next size; padding has slot -1, which is written nowhere, and attention leaves it out.
+A trunk (`decoder.Trunk`) is the part of a decoder that runs for every token, up to the last layer's attention. The part
+between two attentions is a *piece*: it depends on the number of tokens alone. Attention depends on the sequences, which
+some backends plan on the host. So pieces are captured for a ladder of token counts, and attention is launched between
+them. Tokens are padded to the next size. Padding has slot -1, so it is not written, and attention skips it.
 
-All graphs of a runner share one memory pool. A later capture may use memory that an earlier one has given back. So a
-tensor in the pool must be held by Python until no later graph may write over it: the input of a piece until this piece
-is captured, and what a trunk returns as long as the trunk exists. Queries and the output of attention, which no piece
-holds, are outside of the pool. Replays follow the order of the captures, on one stream, and what a trunk returns is
+All graphs of a runner share one memory pool. A later capture may use memory that an earlier one has freed. So Python
+must hold a tensor in the pool until no later graph may write over it: the input of a piece until this piece is
+captured, and the output of a trunk as long as the trunk exists. Queries and the output of attention, which no piece
+holds, are outside of the pool. Replays follow the order of the captures, on one stream, and the output of a trunk is
 read before another trunk runs.
 
-Only prompts are given such a trunk. Rounds call the same model without one, so none of them replays a piece, whatever
-its number of tokens.
+Only prompts get such a trunk. Rounds call the same model without one, so no round replays a piece.
 
 Shape suffixes: T packed tokens, S padded tokens, E hidden size, H query heads, D head dimension.
 """
@@ -36,8 +36,8 @@ _SMALLEST = 16  # tokens
 
 
 def token_ladder(largest: int) -> list[int]:
-    """Token counts to capture, ascending: powers of two and the numbers halfway between them, from 16 on, as long as
-    they are less than `largest`; and `largest` itself."""
+    """List the token counts to capture, ascending: powers of two and the numbers halfway between them, from 16 on, that
+    are less than `largest`; and `largest` itself."""
     sizes: list[int] = []
     size = _SMALLEST
     while size < largest:
@@ -47,12 +47,12 @@ def token_ladder(largest: int) -> list[int]:
 
 
 def next_size(sizes: Sequence[int], num_tokens: int) -> int | None:
-    """The first of ascending sizes that holds these tokens, if one does."""
+    """Return the first of the ascending `sizes` that holds these tokens, or None."""
     return next((size for size in sizes if size >= num_tokens), None)
 
 
 class Runner(Protocol):
-    """See `GraphRunner`."""
+    """A runner of CUDA graphs, see `GraphRunner`."""
 
     def capture(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any: ...
 
@@ -64,7 +64,7 @@ class Runner(Protocol):
 
 
 class Between(NamedTuple):
-    """What passes between pieces and attention, at fixed addresses."""
+    """The tensors that pieces and attention give each other, at fixed addresses."""
 
     queries_SHD: Tensor
     attended_SHD: Tensor
@@ -73,7 +73,7 @@ class Between(NamedTuple):
         return Between(self.queries_SHD[:size], self.attended_SHD[:size])
 
 
-# Runs a piece, which is a function, by its number; returns what the piece does.
+# A function that runs a piece, given its number and its function, and returns its result.
 Launch = Callable[[int, Callable[[], Any]], Any]
 
 
@@ -86,13 +86,13 @@ class Pieces(Protocol):
     def run(
         self, tokens_S: Tensor, step: ForwardPass, between: Between, launch: Launch, attend: Callable[[int], None]
     ) -> TrunkOutput:
-        """All pieces by `launch`, with `attend` after each but the last. A piece leaves its layer's queries in
-        `between`, and `attend` the output of that layer's attention."""
+        """Run all pieces by `launch`, with `attend` after each but the last. A piece writes its layer's queries to
+        `between`, and `attend` writes the output of that layer's attention there."""
         ...
 
 
 class PlainPieces:
-    """Of a layer's own kernels: the second half of a layer, and the first half of the next one."""
+    """Pieces that run the layers' own kernels: the second half of a layer, and the first half of the next one."""
 
     def __init__(self, model: Decoder, aux_layers: Sequence[int]) -> None:
         self.model, self.aux_layers = model, tuple(i for i in aux_layers if i < len(model.layers))
@@ -114,18 +114,18 @@ class PlainPieces:
     def _piece(
         self, i: int, tokens_S: Tensor, x_SE: Tensor | None, step: ForwardPass, between: Between
     ) -> tuple[Tensor, Tensor | None]:
-        """The input of layer i, (S, E), and a copy of it where it is wanted."""
+        """Run piece i. Return the input of layer i, (S, E), and a copy of it if it is an auxiliary hidden state."""
         layers = self.model.layers
         x_SE = self.model.embed(tokens_S) if x_SE is None else layers[i - 1].finish(between.attended_SHD, x_SE)
-        aux = x_SE.clone() if i in self.aux_layers else None  # later layers may write their sums over it
+        aux = x_SE.clone() if i in self.aux_layers else None  # a copy, because later layers may write over x_SE
         between.queries_SHD.copy_(layers[i].queries(x_SE, step))
         return x_SE, aux
 
 
 class PiecewiseTrunk:
-    """A `Trunk` for the chunks of prompts of one model, padded to `sizes`. It does not fit chunks that are longer, nor
-    those of a size that is not captured. `runner` None: pieces are padded and launched. `name`: of its graphs, where
-    models share a runner."""
+    """A `Trunk` for prompt chunks of one model, padded to `sizes`. It does not fit chunks that are longer, nor those of
+    a size that is not captured. `runner`: None: pieces are padded, but launched without graphs. `name`: the name of its
+    graphs, where models share a runner."""
 
     def __init__(
         self, pieces: Pieces, cache: KVCache, sizes: Sequence[int], runner: Runner | None, name: str = "trunk"
@@ -136,24 +136,24 @@ class PiecewiseTrunk:
         self._captured: dict[int, TrunkOutput] = {}
         self._tokens, self._positions, self._slots = torch.zeros(3, largest, dtype=torch.int64, device=model.device)
         attention, dtype = model.layers[0].attention, model.embedding_VE.dtype
-        # Zeros, so that what is computed of padding is finite.
+        # The tensors begin with zeros, so that the results of padding are finite.
         shape = (2, largest, attention.num_heads, attention.head_dim)
         self._between = Between(*torch.zeros(shape, dtype=dtype, device=model.device))
-        self.num_replays = 0  # of a chunk's pieces
+        self.num_replays = 0  # the number of chunks whose pieces were replayed
 
     @property
     def has_graphs(self) -> bool:
         return bool(self._captured)
 
     def capture(self, on_progress: Callable[[str], None] = lambda progress: None) -> None:
-        """Capture the pieces of all sizes, the largest first: smaller ones fit into what they leave of the pool. No
-        prompt is read or written."""
+        """Capture the pieces of all sizes, the largest first: the smaller ones fit into the memory that the larger ones
+        free in the pool. No prompt is read or written."""
         for number, size in enumerate(reversed(self.sizes), start=1):
             on_progress(f"capturing CUDA graphs of prompts: {number} of {len(self.sizes)}, {size} tokens")
             self.capture_size(size)
 
     def capture_size(self, size: int) -> None:
-        """Leaves the size uncaptured where memory runs out."""
+        """Capture the pieces of one size. If memory runs out, the size stays uncaptured."""
         runner = self._runner
         assert runner is not None
         self._slots[:size].fill_(-1)
@@ -161,7 +161,7 @@ class PiecewiseTrunk:
         def capture(number: int, piece: Callable[[], Any]) -> Any:
             key = (self._name, size, number)
             output = runner.capture(key, piece)
-            runner.replace_output(key, None)  # what is needed of it is held here
+            runner.replace_output(key, None)  # the trunk holds the tensors that are needed
             return output
 
         try:
@@ -215,7 +215,7 @@ class PiecewiseTrunk:
         return self.pieces.run(self._tokens[:size], step, between, launch, attend)
 
     def _static_pass(self, size: int) -> ForwardPass:
-        """Of tokens in static buffers. Pieces read nothing else of the batch."""
+        """Return the forward pass for tokens in static buffers. Pieces read nothing else of the batch."""
         none = torch.zeros(1, dtype=torch.int32, device=self._model.device)
         batch = PagedBatch(self._slots[:size], self._positions[:size], none[None], 1, none, none, 1)
         return self._model.static_pass(batch, self._cache)

@@ -1,9 +1,9 @@
-"""CUDA graphs: a function captured once for each of a ladder of batch sizes, then replayed.
+"""CUDA graphs: a function is captured once for each of a ladder of batch sizes, then replayed.
 
 A captured function reads and writes fixed addresses: buffers that live as long as the engine, its temporary memory, and
-its output. All graphs of a runner share one memory pool and are captured largest first, so that the pool is as large as
-the largest needs. No other graph gets the memory of an output, so outputs should be small. An output is valid until
-the next replay.
+its output. All graphs of a runner share one memory pool. They are captured largest first, so the pool is as large as
+the largest graph needs. No other graph gets the memory of an output, so outputs should be small. An output is valid
+until the next replay.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 
 def ladder(largest: int) -> list[int]:
-    """Batch sizes to capture, ascending: 1, 2, 4, then multiples of 8, of 16 from 32 on, of 32 from 128 on, of 64 from
-    512 on; and the largest itself."""
+    """List the batch sizes to capture, ascending: 1, 2, 4, then multiples of 8, of 16 from 32 on, of 32 from 128 on, of
+    64 from 512 on; and the largest itself."""
     sizes = {1, 2, 4, largest}
     sizes |= set(range(8, 32, 8)) | set(range(32, 128, 16)) | set(range(128, 512, 32)) | set(range(512, largest, 64))
     return sorted(size for size in sizes if size <= largest)
@@ -32,9 +32,10 @@ class _Captured:
 
 
 class GraphRunner:
-    """Captured functions by key, one runner for each stream.
+    """A runner of captured functions, each with a key. A stream has one runner.
 
-    `seconds` and `bytes` are what the captures took; torch allocated `pool_bytes` of the bytes, the driver the rest.
+    `seconds` and `bytes` are the time and the memory of the captures. Torch allocated `pool_bytes` of the bytes, and
+    the driver the rest.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +52,7 @@ class GraphRunner:
         return len(self._captured)
 
     def capture(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
-        """Capture `function` under `key`; returns its output, valid as after a replay.
+        """Capture `function` under `key`, and return its output, which is valid as after a replay.
 
         `function` must not synchronise with the host, and extra runs of it must do no harm: it runs once before the
         capture, so that kernels are compiled and loaded, and is replayed once after it. If it raises, nothing is
@@ -61,7 +62,7 @@ class GraphRunner:
         began = time.perf_counter()
         function()
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # as a capture does; otherwise these bytes would count as the graph's
+        torch.cuda.empty_cache()  # a capture does this, too; otherwise these bytes would count as the graph's
         free, reserved = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_reserved(self.device)
         graph = torch.cuda.CUDAGraph()
         # A garbage collection can free device memory (of another engine's graphs), which breaks the capture.
@@ -90,11 +91,11 @@ class GraphRunner:
         self._captured.pop(key, None)
 
     def output(self, key: tuple[Any, ...]) -> Any:
-        """The output of the captured function."""
+        """Return the output of a captured function."""
         return self._captured[key].output
 
     def replay(self, key: tuple[Any, ...]) -> Any:
-        """Launch a captured function on the current stream; returns its output."""
+        """Launch a captured function on the current stream, and return its output."""
         captured = self._captured[key]
         captured.graph.replay()
         return captured.output

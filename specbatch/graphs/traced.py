@@ -1,11 +1,11 @@
 """A decoder's trunk, traced by torch.compile with a backend that splits it at attention and compiles the pieces: see
 `piecewise.py`.
 
-Layers whose weights are dense are traced in torch operations, and Inductor fuses norms, activations and residuals, once
-for any number of tokens. Layers of other kinds are two opaque operations, before and after attention, which run our own
-kernels.
+Layers whose weights are dense are traced in torch operations. Inductor fuses their norms, activations and residuals,
+once for any number of tokens. Layers of other kinds are two opaque operations, before and after attention, which run
+our own kernels.
 
-Operations take tensors and numbers. What else they need reaches them through one scoped context, `Scope`.
+Operations take tensors and numbers. They get everything else through one scoped context, `Scope`.
 
 Shape suffixes: T packed tokens, S padded tokens, E hidden size, H query heads, D head dimension, Z fused projection.
 """
@@ -32,12 +32,12 @@ _EXAMPLE_TOKENS = 16
 
 @dataclass
 class Scope:
-    """What operations need in addition to their arguments."""
+    """The data that operations need in addition to their arguments."""
 
     layers: Sequence[DecoderLayer]
     step: ForwardPass
-    queries_SHD: Tensor  # where attention reads them
-    piece: int = 0  # the one that runs: it finishes layer `piece - 1`, and computes the queries of layer `piece`
+    queries_SHD: Tensor  # the buffer from which attention reads queries
+    piece: int = 0  # the running piece: it finishes layer `piece - 1`, and computes the queries of layer `piece`
 
     def kept(self, queries_SHD: Tensor) -> Tensor:
         self.queries_SHD.copy_(queries_SHD)
@@ -79,9 +79,9 @@ def _fake_queries(x: Tensor, num_heads: int, head_dim: int) -> Tensor:
     return x.new_empty(x.shape[0], num_heads, head_dim)
 
 
-# Operations have no number of a layer, so that the pieces of all layers are one code. Keys and values go to the cache
-# of the scope, which the compiler does not see: attention takes the queries, so it comes after them. `finish` may write
-# over the residual, which is not read again; Inductor never sees it.
+# Operations do not get the number of a layer, so that the pieces of all layers have the same code. Keys and values go
+# to the cache of the scope, which the compiler does not see. Attention takes the queries as its argument, so it comes
+# after the write. `finish` may write over the residual, which is not read again; Inductor never sees this operation.
 _LIBRARY = torch.library.Library("specbatch", "DEF")
 for _name, _arguments, _run, _fake in (
     ("queries", "Tensor x, int num_heads, int head_dim", _queries, _fake_queries),
@@ -103,7 +103,7 @@ class _TracedPass:
 
 
 class _TracedLayer(Protocol):
-    """See `DecoderLayer`."""
+    """A layer as the trace calls it, see `DecoderLayer`."""
 
     def queries(self, x_TI: Tensor, step: ForwardPass) -> Tensor: ...
 
@@ -126,7 +126,7 @@ class _OpaqueLayer:
 
 
 class CompiledPieces:
-    """`Pieces` that Inductor compiles, where layers allow it."""
+    """Pieces that Inductor compiles, where layers allow it. See `Pieces`."""
 
     def __init__(self, model: Decoder, aux_layers: Sequence[int]) -> None:
         self.model, self.aux_layers = model, tuple(i for i in aux_layers if i < len(model.layers))
@@ -151,21 +151,22 @@ class CompiledPieces:
             attend(number)
             return between.attended_SHD
 
-        # The weights, and what depends on the tokens.
+        # The arguments are the weights, the tokens and their number.
         arguments = [tokens_S if one is _TOKENS else len(tokens_S) if one is _COUNT else one for one in self._arguments]
         flat = _Interpreter(self.split, piece, attention).run(*arguments)
         _, x, *aux_hidden_states = (flat[i] for i in self._order)
         return between.queries_SHD, x, aux_hidden_states
 
     def _trace(self, layers: Sequence[_TracedLayer]) -> tuple[fx.GraphModule, list[Any], list[int]]:
-        """(split module, its arguments, the index in its output of each tensor of the trunk's)."""
+        """Trace the trunk. Return the split module, its arguments, and for each tensor that the trunk returns its index
+        in the module's output."""
         found: list[Any] = []
         tokens = torch.zeros(_EXAMPLE_TOKENS, dtype=torch.int64, device=self.model.device)
         torch._dynamo.mark_dynamic(tokens, 0)
         step: Any = _TracedPass()
 
         def trunk(tokens_T: Tensor) -> TrunkOutput:
-            """As `Decoder.stages`, which is a generator."""
+            """Compute the same as `Decoder.stages`, which is a generator and cannot be traced."""
             x_TE, aux_hidden_states = self.model.embed(tokens_T), []
             for i, layer in enumerate(layers):
                 if i in self.aux_layers:
@@ -188,8 +189,8 @@ class CompiledPieces:
 
             return note
 
-        # Torch keeps what it has traced, with all weights, and allows few versions of one function. What else this
-        # process has compiled is compiled again at its next call.
+        # Torch keeps what it has traced, with all weights, and allows few versions of one function. So this resets it.
+        # Other compiled functions of this process are compiled again at their next call.
         torch._dynamo.reset()
         with torch.inference_mode():
             q, x, aux = torch.compile(trunk, backend=backend, fullgraph=True)(tokens)
@@ -202,7 +203,7 @@ class CompiledPieces:
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a split module: each piece by `launch`, with its number, and attention by `attend`."""
+    """An interpreter that runs a split module: each piece by `launch`, with its number, and attention by `attend`."""
 
     def __init__(self, split: fx.GraphModule, launch: Launch, attend: Callable[[int], Tensor]) -> None:
         super().__init__(split)
@@ -216,17 +217,17 @@ class _Interpreter(fx.Interpreter):
         return self._launch(self._number - 1, lambda: module(*args))
 
 
-_ATTENTION = "attention"  # what names of attentions in a split module begin with
+_ATTENTION = "attention"  # the beginning of the names of attentions in a split module
 _TOKENS, _COUNT = object(), object()  # arguments that depend on the tokens
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Whether this node of a split module is an attention."""
+    """Return whether this node of a split module is an attention."""
     return node.op == "call_module" and str(node.target).startswith(_ATTENTION)
 
 
 def split_at_attention(graph: fx.GraphModule) -> fx.GraphModule:
-    """Calls of pieces and of attentions, in turn."""
+    """Split the graph into a module that calls pieces and attentions alternately."""
     number, numbers = 0, {}
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
@@ -236,7 +237,7 @@ def split_at_attention(graph: fx.GraphModule) -> fx.GraphModule:
             number += 2
         else:
             numbers[node] = number
-    root = torch.nn.Module()  # of modules in the graph: there are none
+    root = torch.nn.Module()  # empty, because the graph has no modules
     split = split_module(graph, root, lambda node: numbers[node], keep_original_order=True)
     for name, piece in list(split.named_children()):
         assert isinstance(piece, fx.GraphModule)
@@ -256,7 +257,7 @@ _FINISH = (torch.ops.specbatch.finish, torch.ops.specbatch.finish.default)
 
 
 def compile_pieces(split: fx.GraphModule) -> int:
-    """Put Inductor's code in the place of each piece; once for pieces that differ in their weights alone. Returns the
+    """Replace each piece by Inductor's code. Pieces that differ in their weights alone are compiled once. Return the
     number of compilations."""
     from torch._inductor.compile_fx import compile_fx
 
@@ -293,7 +294,7 @@ def _returns_one(piece: fx.GraphModule) -> bool:
 
 
 def _fingerprint(piece: fx.GraphModule, examples: Sequence[Any]) -> str:
-    """Equal for pieces of the same operations on inputs of the same kinds."""
+    """Return a fingerprint that is equal for pieces with the same operations on inputs of the same kinds."""
     names = {node: f"n{i}" for i, node in enumerate(piece.graph.nodes)}
     lines = []
     for node in piece.graph.nodes:

@@ -62,8 +62,8 @@ def limits_for(size: int, *, two_passes: bool) -> Limits | None:
 
 
 def algorithm_for(num_bytes: int, dtype: torch.dtype, limits: Limits | None, *, fixed_order: bool) -> Algorithm:
-    """Choose the algorithm for a tensor. `limits`: the limits of the group, see `limits_for`. `fixed_order`: the bits of
-    an element must not depend on the tensor's size, so `one_shot` also adds large tensors, in pieces."""
+    """Choose the algorithm for a tensor. `limits`: the limits of the group, see `limits_for`. `fixed_order`: the bits
+    of an element must not depend on the tensor's size, so `one_shot` also adds large tensors, in pieces."""
     if limits is None or dtype not in _DTYPES or num_bytes % ALIGNMENT:
         return "gather" if fixed_order else "nccl"
     if fixed_order or num_bytes <= limits.one_shot:

@@ -31,7 +31,8 @@ class Mailbox:
         assert len(memory) == len(peer)
         self.capacity = len(memory) - WORDS_BYTES
         self._memory, self._peer = memory, peer
-        # The addresses are kept, because the host must launch a sum in less time than a GPU needs for a part of a layer.
+        # The addresses are kept, because the host must launch a sum in less time than a GPU needs for a part of a
+        # layer.
         self._own_words, self._peer_words = (tensor.data_ptr() + self.capacity for tensor in (memory, peer))
 
     def reset(self) -> None:
@@ -48,8 +49,8 @@ class Mailbox:
         _write(stream, self._peer_words + _READY, 1)
 
     def receive(self, like: Tensor) -> Tensor:
-        """Return the tensor that the other GPU sends, with the shape and the dtype of `like`. Work on the current stream
-        can read it until `release`."""
+        """Return the tensor that the other GPU sends, with the shape and the dtype of `like`. Work on the current
+        stream can read it until `release`."""
         _await_one(_stream(), self._own_words + _READY)
         return beginning(self._memory, like)
 

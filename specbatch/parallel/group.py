@@ -37,8 +37,8 @@ class Group(Protocol):
 
     @abstractmethod
     def start_gather(self, x: Tensor) -> Callable[[], Tensor]:
-        """Launch `gather`, and return a function that waits for the result. Other operations may be launched before that
-        call. On CUDA it runs on the current stream."""
+        """Launch `gather`, and return a function that waits for the result. Other operations may be launched before
+        that call. On CUDA it runs on the current stream."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ class Group(Protocol):
     def start_normed_sum(
         self, x_TE: Tensor, residual_TE: Tensor, norm: Norm
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """Launch `start_sum`, and return a function that waits for the sum and its norm. If the norm is None, the caller
-        computes it."""
+        """Launch `start_sum`, and return a function that waits for the sum and its norm. If the norm is None, the
+        caller computes it."""
         total = self.start_sum(x_TE, residual_TE)
         return lambda: (total(), None)
 
