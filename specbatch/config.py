@@ -69,7 +69,7 @@ OF_GENERATION_CONFIG: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class NgramSection:
-    """Of the method `ngram`: it finds the last tokens earlier in the text, and proposes what followed them."""
+    """The method `ngram`: it finds the last tokens earlier in the text, and proposes what followed them."""
 
     min_match: int = option(2, "Shortest run of last tokens to find.", AT_LEAST_1)
     max_match: int = option(5, "Longest run of last tokens to find.", AT_LEAST_1)
@@ -87,7 +87,7 @@ class ScheduleSection:
 
 @dataclass(frozen=True)
 class SpeculationSection:
-    """How tokens are drafted. It changes the speed, not the output."""
+    """The drafting of tokens. It changes the speed, not the output."""
 
     method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3"] = option(
         "auto",
@@ -130,7 +130,7 @@ class SpeculationSection:
 
 
 def read_switch(reader: Reader, value: Any, path: str) -> str:
-    """`off` and `on`, which YAML reads as false and true, or `auto`. Raises FieldError."""
+    """Read `off` and `on`, which YAML reads as false and true, or `auto`. It raises FieldError for other values."""
     value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
     if value not in ("off", "on", "auto"):
         raise FieldError("invalid_value", f"{path} must be off, on or auto, not {shown(value)}")
@@ -139,7 +139,7 @@ def read_switch(reader: Reader, value: Any, path: str) -> str:
 
 @dataclass(frozen=True)
 class EngineSection:
-    """Where and how the model runs."""
+    """The device, and how the model runs on it."""
 
     device: str = option("auto", "`auto`, `cpu`, `cuda`, `cuda:1` ...")
     attention: Literal["auto", AttentionName] = option(
@@ -233,7 +233,7 @@ class EngineSection:
 
 @dataclass(frozen=True)
 class PrefillSection:
-    """How prompts are computed. It changes the speed; texts can differ by rounding."""
+    """The computation of prompts. It changes the speed; texts can differ by rounding."""
 
     graphs: Literal["off", "whole", "piecewise", "both", "auto"] = option(
         "auto",
@@ -246,7 +246,7 @@ class PrefillSection:
 
 
 def read_variables(reader: Reader, value: Any, path: str) -> Mapping[str, Any]:
-    """Variables of a chat template. Raises FieldError."""
+    """Read the variables of a chat template. It raises FieldError."""
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise FieldError("invalid_type", f"{path} must be a mapping of names to values, not {described(value)}")
     for name, item in value.items():
@@ -266,7 +266,7 @@ def _day(path: str, value: str) -> None:
 
 @dataclass(frozen=True)
 class DataSection:
-    """How rows become prompts."""
+    """The conversion of rows to prompts."""
 
     prompt_template: str | None = option(
         None,
@@ -317,7 +317,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class OutputSection:
-    """What result lines hold."""
+    """The content of result lines."""
 
     certificate: bool = option(
         False,
@@ -337,7 +337,7 @@ def _amounts(reader: Reader, value: Any, path: str) -> Mapping[str, float]:
 
 @dataclass(frozen=True)
 class ClusterSection:
-    """How many workers share a job, and where they run. It changes the speed, not the output."""
+    """The workers that share a job, and where they run. They change the speed, not the output."""
 
     workers: int | None = option(
         None,
@@ -388,13 +388,13 @@ class Config:
     data: DataSection = field(default_factory=DataSection)
     output: OutputSection = field(default_factory=OutputSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
-    # Names of the sampling options that were given, also those that were given their default.
+    # The names of the sampling options that were given, including those with their default as value.
     given_sampling: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata={"in_file": False})
 
 
 def sampling_value(name: str, value: Any, path: str | None = None) -> Any:
-    """`value` as SamplingParams holds it under `name`; one rule for the config and for the overrides of a row.
+    """Return `value` as SamplingParams holds it under `name`. The config and the overrides of a row use this one rule.
 
-    Raises FieldError, which names the value by `path`, else by `name`.
+    It raises FieldError, which names the value by `path`, else by `name`.
     """
     return Reader(SamplingParams).value(options_of(SamplingParams)[name], value, path or name)

@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Range:
-    """The legal values of a number; called with an option's path and value, it raises FieldError for others."""
+    """The legal values of a number. A call with an option's path and value raises FieldError if it is not legal."""
 
-    words: str  # such as ">= 1"
+    words: str  # the range in words, such as ">= 1"
     test: Callable[[Any], bool]
 
     def __call__(self, path: str, value: Any) -> None:
@@ -32,10 +32,10 @@ SEED = Range(">= 0 and < 2^63", lambda v: 0 <= v < 2**63)
 
 
 def option(default: T, doc: str, legal: Callable[[str, Any], None] | None = None, read: Any = None) -> T:
-    """A dataclass field with `default` and a description: one to three plain sentences.
+    """Make a dataclass field with `default` and a description of one to three plain sentences.
 
-    `legal` raises ConfigError, with the path, for a value that is not legal; it sees a list's elements one by one.
-    `read(reader, value, path)` replaces the reading by type, of a list's elements one by one, too.
+    `legal` raises ConfigError, with the path, for a value that is not legal. `read(reader, value, path)` replaces the
+    reading by type. For a list, both are called for each element.
     """
     return field(default=default, metadata={"doc": doc, "legal": legal, "read": read})
 
@@ -46,10 +46,10 @@ def required(doc: str, legal: Callable[[str, Any], None] | None = None, read: An
 
 
 def option_doc(of: Field[Any]) -> str:
-    """The description of a field made by `option`; empty for other fields."""
+    """Return the description of a field made by `option`, or an empty text for other fields."""
     return str(of.metadata.get("doc", ""))
 
 
 def option_range(of: Field[Any]) -> str:
-    """The legal values in words, such as ">= 1"; empty where the type says it all."""
+    """Return the legal values in words, such as ">= 1", or an empty text if all values of the type are legal."""
     return str(getattr(of.metadata.get("legal"), "words", ""))

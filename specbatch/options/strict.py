@@ -1,4 +1,4 @@
-"""One strict reader of dataclasses: YAML -> options of a run, and eval tasks.
+"""The strict reader of dataclasses, which reads the options of a run and eval tasks from YAML.
 
 Every mistake is a ConfigError that names the full path, the legal values and the nearest name. Nothing is guessed, and
 nothing is ignored.
@@ -35,7 +35,7 @@ class Option:
     """The values that a field of a dataclass may hold."""
 
     name: str
-    kind: Any  # str, int, float, bool, a Literal, a dataclass, Mapping; of a list, its elements'
+    kind: Any  # str, int, float, bool, a Literal, a dataclass or Mapping; for a list, the type of its elements
     nullable: bool
     is_list: bool
     is_required: bool
@@ -53,7 +53,7 @@ class Option:
 
 @functools.cache
 def options_of(cls: Any) -> Mapping[str, Option]:
-    """The options of a dataclass by name. A field with `in_file: False` in its metadata is none."""
+    """Return the options of a dataclass by name. A field with `in_file: False` in its metadata is no option."""
     hints = typing.get_type_hints(cls)
     return {f.name: _option(f, hints[f.name]) for f in dataclasses.fields(cls) if f.metadata.get("in_file", True)}
 
@@ -75,7 +75,7 @@ def _option(field: dataclasses.Field[Any], annotation: Any) -> Option:
 
 
 def option_paths(cls: Any, prefix: str = "") -> list[str]:
-    """Every option's full path, in the order of the fields."""
+    """List the full path of every option, in the order of the fields."""
     paths: list[str] = []
     for name, option in options_of(cls).items():
         is_section = dataclasses.is_dataclass(option.kind) and not option.is_list
@@ -84,19 +84,20 @@ def option_paths(cls: Any, prefix: str = "") -> list[str]:
 
 
 class Reader:
-    """Reads mappings into the dataclass `root` and the dataclasses in it."""
+    """A reader of mappings into the dataclass `root` and the dataclasses in it."""
 
     def __init__(
         self,
         root: Any,
         explain: Callable[[str, Mapping[str, Option], str, Any], str | None] | None = None,
     ) -> None:
-        """`explain(prefix, options, key, value)`: a hint for an unknown name, or None for the usual one."""
+        """`explain(prefix, options, key, value)`: returns a hint for an unknown name, or None for the usual hint."""
         self._root = root
         self._explain = explain
 
     def read(self, cls: Any, tree: Any, path: str) -> Any:
-        """An instance of the dataclass `cls` from the mapping `tree`; null is an empty one. Raises ConfigError."""
+        """Make an instance of the dataclass `cls` from the mapping `tree`; null is an empty mapping. It raises
+        ConfigError."""
         if tree is None:
             tree = {}
         if not isinstance(tree, Mapping):
@@ -113,7 +114,8 @@ class Reader:
         return cls(**values)
 
     def value(self, option: Option, value: Any, path: str) -> Any:
-        """`value` as the dataclass holds it. Raises ConfigError; FieldError where one value is wrong by itself."""
+        """Return `value` as the dataclass holds it. It raises ConfigError, and FieldError if a single value is
+        wrong."""
         if value is None and option.nullable:
             return None
         if not option.is_list:
@@ -166,11 +168,11 @@ def _scalar(option: Option, value: Any, path: str) -> Any:
 
 
 def choose(choices: Iterable[str], value: Any, path: str) -> str:
-    """`value`, one of the texts `choices`. Raises FieldError."""
+    """Return `value`, which must be one of the texts `choices`. It raises FieldError."""
     names = list(choices)
     if isinstance(value, str) and value in names:
         return value
-    if value is False and "off" in names:  # YAML reads off so
+    if value is False and "off" in names:  # YAML reads off as false
         return "off"
     near = nearest(cut(str(value)).lower(), names)
     raise FieldError(
@@ -181,7 +183,7 @@ def choose(choices: Iterable[str], value: Any, path: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that `name` is probably a slip of the pen for."""
+    """Return the one of `names` that was probably meant by `name`, or None."""
     near = difflib.get_close_matches(name, names, n=1)
     return near[0] if near else None
 
@@ -191,13 +193,13 @@ def join(path: str, name: str) -> str:
 
 
 def described(value: Any) -> str:
-    """A value of the wrong type, for a message."""
+    """Describe a value of the wrong type, for a message."""
     return "a mapping" if isinstance(value, dict) else "a list" if isinstance(value, list) else shown(value)
 
 
 def read_text(path: Path, what: str, names: Iterable[str] = ()) -> str:
-    """The text of a YAML file. Raises ConfigError, with the nearest file of its folder or of `names`, which mean
-    other files."""
+    """Read the text of a YAML file. It raises ConfigError, whose hint is the nearest file name in its folder, or the
+    nearest of `names`, which are names of other files."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:
@@ -213,7 +215,8 @@ def read_text(path: Path, what: str, names: Iterable[str] = ()) -> str:
 
 
 def read_mapping(text: str, name: str) -> dict[str, Any]:
-    """The mapping that a YAML text holds; an empty text is an empty mapping. Raises ConfigError, with `name`."""
+    """Return the mapping that a YAML text holds; an empty text is an empty mapping. It raises ConfigError with
+    `name`."""
     try:
         tree = load_yaml(text)
     except YamlProblem as exc:

@@ -1,4 +1,5 @@
-"""YAML -> plain data, or one clear error. For configurations, --set and eval tasks."""
+"""The strict reader of YAML for configurations, --set and eval tasks. It returns plain data, or raises one clear
+error."""
 
 from __future__ import annotations
 
@@ -21,23 +22,23 @@ class YamlProblem(Exception):
 
 
 def load_yaml(text: str) -> Any:
-    """Dicts, lists and scalars. Raises YamlProblem."""
+    """Read a YAML text as dicts, lists and scalars. It raises YamlProblem."""
     try:
-        return yaml.load(text, Loader=_StrictLoader)  # a SafeLoader subclass: it builds plain data only
+        return yaml.load(text, Loader=_StrictLoader)  # a subclass of SafeLoader, so it builds plain data only
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as exc:
         message = " ".join(_located(exc).split())
         raise YamlProblem(message if len(message) <= _MAX_MESSAGE else f"{message[: _MAX_MESSAGE - 3]}...") from exc
 
 
 def _located(exc: Exception) -> str:
-    """The problem and its position. Without the line of the text, which can be long."""
+    """Return the problem and its position, but not the line of the text, which can be long."""
     if isinstance(exc, yaml.MarkedYAMLError) and exc.problem and (mark := exc.problem_mark or exc.context_mark):
         return f"{exc.problem} (line {mark.line + 1}, column {mark.column + 1})"
     return str(exc)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses keys given twice, and structures that only an attack or an accident makes."""
+    """A SafeLoader that refuses keys that are given twice, and structures that only an attack or an accident makes."""
 
     yaml_implicit_resolvers: ClassVar[Any] = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _TEXT_TAGS]
@@ -63,9 +64,9 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Put the keys of other mappings, which "<<" names, in its place. The mapping's own keys win, then those of the
-        mapping that is named first, as yaml.org/type/merge.html says. PyYAML 6.0.4 lets the last one win
-        (github.com/yaml/pyyaml/issues/953), so this does not leave it to the library."""
+        """Replace "<<" by the keys of the mappings that it names. The mapping's own keys win, then those of the mapping
+        that is named first, as yaml.org/type/merge.html says. PyYAML 6.0.4 lets the last one win
+        (github.com/yaml/pyyaml/issues/953), so this is not left to the library."""
         merged, own = [], []
         for key_node, value_node in node.value:
             if key_node.tag != _MERGE:
@@ -78,14 +79,15 @@ class _StrictLoader(yaml.SafeLoader):
                 self.flatten_mapping(other)
                 merged += other.value
         if merged:
-            # A key that comes again replaces the one before.
+            # A later pair replaces an earlier pair with the same key.
             pairs = {_key(self, key_node): (key_node, value_node) for key_node, value_node in [*merged, *own]}
             own = list(pairs.values())
         node.value = own
 
 
 def _num_nodes(node: yaml.Node, known: dict[int, int], inside: set[int]) -> int:
-    """Values under `node`, each alias (*name) replaced by what it names. `inside`: the nodes around it."""
+    """Count the values under `node`, with each alias (*name) replaced by the node that it names. `inside`: the nodes
+    around `node`."""
     if id(node) in inside:
         raise _problem("an alias (*name) of what it is a part of", node)
     if id(node) not in known:

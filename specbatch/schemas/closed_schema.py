@@ -1,4 +1,4 @@
-"""Closes the objects of a JSON Schema: keys that the schema does not name may not come.
+"""Closes the objects of a JSON Schema, so that they have no keys that the schema does not name.
 
 JSON Schema allows any other key where `additionalProperties` is not given. A model then writes keys until it is cut.
 """
@@ -14,23 +14,25 @@ from specbatch.errors import FieldError
 from specbatch.schemas.json_schema import all_schemas, changed
 
 _ALTERNATIVES = ("anyOf", "oneOf")
-_SAME_OBJECT = ("allOf", *_ALTERNATIVES)  # lists of schemas of the object that the schema itself is of
-# Conditions, what depends on one, and the schema of what a string holds: llguidance refuses or ignores them.
+_SAME_OBJECT = ("allOf", *_ALTERNATIVES)  # keywords with lists of schemas for the same object
+# Conditions, keywords that depend on a condition, and the schema of a string's content: llguidance refuses or ignores
+# them.
 _LEFT_AS_THEY_ARE = ("not", "if", "then", "else", "dependencies", "contentSchema")
 _NOT_COPIED = ("$defs", "definitions", "$id", "$anchor", "$schema", "x-guidance")
-_COPY = "closed-{}"  # name of a copy in `$defs`
-_MAX_ADDED = 100_000  # keys and definitions: parts of an object get the keys of all others
+_COPY = "closed-{}"  # the name of a copy in `$defs`
+_MAX_ADDED = 100_000  # the most keys and definitions that are added: parts of an object get the keys of all others
 _OPEN = "additionalProperties or strict: false leave it open"
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with `additionalProperties: false` in each object that names keys (`properties` or
-    `patternProperties`) and does not say which others may come. An object that names none stays free.
+    """Return the schema with `additionalProperties: false` in each object that names keys (`properties` or
+    `patternProperties`) and does not say which other keys may come. An object that names no keys stays open.
 
-    Parts of one object (`allOf`, `anyOf`, `oneOf`, `$ref` and what is next to them) each get the keys of the others:
-    closed alone, they would exclude each other. What a reference points to may be in the result twice then.
+    Each part of one object (`allOf`, `anyOf`, `oneOf`, `$ref` and the keywords next to them) gets the keys of the other
+    parts, because closed alone they would exclude each other. So the result can have a definition twice, if a reference
+    points to it.
 
-    Raises FieldError for a schema with too many such parts, RecursionError for one that is nested too deeply."""
+    It raises FieldError for a schema with too many such parts, and RecursionError for one that is nested too deeply."""
     closing = _Closing(schema)
     result = closing.close(schema, _Keys())
     if closing.copies:
@@ -40,7 +42,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """The keys of an object. `is_open`: the schema says itself which others may come."""
+    """The keys of an object. `is_open`: the schema itself says which other keys may come."""
 
     names: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
@@ -51,7 +53,8 @@ class _Keys:
 
 
 class _Closing:
-    """`copies`: definitions of what references point to, where the place of a reference allows other keys, too."""
+    """The work of `closed` for one schema. `copies`: copies of definitions for references whose object has other keys,
+    too."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -61,7 +64,7 @@ class _Closing:
         self.copies: dict[str, Any] = {}
 
     def close(self, schema: Any, outer: _Keys) -> Any:
-        """`outer`: keys of the same object that other parts of it name."""
+        """Close a schema. `outer`: the keys that other parts of the same object name."""
         if not isinstance(schema, Mapping):
             return schema
         parts = {(name, i): self._keys_of(part) for name, i, part in _parts(schema)}
@@ -97,8 +100,8 @@ class _Closing:
             raise FieldError("invalid_value", f"the schema has too many parts of one object to close it: {_OPEN}")
 
     def _reference(self, reference: str, outer: _Keys) -> str:
-        """To the definition in its place, or to a copy that allows keys of `outer`, too."""
-        is_part = not set(_SAME_OBJECT).isdisjoint(reference.split("/"))  # closed with what is next to it
+        """Return a reference to the same definition, or to a copy of it that also allows the keys of `outer`."""
+        is_part = not set(_SAME_OBJECT).isdisjoint(reference.split("/"))  # True: its own position closes it differently
         target = self._target(reference)
         if not isinstance(target, Mapping) or not (outer or is_part):
             return reference
@@ -108,7 +111,7 @@ class _Closing:
             numbers = (_COPY.format(i) for i in range(len(self.copies) + 1, len(self.copies) + len(taken) + 2))
             name = next(name for name in numbers if name not in taken)
             self._names[reference, outer] = name
-            self.copies[name] = True  # until it is closed: it can refer to itself
+            self.copies[name] = True  # a placeholder until it is closed, because it can refer to itself
             self._count(1 + len(outer.names))
             self.copies[name] = self.close({k: v for k, v in target.items() if k not in _NOT_COPIED}, outer)
         return f"#/$defs/{name}"
@@ -152,7 +155,7 @@ class _Closing:
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
-    """The schemas of the same object: keyword, number, schema."""
+    """Yield the schemas for the same object: keyword, number, schema."""
     for name in _SAME_OBJECT:
         if isinstance(members := schema.get(name), list):
             yield from ((name, i, part) for i, part in enumerate(members))
@@ -161,7 +164,8 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
 
 
 def _others(parts: Mapping[tuple[str, int], _Keys], name: str, number: int) -> Iterator[_Keys]:
-    """The keys of all parts but this one. Alternatives do not hold at the same time."""
+    """Yield the keys of all parts except this one, and except other alternatives of its keyword, which do not hold at
+    the same time."""
     for (other, i), keys in parts.items():
         if other != name or (name not in _ALTERNATIVES and i != number):
             yield keys

@@ -1,4 +1,5 @@
-"""Positions of subschemas in a JSON Schema. The rest of a schema is values: a `$ref` in a `const` is no reference."""
+"""The positions of subschemas in a JSON Schema. All else in a schema is values: a `$ref` in a `const` is no
+reference."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ _ONE = (
     *("items", "additionalItems", "unevaluatedItems", "contains"),
     *("not", "if", "then", "else", "contentSchema"),
 )
-_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # items: a list up to draft 2019-09
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # items can be a list up to draft 2019-09
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions")
 
 
 def changed(schema: Mapping[str, Any], change: Callable[[str, int, Any], Any]) -> dict[str, Any]:
-    """A copy of the schema, with `change(keyword, number, part)` in the place of each schema that is directly within
-    it. `number` counts those of the keyword. A part can be `true`, `false`, or no schema where there must be one."""
+    """Return a copy of the schema, with `change(keyword, number, part)` in place of each schema that is directly in it.
+    `number` counts the schemas of the keyword. A part can be `true`, `false`, or, in an invalid schema, any value."""
     result = dict(schema)
     for keyword, value in schema.items():
         if keyword in _LISTS and isinstance(value, list):
@@ -30,8 +31,8 @@ def changed(schema: Mapping[str, Any], change: Callable[[str, int, Any], Any]) -
 
 
 def subschemas(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Each schema that is directly within this one, after the keyword that holds it. The schemas `true` and `false`
-    are left out, and so is what is no schema where there must be one."""
+    """List each schema that is directly in this one, with the keyword that holds it. The schemas `true` and `false` are
+    left out, and so are invalid values in place of a schema."""
     found: list[tuple[str, dict[str, Any]]] = []
 
     def see(keyword: str, _: int, part: Any) -> None:
@@ -43,8 +44,8 @@ def subschemas(schema: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def all_schemas(schema: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields this schema and all within it, each before those that it has. A caller may change what it gets, before
-    it takes the next one."""
+    """Yield this schema and all schemas in it, each before its own subschemas. A caller may change a schema before it
+    takes the next one."""
     waiting = [schema]
     while waiting:
         one = waiting.pop()

@@ -1,5 +1,5 @@
-"""`response_format`, as OpenAI's chat completions have it. It is held as JSON text, in the order in which it was given:
-the properties of an object are written in this order."""
+"""The option `response_format` of OpenAI's chat completions. It is kept as JSON text, in the order in which it was
+given, because the model writes the properties of an object in this order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WANTED = (
     'must be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
 )
 _TOO_DEEP = "response_format: the schema is nested too deeply"
-_LABELS = ("name", "description")  # OpenAI's
-_STRICT = "strict"  # whether objects are closed, see `closed_schema`; true where it is not given, as in xgrammar
+_LABELS = ("name", "description")  # keys that OpenAI's API has only as labels
+_STRICT = "strict"  # true: objects are closed, see `closed_schema`; the default is true, as in xgrammar
 
 
 def read_response_format(reader: object, value: Any, path: str) -> str:
-    """The option's value, a mapping or its JSON text, as JSON text. Raises FieldError."""
+    """Return the option's value, which is a mapping or its JSON text, as JSON text. It raises FieldError."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -45,7 +45,8 @@ def read_response_format(reader: object, value: Any, path: str) -> str:
 
 
 def schema_of(response_format: str) -> str | None:
-    """The JSON Schema that the text must match, as JSON; None: any text. Raises FieldError."""
+    """Return the JSON Schema, as JSON, that the text must match, or None if any text is allowed. It raises
+    FieldError."""
     value = json.loads(response_format)
     if value["type"] == "text":
         return None
