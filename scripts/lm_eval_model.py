@@ -63,7 +63,7 @@ class SpecbatchModel(LM):
         return self._name.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages themselves: the engine applies the model's template."""
+        """Return the messages themselves, because the engine applies the model's template."""
         if not add_generation_prompt:
             raise ConfigError(
                 "specbatch does not continue a message of the assistant", "leave out the task's gen_prefix"

@@ -42,7 +42,7 @@ DEFAULT_HEAD = """\
 
 
 def options_text() -> str:
-    """docs/options.md."""
+    """Return the text of docs/options.md."""
     parts = [OPTIONS_HEAD]
     for name, section in options_of(Config).items():
         parts.append(f"\n## {name}\n\n{section.kind.__doc__}\n\n| option | type | default | |\n|---|---|---|---|\n")
@@ -72,7 +72,7 @@ def _type(option: Option) -> str:
 
 
 def default_text() -> str:
-    """The default configuration, with each description as a comment."""
+    """Return the default configuration, with each description as a comment."""
     return DEFAULT_HEAD + "".join(f"\n{lines}" for lines in _sections(Config, ""))
 
 
@@ -82,7 +82,7 @@ def _sections(section: Any, indent: str) -> Iterator[str]:
             head = _comment(str(option.kind.__doc__), indent) + f"{indent}{option.name}:\n"
             yield head + "".join(_sections(option.kind, indent + "  "))
         else:
-            # What a model's generation_config.json can decide is left out.
+            # Options that a model's generation_config.json can decide are commented out.
             left_out = "# " if section is SamplingParams and option.name in OF_GENERATION_CONFIG.values() else ""
             line = f"{indent}{left_out}{option.name}: {shown(field.default)}\n"
             yield _comment(option_doc(field), indent) + line
@@ -94,7 +94,7 @@ def _comment(text: str, indent: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A default as YAML has it."""
+    """Return a default as YAML."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

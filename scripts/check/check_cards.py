@@ -1,4 +1,4 @@
-"""GPU memory on cards of several sizes: what is reserved against what is used.
+"""A check of GPU memory on cards of several sizes: the memory reserved against the memory used.
 
     python scripts/check/check_cards.py [--cards 24 40 80] [--models llama-3-8b ...] [--rows 512]
 
@@ -36,12 +36,12 @@ METHODS = {
         "speculation.num_draft_tokens=60",
     ],
 }
-_USABLE = 0.965  # of a card's nominal size, in GiB: 24 GB have 23.2 GiB free
+_USABLE = 0.965  # the free share of a card's nominal size: a 24 GB card has 23.2 GiB free
 PROMPT_TOKENS = 200
 
 
 def check(model: str, method: str, card: float | None, num_rows: int) -> dict[str, Any]:
-    """One start and one run, with `card` GiB free; None: all that is free."""
+    """Run one start and its rows with `card` GiB free; None: all free memory."""
     gc.collect()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
@@ -68,7 +68,8 @@ def check(model: str, method: str, card: float | None, num_rows: int) -> dict[st
 
 
 def run_rows(engine: Any, num_rows: int) -> dict[str, Any]:
-    """`grew`: GiB that were taken beyond what was in use after the start, graphs in mid-run counted in."""
+    """Run the rows. `grew` in the result: the GiB used in addition to those after the start, graphs that were captured
+    during the run included."""
     before, least = torch.cuda.mem_get_info()[0], torch.cuda.mem_get_info()[0]
     for i in range(num_rows):
         sampled, logprobs = i >= num_rows // 2, 2 if i % 64 == 5 else None

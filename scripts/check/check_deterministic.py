@@ -1,4 +1,5 @@
-"""engine.deterministic: the same rows under other batches, chunks, graphs and draft methods, compared bit for bit.
+"""A check of engine.deterministic: the same rows with other batches, chunks, graphs and draft methods, compared bit for
+bit.
 
     python scripts/check/check_deterministic.py --target random:qwen2.5-1.5b --draft random:eagle3-32k   # a GPU
     python scripts/check/check_deterministic.py --target random:tiny --rows 12 --repeats 3 --longest 60     # a CPU
@@ -11,7 +12,7 @@ gets questions of GSM8K with `--questions N`.
 
 Last, a file job is killed and goes on at another batch size: its file must have the bytes of one that ran through.
 
-`--fast`: without the mode, how many rows differ then. Nothing begins after `--time-limit`.
+`--fast` counts the rows that differ without the mode. Nothing begins after `--time-limit`.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from specbatch.evals.data import DATA_FOLDER
 from specbatch.results.stats import commit, versions
 
 PREFIXES = (1, 511, 2048, 4097)
-_IDS = 500  # token ids are below, so that each model has them
+_IDS = 500  # token ids are below this number, so that each model has them
 _RESUME = "resume at another batch size"
 
 
 def variants(target: str, draft: str | None) -> dict[str, dict[str, Any]]:
-    """What must not matter, by name; the first is the one that the others are compared with."""
-    same = {"method": "draft_model", "draft": target}  # whose drafts are often right: long paths
+    """Return the settings that must not change results, by name. The others are compared with the first."""
+    same = {"method": "draft_model", "draft": target}  # drafts of the target are often right, so paths are long
     tree = {"num_steps": 4, "topk": 2, "num_draft_tokens": 15}
     found: dict[str, dict[str, Any]] = {
         "plain": {"method": "none", "max_batch_size": 64},
@@ -86,7 +87,7 @@ def make_rows(count: int, repeats: int, longest: int) -> list[dict[str, Any]]:
 
 
 def questions(count: int) -> list[dict[str, Any]]:
-    """The first ones of GSM8K's test set, for greedy answers."""
+    """Return rows with the first questions of GSM8K's test set, for greedy answers."""
     with gzip.open(DATA_FOLDER / "gsm8k_test.jsonl.gz", "rt") as file:
         texts = [json.loads(line)["question"] for line in itertools.islice(file, count)]
     return [
@@ -100,7 +101,7 @@ def _content(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for(file: Path) -> list[dict[str, Any]]:
-    """What another process keeps."""
+    """Wait for the file that another process writes, and return its results."""
     while not file.exists():
         time.sleep(0.5)
     results: list[dict[str, Any]] = json.loads(file.read_text())
@@ -108,7 +109,7 @@ def wait_for(file: Path) -> list[dict[str, Any]]:
 
 
 def outputs_of_repeats(results: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Different outputs of each repeated row."""
+    """Count the different outputs of each repeated row."""
     found: dict[str, set[str]] = {}
     for result in results:
         if str(result["id"]).startswith("prefix"):
@@ -117,7 +118,8 @@ def outputs_of_repeats(results: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def check_resume(target: str, draft: str | None, rows: Sequence[dict[str, Any]], mode: list[str]) -> dict[str, Any]:
-    """A file job that runs through, and one that is killed and goes on at another batch size: their bytes."""
+    """Compare the bytes of a file job that runs through with those of one that is killed and goes on at another batch
+    size."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "rows.jsonl")
         unique = [row | {"id": f"{i} {row['id']}"} for i, row in enumerate(rows)]
@@ -214,7 +216,7 @@ def main() -> int:
             ) as llm:
                 results = list(llm.generate(rows))
                 length = llm.stats.speculation.acceptance_length
-        except Exception as error:  # the other variants say more
+        except Exception as error:  # the other variants run all the same
             add(name, {"error": f"{type(error).__name__}: {error}"})
             failed = True
             if is_first:
@@ -236,7 +238,7 @@ def main() -> int:
         found = {
             "rows_that_differ": len(differ),
             "texts_that_differ": len(texts),
-            # Of greedy ones: where two tokens were nearly as likely, a rounding decides.
+            # Greedy rows only: where two tokens were nearly equally likely, a rounding decides.
             "largest_smallest_margin": max(
                 (one["certificate"]["margin"] for one in texts if "certificate" in one), default=None
             ),

@@ -1,4 +1,4 @@
-"""`specbatch estimate` against the runs that it estimates: six small jobs.
+"""A check of `specbatch estimate` against the runs that it estimates: six small jobs.
 
     python scripts/check/check_estimate.py [--rows-factor 1] [--jobs plain,drafts] [-o FILE] [OPTION ...]
     python scripts/check/check_estimate.py --rows-factor 40 --batch-factor 8 --jobs plain,mixed --time-limit 110 \\
@@ -34,7 +34,7 @@ def ask(number: int) -> str:
 
 
 def jobs(factor: float) -> dict[str, tuple[list[dict[str, Any]], int, list[str]]]:
-    """Name -> (rows, batch size, options)."""
+    """Return the jobs by name: (rows, batch size, options)."""
 
     def count(rows: int) -> range:
         return range(max(round(rows * factor), 8))
@@ -58,7 +58,7 @@ def jobs(factor: float) -> dict[str, tuple[list[dict[str, Any]], int, list[str]]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Exit code 1 says that rows failed. Raises RuntimeError for others."""
+    """Run a command of specbatch. It raises RuntimeError for exit codes above 1; exit code 1 says that rows failed."""
     done = subprocess.run([sys.executable, "-m", "specbatch", *arguments], capture_output=True, text=True)
     if done.returncode not in (0, 1):
         raise failure(done)
@@ -66,12 +66,12 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def failure(done: subprocess.CompletedProcess[str]) -> RuntimeError:
-    """With the end of what the command printed for people."""
+    """Make an error with the end of the command's stderr."""
     return RuntimeError(f"exit code {done.returncode}: {done.stderr[-2000:]}")
 
 
 def run_estimate(path: Path, options: list[str]) -> dict[str, Any]:
-    """Its report. Raises RuntimeError if there is none."""
+    """Run the estimate of a job and return its report. It raises RuntimeError if there is none."""
     done = command("estimate", str(path), "--json", *options)
     try:
         report: dict[str, Any] = json.loads(done.stdout)
@@ -81,7 +81,7 @@ def run_estimate(path: Path, options: list[str]) -> dict[str, Any]:
 
 
 def run_job(path: Path, options: list[str]) -> dict[str, Any]:
-    """Its statistics. Raises RuntimeError if there are none."""
+    """Run a job and return its statistics. It raises RuntimeError if there are none."""
     output = path.with_name("results.jsonl")
     done = command("generate", str(path), "-o", str(output), *options)
     try:
@@ -92,8 +92,8 @@ def run_job(path: Path, options: list[str]) -> dict[str, Any]:
 
 
 def check(name: str, rows: list[dict[str, Any]], options: list[str], *, warm: bool = False) -> dict[str, Any]:
-    """One job. `error`: of the estimate, relative to the run. `run_error`: without what loading took in either.
-    `warm`: there is an estimate before, that compiles kernels."""
+    """Check one job. In the result, `error` is the error of the estimate relative to the run, and `run_error` the same
+    without the time for loading. `warm`: another estimate runs before, which compiles kernels."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "data.jsonl"
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")

@@ -1,4 +1,5 @@
-"""What a job survives: kill -9, signals, bad rows. The real command, engine and model; 15 to 30 minutes.
+"""A check that a job survives kill -9, signals and bad rows, with the real command, engine and model. It takes 15 to 30
+minutes.
 
     python scripts/check/check_faults.py [kill] [bad] [signals] [--model REF] [--set A.B=VALUE ...]
 
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# The command itself, with a file that appears once the model is loaded: from then on there is work to interrupt.
+# The command, with a file that appears once the model is loaded. From then on there is work to interrupt.
 _CHILD = """
 import signal, sys
 from pathlib import Path
@@ -45,12 +46,12 @@ app(sys.argv[2:], prog_name="specbatch")
 """
 _CHECKS = ("kill", "bad", "signals")
 _KILLS = 25
-_KILLS_A_FILE = 4  # about; a file is whole when its last resume was not killed
+_KILLS_A_FILE = 4  # about this number; a file is whole when its last resume was not killed
 _TIMEOUT = 1800.0
 
 
 class Command:
-    """`specbatch generate` in a folder."""
+    """The command `specbatch generate` in a folder."""
 
     def __init__(self, folder: Path, options: list[str]) -> None:
         self.folder = folder
@@ -74,13 +75,13 @@ class Command:
         while not self.loaded.exists():
             if (code := process.poll()) is not None:
                 if code == 0:
-                    return  # all rows were done: killed between the last one and the end
+                    return  # all rows were finished: the kill came between the last row and the end
                 raise SystemExit(f"the command ended while loading:\n{process.communicate()[1]}")
             assert time.monotonic() < deadline, "loading takes for ever"
             time.sleep(0.005)
 
     def run(self, name: str, *more: str, output: str) -> tuple[int, str, float]:
-        """(exit code, stderr, seconds of work after loading)"""
+        """Run the command. Return (exit code, stderr, seconds of work after loading)."""
         process = self.start(name, *more, output=output)
         self.wait_loaded(process)
         began = time.perf_counter()
@@ -89,7 +90,8 @@ class Command:
 
 
 def job_rows(count: int, sampled: bool) -> list[dict[str, Any]]:
-    """Rows that use what makes resuming hard: requests of one row, common prefixes, texts that repeat, own seeds."""
+    """Make rows with what makes a resume hard: several requests of one row, common prefixes, texts that repeat, seeds
+    of rows."""
     examples = "\n".join(f"Q: What is {a} plus {b}?\nA: {a} plus {b} is {a + b}." for a, b in ((2, 3), (7, 1), (4, 4)))
     rows = []
     for i in range(count):
@@ -145,7 +147,8 @@ def check_kill(command: Command, rng: random.Random, num_kills: int, num_rows: i
                 before = count_rows(partial)
                 process = command.start(name, output=output)
                 command.wait_loaded(process)
-                # Uniform over a part of the run; the file grows from kill to kill, so all of its length is met.
+                # The moment is uniform over a part of the run. The file grows from kill to kill, so kills come at all
+                # lengths of it.
                 moment = rng.uniform(0, 2 * work / _KILLS_A_FILE)
                 try:
                     process.communicate(timeout=moment if done < kills else _TIMEOUT)
@@ -164,12 +167,12 @@ def check_kill(command: Command, rng: random.Random, num_kills: int, num_rows: i
 
 
 def count_rows(partial: Path) -> int:
-    """Results in a partial file."""
+    """Count the results in a partial file."""
     return partial.read_bytes().count(b'","row":{') if partial.exists() else 0
 
 
 def bad_rows(rng: random.Random, longer_than: int) -> list[tuple[str, Callable[[int], Any]]]:
-    """(error type, row number -> a bad row)"""
+    """Return the kinds of bad rows: (error type, a function from a row number to a bad row)."""
     good = {"prompt": "One two"}
     return [
         ("invalid_json", lambda i: b'{"prompt": "One two", "id": %d' % i),
@@ -232,7 +235,7 @@ def check_bad(command: Command, rng: random.Random, num_rows: int, num_bad: int)
                 problems.append(f"row {i} should be {bad_at[i][0]}: {str(result)[:200]}")
         elif result["finish_reason"] not in ("stop", "length") or result["id"] != i or "error" in result:
             problems.append(f"row {i} was good: {str(result)[:200]}")
-    # The neighbours of bad rows must read as if those had never been there.
+    # The neighbours of bad rows must have the same results as without the bad rows.
     near = [i for i in good if i not in bad_at and {i - 1, i + 1} & bad_at.keys()][:300]
     write_lines(command.folder / "near.jsonl", [good[i] for i in near])
     code, stderr, _ = command.run("near.jsonl", "--set", raw_text, output="near.results.jsonl")

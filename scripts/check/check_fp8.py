@@ -1,4 +1,5 @@
-"""What FP8 changes in a model: its distributions of the next token on real text, and the accuracy of eval's tasks.
+"""A check of what FP8 changes in a model: its distributions of the next token on real text, and the accuracy in tasks
+of eval.
 
     python scripts/check/check_fp8.py --model HF_DIRECTORY --texts 200 \\
         --tasks gsm8k humaneval --set engine.max_batch_size=256 -o fp8.json                                   # a GPU
@@ -62,7 +63,7 @@ class Model:
 
     @torch.inference_mode()
     def logprobs(self, tokens: Sequence[int]) -> Tensor:
-        """(T, V), float32"""
+        """Compute log-probabilities (T, V), float32."""
         count, device = len(tokens), self.device
         numbers = torch.arange(count, device=device)
         pages = torch.arange(-(-count // self.page_size), device=device, dtype=torch.int32)[None]
@@ -105,7 +106,7 @@ def solved_questions(count: int) -> list[str]:
 
 
 def accuracies(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each variant with its tasks: accuracy, acceptance length, and the change from the unquantised model."""
+    """Yield each variant with its tasks: accuracy, acceptance length, and the change from the unquantised model."""
     scores: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in dict.fromkeys(["none", *args.variants]):
@@ -134,9 +135,9 @@ def accuracies(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def scores_of(samples: Path) -> dict[str, list[float]]:
-    """By task and metric: of each row, in the order of the task."""
+    """Return the scores of all rows by task and metric, in the order of the task."""
     found: dict[str, list[float]] = {}
-    # Not splitlines(): it ends lines at U+2028, too, which answers can hold.
+    # splitlines() is not used: it also ends lines at U+2028, which answers can hold.
     for line in samples.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
         row = json.loads(line)
         for metric, answer in row["filters"].items():
@@ -183,7 +184,7 @@ def main() -> int:
         for name, found in measure(args):
             report.setdefault(part, {})[name] = found
             print(json.dumps({part: {name: found}}), flush=True)
-            if args.output is not None:  # each time: a run that is cut off loses nothing
+            if args.output is not None:  # written each time, so that a run that is cut off loses nothing
                 args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         gc.collect()
     tasks = [task for variant in report.get("tasks", {}).values() for task in variant.values()]

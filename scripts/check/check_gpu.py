@@ -1,4 +1,4 @@
-"""The GPU engine against the CPU oracle, on real text.
+"""A check of the GPU engine against the CPU oracle, on real text.
 
     python scripts/check/check_gpu.py record --model MODEL --data gsm8k_test.jsonl --rows 200 -o oracle.json  # on CPU
     python scripts/check/check_gpu.py noise oracle.json --model HF_DIRECTORY -o noise.json  # on CPU
@@ -32,7 +32,7 @@ from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
 from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
 
-# Name -> options on top of the model and the data type.
+# The options of each run, in addition to the model and the data type.
 RUNS: dict[str, list[str]] = {
     "none": ["speculation.method=none"],
     "none, eager": ["speculation.method=none", "engine.cuda_graphs=none"],
@@ -121,8 +121,8 @@ def record_oracle(args: argparse.Namespace) -> int:
 
 @torch.inference_mode()
 def measure_noise(args: argparse.Namespace) -> int:
-    """How far bfloat16 moves the margin between float32's two most likely tokens, at every token of the oracle's text;
-    and at which margins it turns the choice round."""
+    """Measure how far bfloat16 moves the margin between float32's two most likely tokens, at every token of the
+    oracle's text, and the margins at which it changes the choice."""
     rows = json.loads(args.oracle.read_text())["rows"][: args.rows]
     models = [AutoModelForCausalLM.from_pretrained(args.model, dtype=d) for d in (torch.float32, torch.bfloat16)]
     shifts, turned = [], []
@@ -150,7 +150,7 @@ def measure_noise(args: argparse.Namespace) -> int:
 
 
 def compare(expected: dict[str, Any], tokens: list[int]) -> float | None:
-    """The oracle's margin where the row first differs; None if it does not."""
+    """Return the oracle's margin where the row first differs, or None if it does not."""
     for i, token in enumerate(expected["tokens"]):
         if i >= len(tokens) or tokens[i] != token:
             margin: float = expected["margins"][i]

@@ -1,4 +1,4 @@
-"""Structured output: 20 JSON Schemas under every draft method, validated, and compared with plain decoding.
+"""A check of structured output: 20 JSON Schemas with every draft method, validated, and compared with plain decoding.
 
     python scripts/check/check_grammar.py -o grammar.json                                                # a CPU
     python scripts/check/check_grammar.py --rows 25 --max-batch-size 64 --max-tokens 512 --repeats 2 -o grammar.json
@@ -51,7 +51,7 @@ BUILT_IN = "builtin:smollm2-135m-instruct"
 
 
 def methods(draft: str | None) -> dict[str, dict[str, Any]]:
-    """By name; the first is what the others are compared with."""
+    """Return the options of each draft method by name. The others are compared with the first."""
     found: dict[str, dict[str, Any]] = {"none": {"method": "none"}, "ngram": {"method": "ngram"}}
     if draft is not None:
         head = {"method": "eagle3", "draft": draft, "num_steps": 3}
@@ -61,7 +61,7 @@ def methods(draft: str | None) -> dict[str, dict[str, Any]]:
 
 
 def make_rows(count: int, max_tokens: int, temperature: float) -> list[dict[str, Any]]:
-    """`count` rows of each schema."""
+    """Make `count` rows for each schema."""
     rows = []
     for entry in read_schemas():
         form = {"name": entry["name"], "schema": entry["schema"]}
@@ -79,7 +79,7 @@ def make_rows(count: int, max_tokens: int, temperature: float) -> list[dict[str,
 
 
 def without_schemas(rows: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same rows, as long as they were."""
+    """Return the same rows without schemas. Their answers get the lengths that they had with schemas."""
     lengths = [result["usage"]["completion_tokens"] if "usage" in result else 1 for result in results]
     return [
         {name: value for name, value in row.items() if name != "response_format"}
@@ -89,7 +89,7 @@ def without_schemas(rows: Sequence[dict[str, Any]], results: Sequence[dict[str, 
 
 
 def problems_of(results: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Texts that ended and are not what their schema wants, and rows that failed."""
+    """List the texts that ended and do not match their schema, and the rows that failed."""
     found = []
     for result, row in zip(results, rows, strict=True):
         if result["finish_reason"] == "error":
@@ -97,7 +97,7 @@ def problems_of(results: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]
         elif result["finish_reason"] == "stop":
             schema = row["response_format"]["json_schema"]["schema"]
             try:
-                # Not FormatChecker(): that has the formats of all drafts, and draft 3 knows no time zones.
+                # FormatChecker() is not used: it has the formats of all drafts, and draft 3 has no time zones.
                 validator = jsonschema.Draft202012Validator
                 validator(schema, format_checker=validator.FORMAT_CHECKER).validate(json.loads(result["text"]))
             except (ValueError, jsonschema.ValidationError) as exc:
@@ -141,7 +141,7 @@ def run(llm: LLM, rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
 
 
 class Check:
-    """Of one target. `expected`: the texts of plain decoding, by temperature."""
+    """The check of one target. `expected`: the texts of plain decoding, by temperature."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args

@@ -25,7 +25,7 @@ from typing import Any
 
 from specbatch import generate_file
 
-_IDS = 500  # of random:tiny, which has a few more
+_IDS = 500  # token ids are below this number; random:tiny has a few more
 TARGET = "random:tiny"
 WRONG: list[dict[str, Any]] = [
     {"max_tokens": 0},
@@ -85,7 +85,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def chat_of(rng: random.Random) -> dict[str, Any]:
-    """Fields of a chat, in place of a prompt."""
+    """Draw the fields of a chat, which replace a prompt."""
     words = ["the same words again", "the same words", "once", "yes", "no"]
     row: dict[str, Any] = {"messages": [{"role": "user", "content": " ".join(rng.choices(words, k=3))}]}
     if rng.random() < 0.5:
@@ -98,7 +98,7 @@ def chat_of(rng: random.Random) -> dict[str, Any]:
 
 
 def row_of(rng: random.Random, common: list[int]) -> dict[str, Any]:
-    """With each kind of field now and then."""
+    """Draw a row, which sometimes has each kind of field."""
 
     def sometimes(share: float) -> bool:
         return rng.random() < share
@@ -141,7 +141,7 @@ def row_of(rng: random.Random, common: list[int]) -> dict[str, Any]:
         del row["prompt_token_ids"]
         row |= chat_of(rng)
         if row.get("tool_choice") not in (None, "auto", "none"):
-            row["max_tokens"] += 80  # for a whole call
+            row["max_tokens"] += 80  # a whole call needs these
     return row
 
 
@@ -185,7 +185,7 @@ def results(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def without_drafts(result: dict[str, Any]) -> dict[str, Any]:
-    """What the draft method must not change."""
+    """Return the part of a result that the draft method must not change."""
     kept = {key: value for key, value in result.items() if key != "speculation"}
     if "choices" in kept:
         kept["choices"] = [{k: v for k, v in one.items() if k != "speculation"} for one in kept["choices"]]
@@ -198,12 +198,12 @@ PLAIN = {
 }  # fmt: skip
 
 
-# What changes bits: ranks add up their parts; cached keys and values, or weights and inputs, are rounded.
+# The settings that change bits: ranks add their parts; cached keys and values, or weights and inputs, are rounded.
 BITS = ("tensor_parallel", "kv_dtype", "quantization")
 
 
 def check(number: int, num_rows: int, folder: Path, counts: collections.Counter[str], forced: dict[str, Any]) -> bool:
-    """`forced`: settings of the engine."""
+    """Check one case. `forced`: settings of the engine that are not drawn."""
     rng = random.Random(number)
     common = [rng.randrange(2, _IDS) for _ in range(40)]
     path = folder / "rows.jsonl"

@@ -1,4 +1,5 @@
-"""`specbatch eval gsm8k` against lm-evaluation-harness: same prompts to the byte, same scores row by row.
+"""A check of `specbatch eval gsm8k` against lm-evaluation-harness: the same prompts to the byte, and the same score for
+each row.
 
     python scripts/check/check_lm_eval.py MODEL --out DIR [--rows 200] [--minutes 25] [--data FOLDER] [--set a.b=c ...]
 
@@ -29,7 +30,8 @@ FILTERS = ("strict-match", "flexible-extract")
 
 
 def lm_eval_task() -> Any:
-    """lm-eval's own gsm8k, reading our copy of the rows (its own come from the hub), seeded as by its command line."""
+    """Return lm-eval's gsm8k task, with our copy of the rows (its own come from the hub) and the seeds of its command
+    line."""
     import lm_eval
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.defaults import DEFAULT_OTHER_SEED
@@ -48,7 +50,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def run_lm_eval(model: str, out: Path, rows: int, minutes: float, device: str, batch_size: int) -> list[dict[str, Any]]:
-    """One line for each row: prompt, text, and each filter's value and score."""
+    """Run lm-eval. Return one line for each row: prompt, text, and each filter's value and score."""
     from lm_eval.models.huggingface import HFLM
 
     task = lm_eval_task()
@@ -64,7 +66,7 @@ def run_lm_eval(model: str, out: Path, rows: int, minutes: float, device: str, b
                 lm = HFLM(pretrained=model, dtype="float32", device=device, batch_size=batch_size)
             started = time.perf_counter()
             group = task.instances[first : first + batch_size]
-            # generate_until adds the end-of-text token to the stop strings it is given
+            # The group is copied, because generate_until adds the end-of-text token to the stop strings.
             texts = lm.generate_until(copy.deepcopy(group), disable_tqdm=True)
             for index, (instance, text) in enumerate(zip(group, texts, strict=True), start=first):
                 line = {"index": index, "prompt": instance.args[0], "text": text}
@@ -82,7 +84,7 @@ def run_lm_eval(model: str, out: Path, rows: int, minutes: float, device: str, b
 
 
 def run_specbatch(model: str, folder: Path, rows: int, device: str, sets: list[str]) -> list[dict[str, Any]]:
-    """samples.jsonl, with the tokens and margins of answers.jsonl."""
+    """Run specbatch. Return the lines of samples.jsonl, with the tokens and margins of answers.jsonl."""
     options = [f"model.target={model}", "model.dtype=float32", f"engine.device={device}", "sampling.logprobs=2", *sets]
     command = [sys.executable, "-m", "specbatch", "eval", "gsm8k", "--limit", str(rows), "-o", str(folder)]
     for option in options:
@@ -96,8 +98,9 @@ def run_specbatch(model: str, folder: Path, rows: int, device: str, sets: list[s
 
 
 def first_difference(ours: dict[str, Any], theirs: str) -> tuple[int, float]:
-    """(token, margin in nats between the two most probable) where our text leaves theirs."""
-    text, last = "", len(ours["logprobs"]) - 1  # the last: where ours is the beginning of theirs
+    """Return the first token where our text differs from theirs, and the margin there in nats between the two most
+    probable tokens."""
+    text, last = "", len(ours["logprobs"]) - 1  # last: the token if ours is the beginning of theirs
     for i, token in enumerate(ours["logprobs"]):
         text += token["token"]
         if not theirs.startswith(text.rstrip("\ufffd")):

@@ -1,4 +1,4 @@
-"""Host memory of a file job, beyond the model: a million rows through the command's code over a stub engine.
+"""A check of a file job's host memory without the model: a million rows through the command's code over a stub engine.
 
     python scripts/check/check_memory.py [--rows 1000000] [--limit-mb 200] [--plan-rows 65536]
 
@@ -32,12 +32,12 @@ from specbatch.types import Completion
 from tests.stub_engine import StubEngine, StubRun, resolve
 
 _MB = 1e6
-_SAMPLES = 10  # lines of the printed table
+_SAMPLES = 10  # the number of lines in the printed table
 _BATCH = 64
 
 
 class Watch:
-    """The most memory that this process has been seen to hold."""
+    """The largest memory that was measured for this process."""
 
     def __init__(self, rows: int) -> None:
         self._process = psutil.Process()

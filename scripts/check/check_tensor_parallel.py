@@ -1,4 +1,5 @@
-"""engine.tensor_parallel: N processes answer as one, stop together, and share the memory. For a machine with N GPUs.
+"""A check of engine.tensor_parallel on a machine with N GPUs: N processes answer as one, stop together, and share the
+memory.
 
     python scripts/check/check_tensor_parallel.py -o tensor_parallel.jsonl                    # two GPUs
     python scripts/check/check_tensor_parallel.py --device cpu --target random:tiny --rows 24  # over gloo
@@ -12,9 +13,10 @@ runs; each has processes of its own.
   two tokens that are nearly as likely (`--margin`). `--prompts`: rows of a file, as for `specbatch generate`, in place
   of random tokens.
 - `deterministic`: the bytes of N ranks under two batch sizes.
-- `kill`: a file job whose rank 1, then whose rank 0 is killed, and that gets SIGINT; then it resumes. Its bytes, and
-  what was left of it. `--lanes`: it has long prompts and two lanes; then bytes can depend on the batch on a GPU.
-- `memory`: what is left for the KV cache, and how many GPUs each known geometry needs.
+- `kill`: a file job whose rank 1, then whose rank 0 is killed, and that gets SIGINT; then it resumes. Checked are its
+  bytes, and that no process of it is left. `--lanes`: it has long prompts and two lanes; then bytes can depend on the
+  batch on a GPU.
+- `memory`: the memory for the KV cache, and the number of GPUs that each known geometry needs.
 - `sums` (CUDA): microseconds of each algorithm by bytes: `LIMITS` in specbatch/parallel/algorithms.py follows from it.
 - `best` (CUDA): microseconds to find the best tokens of a batch, from all logits and from the best token of each part
   of the vocabulary: `_GATHERED_BYTES` in specbatch/models/linears/sharded.py follows from it.
@@ -58,8 +60,8 @@ from specbatch.setup.memory import GIB
 if TYPE_CHECKING:
     from specbatch.parallel.cuda import CudaGroup  # needs Triton, which need not exist where CUDA does not
 
-_LONG = 300  # times a prompt of three tokens
-_IDS = 500  # token ids are below, so that each model has them
+_LONG = 300  # a long prompt repeats three tokens this number of times
+_IDS = 500  # token ids are below this number, so that each model has them
 _SUMS = [1 << n for n in range(13, 28)]
 _VOCAB = 128_256
 _BARE = ", no log-probabilities"
@@ -82,7 +84,7 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, default=540.0, metavar="SECONDS", help="start nothing after that")
     parser.add_argument("--case-limit", type=float, default=120.0, metavar="SECONDS", help="of one run of rows")
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # of a process of its own: a file of what to do
+    parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # the task of a child process, as a file
     args = parser.parse_args()
     if args.run is not None:
         return run_rows(args.run)
@@ -116,7 +118,7 @@ def main() -> int:
                 failed |= not line.get("ok", "error" not in line)
                 say(args.output, line | {"seconds": round(time.monotonic() - began, 1)})
                 if "error" in line or "skipped" in line:
-                    break  # a generator that raised is at its end
+                    break  # a generator that raised has ended
     print("tensor parallel: FAILED" if failed else "tensor parallel: ok")
     return int(failed)
 
@@ -129,7 +131,7 @@ def say(output: Path | None, line: Line) -> None:
 
 
 def make_rows(count: int) -> list[Line]:
-    """Greedy ones; half of them begin alike."""
+    """Make greedy rows, half of which begin alike."""
     rng = random.Random(0)
     common = [rng.randrange(_IDS) for _ in range(64)]
     rows = []
@@ -147,7 +149,7 @@ def make_rows(count: int) -> list[Line]:
 
 
 def rows_of(prompts: str | None, count: int, logprobs: int | None) -> list[Line]:
-    """Of a file, or random ones."""
+    """Read the rows of a file, or make random ones."""
     if prompts is None:
         rows = make_rows(count)
     else:
@@ -157,7 +159,7 @@ def rows_of(prompts: str | None, count: int, logprobs: int | None) -> list[Line]
 
 
 def run_rows(task: Path) -> int:
-    """In a process of its own."""
+    """Run the rows of a task. It runs in a child process."""
     given = json.loads(task.read_text())
     with LLM(given["target"], certificate=True, generation_config="none", **given["options"]) as llm:
         results = list(llm.generate(rows_of(given["prompts"], given["rows"], given["logprobs"])))
@@ -167,7 +169,7 @@ def run_rows(task: Path) -> int:
 
 
 def counts_of(stats: EngineStats, results: list[Line]) -> Line:
-    """What says that the run did what it is for."""
+    """Return counters that show whether the run did what it is for."""
     return {
         "tokens": stats.generated_tokens,
         "accepted": sum(result["speculation"]["accepted"] for result in results if "error" not in result),
@@ -185,7 +187,7 @@ def answers(
     logprobs: int | None = 2,
     **options: Any,
 ) -> Line:
-    """Results and notes of a run. Raises RuntimeError with the end of what it printed."""
+    """Return the results and notes of a run. It raises RuntimeError with the end of the output of a run that failed."""
     task = folder / "task.json"
     what = {"target": args.target, "rows": rows, "prompts": prompts and str(prompts), "logprobs": logprobs}
     task.write_text(json.dumps(what | {"options": {"device": args.device, **options}}))
@@ -198,7 +200,7 @@ def answers(
 
 
 def variants(args: argparse.Namespace) -> dict[str, Line]:
-    draft = {"draft": args.target, "num_steps": 3}  # whose drafts are often right: long paths
+    draft = {"draft": args.target, "num_steps": 3}  # drafts of the target are often right, so paths are long
     head = {"method": "eagle3", "draft": args.head}
     found: dict[str, Line] = {
         "plain": {"method": "none"},
@@ -247,9 +249,9 @@ def check_tokens(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
 
 
 def margin_of_difference(one: Line, other: Line) -> float | None:
-    """None: the tokens are equal. Else by how much the first other token was preferred to the next best: if that is
-    much, no rounding explains the difference. Without log-probabilities texts are compared, and the margin is the
-    smallest of the row."""
+    """Return None if the tokens are equal, else the margin by which the first different token was preferred to the next
+    best. If it is large, rounding does not explain the difference. Without log-probabilities, texts are compared, and
+    the margin is the smallest of the row."""
     if "error" in one or "error" in other:
         return None if one.get("error") == other.get("error") else float("inf")
     if other.get("logprobs") is None:
@@ -326,16 +328,16 @@ def check_kill(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
 
 
 def rank_of(processes: list[psutil.Process]) -> psutil.Process:
-    """The process of rank 1: compilers and others can be there, too."""
+    """Return the process of rank 1. The others can be compilers and the like."""
     return next(process for process in processes if "rank_process" in " ".join(process.cmdline()))
 
 
 def end_of(job: subprocess.Popen[bytes], args: argparse.Namespace, folder: Path) -> int:
-    """The exit code. Raises RuntimeError with what the job was doing, if it does not end."""
+    """Return the exit code of a job. If it does not end, it raises RuntimeError with what the job was doing."""
     try:
         return job.wait(args.case_limit)
     except subprocess.TimeoutExpired:
-        job.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER it says where it is
+        job.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER the job prints its stack
         time.sleep(2)
         job.kill()
         job.wait()
@@ -367,7 +369,7 @@ def start(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
 
 
 def kept(folder: Path) -> int:
-    """Finished rows of the killed job."""
+    """Count the finished rows of the killed job."""
     file = folder / "killed.jsonl.partial"
     return file.read_bytes().count(b'"row":{') if file.exists() else 0
 
@@ -389,14 +391,14 @@ def check_memory(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
             vocabulary = sum(count for name, count in shapes.items() if "embed_tokens" in name or "lm_head" in name)
             gib[str(ranks)] = round(2 * (sum(shapes.values()) - vocabulary + vocabulary / ranks) / GIB, 2)
         line: Line = {"model": name, "bf16_gib_of_first_rank": gib}
-        if free:  # the rest of a GPU is for the KV cache
+        if free:  # the free memory of a GPU is for the KV cache
             fitting = [int(ranks) for ranks, size in gib.items() if size * GIB < 0.85 * free]
             line["gpus_that_hold_it"] = min(fitting, default=None)
         yield line
 
 
 def check_gpus(work: Callable[[CudaGroup], list[Line]], args: argparse.Namespace, folder: Path) -> Iterator[Line]:
-    """What `work` finds on the first of the GPUs."""
+    """Run `work` in a process for each GPU, and yield the lines of rank 0."""
     if args.device == "cpu":
         yield {"left_out": "of GPUs"}
         return
@@ -407,7 +409,7 @@ def check_gpus(work: Callable[[CudaGroup], list[Line]], args: argparse.Namespace
 
 
 def of_gpu(rank: int, size: int, meeting: str, work: Callable[[CudaGroup], list[Line]], output: Path) -> None:
-    """A process of each GPU."""
+    """Run `work` in the process of one GPU."""
     from specbatch.parallel.cuda import CudaGroup, TorchCollectives
 
     device = torch.device("cuda", rank)
@@ -442,7 +444,7 @@ def time_sums(group: CudaGroup) -> list[Line]:
 
 
 def time_best(group: CudaGroup) -> list[Line]:
-    """Logits in bfloat16, of the vocabulary of Llama 3."""
+    """Time the best tokens of logits in bfloat16, with the vocabulary of Llama 3."""
     rank, size, device = group.rank, group.size, group.device
     ops, share = ops_for(device, torch.bfloat16), even_shares(_VOCAB, size)[rank]
     lines = []
@@ -464,7 +466,7 @@ def time_best(group: CudaGroup) -> list[Line]:
 
 
 def time_norms(group: CudaGroup) -> list[Line]:
-    """Rows of a hidden size of 8,192 in bfloat16."""
+    """Time norms with a hidden size of 8,192 in bfloat16."""
     device, lines = group.device, []
     norm = RMSNorm(torch.ones(8192, device=device, dtype=torch.bfloat16), 1e-5)
 
@@ -480,7 +482,7 @@ def time_norms(group: CudaGroup) -> list[Line]:
         normed_TE = in_one(x_TE, residual_TE)
         ok = normed_TE is None or torch.allclose(apart(x_TE, residual_TE), normed_TE, rtol=0.02)
         ways: dict[str, Callable[..., Any]] = {"sum": lambda *xs: group.start_sum(*xs)(), "sum, norm": apart}
-        if normed_TE is not None:  # else the norm has a kernel of its own
+        if normed_TE is not None:  # else another kernel computes the norm
             ways["in one"] = in_one
         times = {name: round(graph_micros(partial(way, x_TE, residual_TE)), 2) for name, way in ways.items()}
         lines.append({"tokens": num_tokens, "microseconds": times, "ok": ok})
@@ -488,7 +490,7 @@ def time_norms(group: CudaGroup) -> list[Line]:
 
 
 def graph_micros(function: Callable[[], Any], calls: int = 20, repeats: int = 10) -> float:
-    """Of one call, in a graph of some."""
+    """Return the microseconds of one call, measured in a graph of `calls` calls."""
     graph = torch.cuda.CUDAGraph()
     function()
     torch.cuda.synchronize()

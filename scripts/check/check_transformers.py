@@ -1,4 +1,4 @@
-"""Greedy output against transformers, and every method and schedule against each other, on real text.
+"""A check of greedy output against transformers, and of all methods and schedules against each other, on real text.
 
     python scripts/check/check_transformers.py --hf DIR --data gsm8k_test.jsonl [--rows 50] [-o report.json]
 
@@ -34,7 +34,7 @@ from specbatch.setup.resolve import resolve
 from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
 
 TIE_MARGIN = 1e-4
-IN_FULL = ("none", "ngram", "draft_model chain 2/1/3")  # on all rows; the others on --few-rows
+IN_FULL = ("none", "ngram", "draft_model chain 2/1/3")  # these run all rows; the others run --few-rows
 
 
 def main() -> int:
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def variants(target: Path, folder: Path, draft_layers: int) -> dict[str, Config]:
-    """One config for each method, shape and schedule to compare."""
+    """Return one config for each method, shape and schedule to compare."""
     base = Config(
         model=ModelSection(target=str(target), dtype="float32"),
         speculation=SpeculationSection(method="none"),
@@ -116,7 +116,7 @@ def variants(target: Path, folder: Path, draft_layers: int) -> dict[str, Config]
 
 
 def cut_model(target: Path, folder: Path, num_layers: int) -> Path:
-    """The target without its upper layers, as a Hugging Face directory."""
+    """Write the target without its upper layers, as a Hugging Face directory."""
     folder.mkdir()
     config = json.loads((target / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
@@ -130,7 +130,7 @@ def cut_model(target: Path, folder: Path, num_layers: int) -> Path:
 
 
 def random_head(target: Path, folder: Path, kind: str) -> Path:
-    """An EAGLE head with random weights, in the public checkpoint format."""
+    """Write an EAGLE head with random weights, in the public checkpoint format."""
     folder.mkdir()
     raw = json.loads((target / "config.json").read_text()) | {"num_hidden_layers": 1, "tie_word_embeddings": False}
     width = 4096 if kind == "eagle3" else raw["vocab_size"]
@@ -162,7 +162,7 @@ def run(engine: BatchEngine, prompts: list[list[int]], params: SamplingParams) -
 
 
 def compare(folder: Path, prompts: list[list[int]], max_tokens: int, ours: list[Completion]) -> dict:
-    """transformers' greedy `generate`, left-padded batches of 10, against our tokens."""
+    """Compare transformers' greedy `generate`, in left-padded batches of 10, with our tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     differences, tokens, began = [], 0, time.perf_counter()
     for first in range(0, len(prompts), 10):

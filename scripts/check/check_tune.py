@@ -1,5 +1,5 @@
-"""`specbatch tune` against the truth: predicted and live speed of many candidates at several batch sizes, and what an
-exhaustive grid over the same rows finds.
+"""A check of `specbatch tune` against measurements: the predicted and the live speed of many draft shapes at several
+batch sizes, and the result of an exhaustive grid over the same rows.
 
     python scripts/check/check_tune.py DATA.jsonl -c CONFIG -o check.json --batches 1,8,32,128 --budget 3m
 
@@ -45,7 +45,7 @@ from specbatch.tune.sample import sample_rows
 from specbatch.tune.start import TuneOptions, open_input, seconds_of
 from specbatch.types import Request
 
-_FINALISTS = 3  # of a batch size
+_FINALISTS = 3  # the fastest cells of a batch size that run again
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def main() -> None:
     with errors_of(parser):
         opened = open_input(options, config)
         tuned = tune_file(options, opened, resolve, build, lambda config: {}, Console(stderr=True))
-    check_batches(tuned.run.engine.max_batch_size)  # which the configuration may have left to the device
+    check_batches(tuned.run.engine.max_batch_size)  # the configuration may have left it to the device
     report: dict[str, Any] = {
         "commit": args.commit or commit(),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
@@ -127,7 +127,7 @@ def main() -> None:
         shapes = grid(args.grid, fitting(tuned, max(batches)))
         print(f"{len(shapes)} shapes of the grid", flush=True)
         also = list(dict.fromkeys([*also, *shapes]))
-    # A candidate at all batch sizes, then the next: its graphs are captured once.
+    # A shape runs at all batch sizes before the next one, so that its graphs are captured once.
     for shape in (None, *spread(tuned, batches, args.candidates, also)):
         if report["cells"] and args.time_limit is not None and time.perf_counter() - began > args.time_limit:
             report["cut_short"] = True
@@ -156,7 +156,7 @@ def main() -> None:
                 args.output.write_text(json.dumps(report, indent=1))
     if args.finals:
         report["finals"] = finals(tuned, report["cells"], known, args.finals, rows_of)
-        report["picked_finals"] = against_fastest(report["finals"])  # of these runs alone
+        report["picked_finals"] = against_fastest(report["finals"])  # computed from these runs alone
         args.output.write_text(json.dumps(report, indent=1))
 
 
@@ -169,8 +169,8 @@ def errors_of(parser: argparse.ArgumentParser) -> Iterator[None]:
 
 
 def against_fastest(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At each batch size: what was predicted to be fastest, what was, and how much slower the former is. A candidate's
-    runs are taken together."""
+    """Compare at each batch size the shape that was predicted to be fastest with the fastest one. All runs of a shape
+    count together."""
     found = []
     for batch, of_batch in by_batch(cells).items():
         live: dict[str, list[float]] = defaultdict(list)
@@ -193,7 +193,7 @@ def by_batch(cells: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 
 def best_predicted(cells: list[dict[str, Any]]) -> str:
-    """Of equal ones always the same."""
+    """Return the best predicted cell. Among equal ones it is always the same."""
     what: str = max(cells, key=lambda c: (c["predicted_tok_s"], c["what"]))["what"]
     return what
 
@@ -201,8 +201,8 @@ def best_predicted(cells: list[dict[str, Any]]) -> str:
 def finals(
     tuned: Tuned, cells: list[dict[str, Any]], known: dict[str, DraftShape], turns: int, rows_of: dict[int, int]
 ) -> list[dict[str, Any]]:
-    """Of each batch size, the picked cell and the fastest ones again, in turn: of many cells run once, the fastest is
-    one that was lucky, too."""
+    """Run the picked cell and the fastest cells of each batch size again, in turn, because the fastest of many cells
+    that ran once can be fast by chance."""
     chosen: dict[str, set[int]] = defaultdict(set)
     for batch, of_batch in by_batch(cells).items():
         ranked = sorted(of_batch, key=lambda c: c["live_tok_s"])[-_FINALISTS:]
@@ -220,8 +220,9 @@ def finals(
 def whole_file(
     tuned: Tuned, data: str, count: int, also: list[DraftShape], with_plain: bool
 ) -> Iterator[tuple[str, float, float]]:
-    """(what, predicted seconds, seconds) of all rows of the file: the tuned schedule, and `with_plain` plain decoding,
-    at both ends, in between the candidates that are predicted to be fastest with the whole file, each alone."""
+    """Run all rows of the file with several schedules, and yield (name, predicted seconds, seconds) of each. The first
+    and the last is the tuned schedule, next to plain decoding if `with_plain`. Between them are the shapes that are
+    predicted to be fastest for the whole file, each alone."""
     config = tuned.run.config
     parser, source = RowParser(config.sampling, config.data), open_source(data, config.data)
     limits = tuned.session.engine.limits
@@ -259,7 +260,7 @@ def numbers(text: str) -> list[int]:
 
 
 def grid_of(text: str) -> tuple[list[int], list[int], list[int]]:
-    """num_steps, topk and num_draft_tokens."""
+    """Parse lists of num_steps, topk and num_draft_tokens."""
     parts = text.split("/")
     if len(parts) != 3:
         raise argparse.ArgumentTypeError(f"{text!r}: three lists, STEPS/TOPKS/TOKENS")
@@ -268,28 +269,29 @@ def grid_of(text: str) -> tuple[list[int], list[int], list[int]]:
 
 
 def fitting(tuned: Tuned, batch: int) -> list[DraftShape]:
-    """What was searched and may be drafted for that many requests."""
+    """List the shapes that were searched and that a batch of this size may draft."""
     most = tuned.forecast.limits.max_verify_tokens
     return [c for c in tuned.forecast.replays if most is None or batch * c.num_draft_tokens <= most]
 
 
 def grid(of: tuple[list[int], list[int], list[int]], known: Iterable[DraftShape]) -> list[DraftShape]:
-    """Of the known shapes those of these num_steps, topk and num_draft_tokens; of chains, which have one more than
-    steps, those of these num_steps."""
+    """Return the known shapes with these num_steps, topk and num_draft_tokens. The num_draft_tokens of chains follows
+    from num_steps, so it is not compared."""
     steps, topks, tokens = of
     shapes = [c for c in known if c.ngram_match is None and c.num_steps in steps and c.topk in topks]
     return [shape for shape in shapes if shape.topk == 1 or shape.num_draft_tokens in tokens]
 
 
 def spread(tuned: Tuned, batches: list[int], count: int, also: list[DraftShape]) -> list[DraftShape]:
-    """`count` candidates: at each batch size the one that should be fastest, and others down to the slowest, evenly."""
+    """Choose `count` shapes: for each batch size the one that should be fastest, and others evenly down to the
+    slowest."""
     costs, known = tuned.forecast.costs, [tuned.forecast.replays[c] for c in fitting(tuned, max(batches))]
     if not known:  # nothing may be drafted for this batch size
         return []
     rankings = [sorted(known, key=lambda r: costs.round_ms(batch, r.shape) / r.tokens_per_round) for batch in batches]
     chosen: dict[DraftShape, None] = dict.fromkeys([*also, *(ranking[0].shape for ranking in rankings)])
     last = len(known) - 1
-    # Of each ranking in turn, twice as finely each time, until there are enough.
+    # Take shapes from each ranking in turn, twice as finely each time, until there are enough.
     for parts in (2**k for k in range(1, 12)):
         for i in range(parts + 1):
             for ranking in rankings:

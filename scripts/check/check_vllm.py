@@ -1,4 +1,5 @@
-"""A trained EAGLE-3 head in vLLM and in ours: the same file, the same prompts, greedy; acceptance, texts and speed.
+"""A check of a trained EAGLE-3 head in vLLM and in ours, with the same file and prompts, greedy: acceptance, texts and
+speed.
 
     python scripts/check/check_vllm.py prepare --model TARGET --rows eval.jsonl -o ids.json           # our environment
     python scripts/check/check_vllm.py run ids.json --model HF_DIRECTORY --head HEAD --num-steps 5 -o vllm.json # vLLM's
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def prepare(args: argparse.Namespace) -> dict[str, Any]:
-    """Prompts as our engine encodes them, by the file that they come from."""
+    """Return the prompts as our engine encodes them, by the file that they come from."""
     from drafttrain.prompts import read_lines
 
     from specbatch.config_load import load_config
@@ -82,7 +83,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """vLLM's tokens and its own counters, file by file."""
+    """Return vLLM's tokens and counters for each file."""
     import vllm
 
     given = json.loads(args.ids.read_text(encoding="utf-8"))
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _vllm(args: argparse.Namespace, stop: list[int]) -> tuple[Any, Any]:
-    """Engine and greedy sampling."""
+    """Return vLLM's engine and its options for greedy sampling."""
     from vllm import LLM, SamplingParams
 
     speculative = {}
@@ -131,7 +132,7 @@ def _vllm(args: argparse.Namespace, stop: list[int]) -> tuple[Any, Any]:
 
 
 def speed(args: argparse.Namespace) -> dict[str, Any]:
-    """Output tokens per second by the number of requests at once."""
+    """Measure output tokens per second by the number of requests at once."""
     given = json.loads(args.ids.read_text(encoding="utf-8"))
     rows = [row["prompt"] for row in given["rows"] if "gsm8k" in row["file"]]
     if len(rows) < max(args.batches):
@@ -152,7 +153,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _runs_in_vllm(args: argparse.Namespace, stop: list[int]) -> Callable[[list[list[int]]], int]:
-    """What runs prompts all at once and says how many tokens came out."""
+    """Return a function that runs prompts all at once in vLLM, and returns the number of output tokens."""
     llm, sampling = _vllm(args, stop)
 
     def count_tokens(prompts: list[list[int]]) -> int:
@@ -163,7 +164,7 @@ def _runs_in_vllm(args: argparse.Namespace, stop: list[int]) -> Callable[[list[l
 
 
 def _runs_in_ours(args: argparse.Namespace) -> Callable[[list[list[int]]], int]:
-    """The same, in an engine of the same limits."""
+    """Return the same function for our engine, with the same limits."""
     from specbatch.config_load import load_config
     from specbatch.setup.build import build
     from specbatch.setup.resolve import resolve
@@ -190,14 +191,15 @@ def _runs_in_ours(args: argparse.Namespace) -> Callable[[list[list[int]]], int]:
 
 
 def _counters(llm: Any) -> tuple[int, int]:
-    """Drafts (rounds of a row) and accepted draft tokens so far."""
+    """Return the number of drafts (rounds of a row) and of accepted draft tokens so far."""
     values = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     drafts, accepted = (values.get(f"vllm:spec_decode_num_{what}", 0) for what in ("drafts", "accepted_tokens"))
     return int(drafts), int(accepted)
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """By file: acceptance lengths, texts that are equal, margins where the others part."""
+    """Compare for each file the acceptance lengths, the number of equal texts, and the margins where the others first
+    differ."""
     from specbatch.results.stats import RowTotals
 
     theirs = json.loads(args.vllm.read_text(encoding="utf-8"))

@@ -1,4 +1,5 @@
-"""Jobs with workers on Ray against the same job in one process: the bytes of the results, and what the jobs survive.
+"""A check of jobs with workers on Ray against the same job in one process: the bytes of the results, and the faults
+that jobs survive.
 
     python scripts/check/check_workers.py [equal] [kill] [shards] [faults] [-o FILE.json]
 
@@ -42,8 +43,8 @@ from specbatch.results.stats import commit, device_name, versions
 _NUM_ROWS = {"stub": 20_000, "tiny": 2_000, "smollm2": 60}
 _KILLED_ROWS = {"stub": 1_000, "tiny": 300, "smollm2": 60}
 _KINDS = ("worker", "command", "both", "node")
-_MAX_KILLS = 3  # of one file
-_STARTING = 0.25  # the part of the kills that come at any time of the start
+_MAX_KILLS = 3  # the most kills for one file
+_STARTING = 0.25  # the share of the kills that come during the start
 _GONE_SECONDS = 30.0
 _NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20}
 _NUM_NODES = 2
@@ -122,7 +123,8 @@ def check_kill(folder: Path, rng: random.Random, args: argparse.Namespace) -> tu
 def run_and_kill(
     jobs: Jobs, data: str, output: Path, kind: str | None, num_rows: int, rng: random.Random, cluster: Any
 ) -> tuple[Session, dict[str, Any] | None]:
-    """One command, with at most one kill of this kind; None: the job had ended before, or has not lost a worker."""
+    """Run one command with at most one kill of this kind. The second result is None if the job had ended before the
+    kill, or has not lost a worker."""
     workers = rng.choice([None, 1, 2, 3] if kind in (None, "command") else [1, 2, 3])
     on_cluster = workers is not None and (kind == "node" or rng.random() < 0.5)
     partial = output.with_name(f"{output.name}.partial")
@@ -170,7 +172,7 @@ def kill(kind: str, session: Session, rng: random.Random, cluster: Any) -> None:
 
 @contextlib.contextmanager
 def nodes() -> Iterator[Any]:
-    """A Ray cluster of this host: a head node without room for workers, and others."""
+    """Start a Ray cluster on this host: a head node without room for workers, and other nodes."""
     os.environ.update(environment(sleep=0.02) | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
     from ray.cluster_utils import Cluster
 

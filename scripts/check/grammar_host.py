@@ -1,4 +1,4 @@
-"""What the host does in rounds with grammars, without a model: see `check_grammar.py --host`."""
+"""Measurement of the host's work in rounds with grammars, without a model: see `check_grammar.py --host`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from specbatch.models.download import resolve_model
 from specbatch.models.formats.tokenizer import load_tokenizer
 
 SCHEMAS = Path(__file__).with_name("json_schemas.jsonl")
-# Parents of the nodes. In the trees, the first child of a node has children. `none`: with room for forced tokens.
+# The parents of the nodes. In the trees, the first child of a node has children. `none` has room for forced tokens.
 TREES = {
     "none": [-1],
     "chain": [-1, 0, 1, 2],
@@ -40,7 +40,7 @@ def read_schemas() -> list[dict[str, Any]]:
 
 
 class _OfABusyDevice(Download):
-    """The target runs for as long as the host has other work."""
+    """A download from a device whose target runs for as long as the host has other work."""
 
     is_there = False
 
@@ -52,11 +52,11 @@ class _Transfers(Transfers):
 
 
 class Host:
-    """Rounds without a model. `batch`: requests, which share `num_schemas` schemas. `texts`: drawn from the masks, or
-    like those of a model: of words, with strings that end early."""
+    """Rounds without a model. `batch`: the number of requests, which share `num_schemas` schemas. `texts`: `random`:
+    they are drawn from the masks; `words`: they are like those of a model, with words and strings that end early."""
 
     vocab_size = 151936
-    refused = 0.02  # of the choices
+    refused = 0.02  # the share of choices that grammars refuse
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Host:
         return int(legal[min(int(self.random.expovariate(0.02)), len(legal) - 1)])
 
     def request(self, i: int, temperature: float) -> Any:
-        """Somewhere in its text."""
+        """Make a request at a random position of its text."""
         schema = i % self.num_schemas
         text = self.texts[4 * schema + self.random.randrange(4)]
         began = time.perf_counter()
@@ -131,7 +131,7 @@ class Host:
         return tokens
 
     def choices(self, request: Any, depths: Sequence[int]) -> list[int]:
-        """What comes next in the text; now and then another token."""
+        """Return the target's choices: the next tokens of the text, and sometimes another token."""
         ahead = [*request.text[len(request.tokens) :], *[self.eos] * len(depths)]
         return [999 if self.random.random() < self.refused else ahead[depth] for depth in depths]
 
@@ -176,7 +176,7 @@ class Host:
             num_masks += grammar.counts.masks
             num_refused += grammar.counts.refused
             for i, one in enumerate(requests):
-                # Greedy: what was accepted. Sampled: nobody has drawn.
+                # A greedy request has accepted tokens. For a sampled one nothing was drawn.
                 count = self.random.randrange(1, max(depths) + 2) if temperature else max(1, one.grammar.num_ahead)
                 num_tokens += count
                 one.tokens = one.text[: len(one.tokens) + count]

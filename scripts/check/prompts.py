@@ -1,4 +1,4 @@
-"""Prompts of the measurements: the questions of a GSM8K file, as the model's chat template writes them."""
+"""The prompts of the measurements: the questions of a GSM8K file, written by the model's chat template."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 
 def question_prompts(data: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[list[int]]:
-    """Token ids of one user message each: the `question` of the first `limit` rows (None: all) of a JSONL file."""
+    """Return the token ids of prompts with one user message each: the `question` of the first `limit` rows (None: all)
+    of a JSONL file."""
     with data.open(encoding="utf-8") as lines:
         questions = [json.loads(line)["question"] for line in islice(lines, limit)]
     prompts = []

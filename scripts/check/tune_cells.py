@@ -1,4 +1,4 @@
-"""A cell of `check_tune.py`: rows that run with one draft shape, a number of them at a time, and the prediction."""
+"""A cell of `check_tune.py`: rows that run with one draft shape and one batch size, and the prediction."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from specbatch.types import Completion, Request
 
 
 def run_cell(tuned: Tuned, shape: DraftShape | None, batch: int, count: int) -> dict[str, Any]:
-    """`count` of the traced rows, live and predicted, `batch` of them running at a time."""
+    """Run `count` of the traced rows, `batch` at a time, and predict the same."""
     schedule, session = ByBatch.always(shape), tuned.session
     session.use(schedule)
     engine = session.engine
     forecast = replace(tuned.forecast, limits=replace(tuned.forecast.limits, max_running=batch))
-    # Nothing is replayed of plain decoding: a round for each token but the prompt's.
+    # Plain decoding has no replay: each token after the first has a round.
     rounds_R = [row.num_output - 1 for row in tuned.forecast.trace.rows]
     if shape is not None:
         rounds_R = tuned.forecast.replays[shape].rounds_R.tolist()
     gathered = Gathered.of(forecast.limits, statistics.mean(rounds_R))
     requests = repeated(tuned.requests, count, tuned.texts.stop_check)
-    # What is compiled, loaded or captured first: prompt chunks have algorithms and graphs by their size, the first of
-    # a cell and those that come as rows end.
+    # This run compiles, loads and captures what the cell needs: prompt chunks have algorithms and graphs by their size,
+    # the first chunk of a cell and those that come as rows end.
     session.run(repeated(tuned.requests, batch, tuned.texts.stop_check))
     prompts = [replace(r, params=replace(r.params, max_tokens=1), check_stop=None) for r in requests]
     run_at_once(session, prompts, gathered.places, gathered, forecast.limits.async_depth)
@@ -75,7 +75,7 @@ def run_cell(tuned: Tuned, shape: DraftShape | None, batch: int, count: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """For what requests wait, as in an engine of this batch size: free request indices, or tokens of prompts."""
+    """The limits until which requests wait in an engine of this batch size: free request indices, or prompt tokens."""
 
     places: int
     tokens: int
@@ -97,7 +97,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Until the last row was taken in: from there on, fewer and fewer run."""
+    """The time and the tokens until the last row was admitted. After that, fewer and fewer rows run."""
 
     seconds: float
     tokens: int
@@ -106,8 +106,8 @@ class Steady:
 def run_at_once(
     session: Session, requests: list[Request], most: int, gathered: Gathered, async_depth: int
 ) -> tuple[Steady, float, list[Completion]]:
-    """Seconds and completions of requests of which the engine, which has room for more, is given `most` at a time. It
-    tells what a step did `async_depth` steps later."""
+    """Run requests, `most` at a time in an engine that has room for more. Return the steady part, the seconds and the
+    completions. The engine reports the result of a step `async_depth` steps later."""
     engine, waiting, done = session.engine, deque(requests), list[Completion]()
     steady: Steady | None = None
     before, began, since = engine.stats.generated_tokens, time.perf_counter(), 0

@@ -1,4 +1,4 @@
-"""The check `faults` of check_workers.py: what a job with workers does after signals, crashes and hangs."""
+"""The check `faults` of check_workers.py: a job with workers after signals, crashes and hangs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Faults:
         return figures, problems
 
     def interrupted(self) -> tuple[dict[str, Any], list[str]]:
-        """SIGINT: what runs is drained, and the command can be resumed."""
+        """Send SIGINT: running rows are finished, and the command can be resumed."""
         session, processes = self.at_work("interrupted.jsonl", 2)
         session.interrupt()
         code = session.wait()
@@ -52,7 +52,7 @@ class Faults:
         return {"exit_code": code, "rows_kept": kept}, problems
 
     def interrupted_at_start(self) -> tuple[dict[str, Any], list[str]]:
-        """SIGINT while Ray and workers start."""
+        """Send SIGINT while Ray and workers start."""
         codes, problems = [], []
         for i in range(_NUM_STARTS):
             session = self.jobs.start("data.jsonl", f"start.{i}.jsonl", 2)
@@ -67,7 +67,7 @@ class Faults:
         return {"exit_codes": codes}, problems
 
     def one_output(self) -> tuple[dict[str, Any], list[str]]:
-        """Two commands with one output: the second one ends with an error."""
+        """Run two commands with one output: the second one ends with an error."""
         slow = Jobs("stub", self.folder, sleep=0.5)
         first, _ = self.at_work("both.jsonl", 2, slow)
         second = self.jobs.run("data.jsonl", "both.jsonl", 1)
@@ -79,8 +79,8 @@ class Faults:
         return {"exit_code": second.process.returncode, "message": errors_of(second)}, problems
 
     def stuck(self) -> tuple[dict[str, Any], list[str]]:
-        """A worker that hangs is killed, and replaced. Steps are slow: else the other worker has done its rows by then,
-        and the job ends without it."""
+        """Let a worker hang: it is killed and replaced. Steps are slow, because otherwise the other worker has finished
+        its rows by then, and the job ends without it."""
         slow = Jobs("stub", self.folder, sleep=0.5)
         session, processes = self.at_work("stuck.jsonl", 2, slow, "--set", f"cluster.stuck_seconds={_STUCK_SECONDS}")
         session.workers()[0].send_signal(signal.SIGSTOP)
@@ -93,7 +93,7 @@ class Faults:
         return {"gone_after_seconds": seconds, "seconds": round(session.seconds, 1)}, problems
 
     def deadly_row(self) -> tuple[dict[str, Any], list[str]]:
-        """A row that ends its worker by SIGSEGV is named, or quarantined; the other rows are not harmed."""
+        """Run a row that ends its worker by SIGSEGV: it is named, or quarantined, and the other rows have results."""
         rows = [*self.rows]
         rows[_DEADLY_ROW] = {"prompt": DEADLY}
         write_lines(self.folder / "deadly.jsonl", rows)
@@ -122,7 +122,7 @@ class Faults:
                 "message": errors_of(refused), "row": error}, problems  # fmt: skip
 
     def at_work(self, output: str, workers: int, jobs: Jobs | None = None, *more: str) -> tuple[Session, list[Any]]:
-        """A command that has results, and its processes."""
+        """Start a command, and return it with its processes once it has results."""
         session = (jobs or self.jobs).start("data.jsonl", output, workers, *more)
         partial = self.folder / f"{output}.partial"
         assert session.wait_until(lambda: count_rows(partial) > 0 and len(session.workers()) == workers), session.stderr

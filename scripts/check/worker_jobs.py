@@ -59,7 +59,7 @@ def build(run: StubRun, on_progress: Callable[[str], None]) -> StubEngine:
 
 
 def stub_worker() -> Worker:
-    """In the process of a worker, or of the command."""
+    """Make the stub worker, in the process of a worker or of the command."""
     return Worker(Runtime(resolve, build, lambda config: {}))
 
 
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def mixed_rows(count: int) -> list[Any]:
-    """Greedy and sampled rows, with n = 2, logprobs, stop strings and own seeds; lines of OpenAI Batch; bad rows."""
+    """Make greedy and sampled rows, with n = 2, logprobs, stop strings and seeds; lines of OpenAI Batch; bad rows."""
     rows: list[Any] = []
     for i in range(count):
         options: dict[str, Any] = {"max_tokens": 4 + 5 * i % 13}
@@ -116,11 +116,11 @@ def mixed_rows(count: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class Jobs:
-    """Commands of one engine, in a folder."""
+    """The commands of one engine, in a folder."""
 
     engine: str  # one of ENGINES
     folder: Path
-    sleep: float = 0.0  # seconds a step, of the stub engine
+    sleep: float = 0.0  # seconds of a step of the stub engine
 
     def start(
         self, data: str, output: str, workers: int | None = None, *more: str, address: str | None = None
@@ -145,7 +145,7 @@ class Jobs:
 
 
 class Session:
-    """A command that runs. `address`: of a Ray cluster whose nodes are children of this process."""
+    """A running command. `address`: the address of a Ray cluster whose nodes are children of this process."""
 
     def __init__(self, arguments: list[str], folder: Path, address: str | None = None, sleep: float = 0.0) -> None:
         self.folder = folder
@@ -170,7 +170,7 @@ class Session:
         return code
 
     def interrupt(self) -> None:
-        """As a terminal does at Ctrl-C: its other processes get the signal, too."""
+        """Send SIGINT as a terminal does at Ctrl-C, to the command and its other processes."""
         os.killpg(self.process.pid, signal.SIGINT)
 
     @property
@@ -178,7 +178,7 @@ class Session:
         return self._stderr.read_text()
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = _TIMEOUT) -> bool:
-        """False if the command ends before, or `seconds` pass."""
+        """Wait until the condition holds. Return False if the command ends before, or after `seconds`."""
         end = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < end:
             if condition():
@@ -187,15 +187,16 @@ class Session:
         return False
 
     def workers(self) -> list[psutil.Process]:
-        """The processes of its workers, as far as they have started."""
+        """Return the processes of the workers that have started."""
         return [process for process in self._started() if title(process).startswith("ray::_Actor")]
 
     def processes(self) -> list[psutil.Process]:
-        """All that must end with the command."""
+        """Return the processes that must end with the command."""
         return self.workers() if self.address else self._started()
 
     def remains(self, processes: list[psutil.Process], seconds: float) -> tuple[list[str], float]:
-        """What is left of the command after `seconds`, and the seconds after which nothing was."""
+        """Wait at most `seconds` until no process and no file of the command is left. Return what is left, and the
+        seconds that passed."""
         began = time.perf_counter()
         while True:
             left = [f"{process.pid} {title(process)}" for process in processes if is_alive(process)]
@@ -215,13 +216,13 @@ class Session:
 
 
 def environment(sleep: float = 0.0) -> dict[str, str]:
-    """For commands, and for nodes of Ray."""
+    """Return the environment for commands, and for nodes of Ray."""
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "STUB_SLEEP": str(sleep)}
 
 
 def different(session: Session, output: Path, code: int, whole: bytes) -> str:
-    """How a command's end differs from that of one process; empty: not at all."""
+    """Say how a command's end differs from that of one process. The text is empty if it does not."""
     if session.process.returncode != code:
         return f"exit code {session.process.returncode}, not {code}:\n{session.stderr}"
     return "" if output.read_bytes() == whole else "the results DIFFER from those of one process"
@@ -242,6 +243,6 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 if __name__ == "__main__":
-    import worker_jobs  # so that workers import it, too, and not a copy of this program
+    import worker_jobs  # imported by name, so that workers import it, too, and not a copy of this program
 
     worker_jobs.main()

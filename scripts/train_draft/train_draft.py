@@ -97,7 +97,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Files:
-    """Where things are in the output folder."""
+    """The paths of files in the output folder."""
 
     folder: Path
 
@@ -119,7 +119,7 @@ class Files:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit codes as of specbatch: 0, 2 for mistakes of the user, 130 where it was interrupted."""
+    """Return an exit code as specbatch does: 0, 2 for mistakes of the user, 130 after an interruption."""
     args = parse_arguments(arguments)
     try:
         run(args)
@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """All stages that are asked for. Raises SpecbatchError."""
+    """Run all stages that are asked for. It raises SpecbatchError."""
     began = time.perf_counter()
     files = Files(args.output)
     with disk_errors(files.training):
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> None:
             raise InputError("there are no prompts to answer", "give more with --data or --invent")
         rows = rows_of(prompts, temperatures, as_text)
         write_job(files.prompts, rows, files.answers, overwrite=args.overwrite)
-        # Rows have temperatures of their own; the engine prepares for sampling by the config's.
+        # Each row has a temperature, but the engine prepares for sampling by the temperature of the config.
         how = [*PLAIN, f"sampling.temperature={max(temperatures)}"]
         how.append("data.separate_reasoning=false")  # the head learns from all tokens
         report = run_rows(files.prompts, files.answers, [*sets, *how], args.config, overwrite=args.overwrite)
@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> None:
-    """Stage 2: from the answers to the checkpoint and the picture."""
+    """Run stage 2: from the answers to the checkpoint and the picture."""
     device, config = plan.device, plan.target.config
     train_set, validation = split(_examples(args, plan, files), args.validation, args.seed)
     ends = [t for t in {*config.eos_token_ids, plan.tokenizer.eos_token_id} if isinstance(t, int)]
@@ -239,7 +239,7 @@ def train(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> None:
     del trainer, head
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the engines of the evaluation size themselves by what is free
+        torch.cuda.empty_cache()  # the engines of the evaluation take the free memory
 
 
 def _examples(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> list[Example]:
@@ -257,7 +257,7 @@ def _resolve(args: argparse.Namespace, sets: list[str]) -> ResolvedRun:
 
 
 def _check(args: argparse.Namespace, plan: ResolvedRun, as_text: bool) -> None:
-    """Mistakes that would show late."""
+    """Raise errors now for mistakes that would show late."""
     config = plan.target.config
     if args.invent < 0:
         raise ConfigError("--invent must be at least 0")
@@ -285,7 +285,7 @@ def _seconds(began: float) -> str:
 
 
 def say(line: str) -> None:
-    """Progress goes to stderr; the table of the evaluation is the data of stdout."""
+    """Print progress to stderr, because stdout has the table of the evaluation."""
     print(line, file=sys.stderr, flush=True)
 
 

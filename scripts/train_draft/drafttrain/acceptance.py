@@ -1,4 +1,4 @@
-"""Acceptance as validation sees it: how often each step is right, and how long chains would be.
+"""Acceptance in validation: the share of right drafts at each step, and the acceptance length of chains.
 
 Shape suffixes: B sequences, L padded length, J steps, R rows.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from drafttrain.examples import Batch, Example
 from drafttrain.unroll import STEP_DECAY, Losses
 
-CHAINS = (3, 5, 7)  # lengths of the chains that are simulated, as far as that many steps are unrolled
+CHAINS = (3, 5, 7)  # lengths of the chains that are simulated, if that number of steps is unrolled
 
 
 class Acceptance:
@@ -27,7 +27,7 @@ class Acceptance:
         self._sampled = {steps: [0, 0] for steps in self._chains}
 
     def add(self, examples: Sequence[Example], batch: Batch, found: Losses) -> None:
-        """`batch` is on the CPU. Losses are weighted by rows."""
+        """Add a batch, which is on the CPU. Losses are weighted by rows."""
         hits_TJ = torch.zeros(batch.tokens_BL.numel(), len(self._losses), dtype=torch.bool)
         for j, (loss, hit_R, step) in enumerate(zip(found.steps, found.hits, batch.steps, strict=True)):
             hit_R = hit_R.cpu()
@@ -44,9 +44,9 @@ class Acceptance:
                 total[1] += rounds
 
     def summary(self) -> dict[str, Any]:
-        """`accuracy[j]`: share of rows whose step j is right, earlier steps being fed the true tokens.
-        `tokens_per_round`, by number of steps: of greedy answers drafted as chains, the engine's acceptance length (of
-        sampled ones where there are no greedy ones)."""
+        """Return the figures. `accuracy[j]`: the share of rows whose step j is right, where earlier steps get the true
+        tokens. `tokens_per_round`, by number of steps: the engine's acceptance length of greedy answers that are
+        drafted as chains (of sampled answers, if none is greedy)."""
         losses = [loss / max(rows, 1) for loss, rows in zip(self._losses, self._rows, strict=True)]
         weights = [STEP_DECAY**j for j in range(len(losses))]
         chains = self._chains if any(rounds for _, rounds in self._chains.values()) else self._sampled
@@ -59,9 +59,10 @@ class Acceptance:
 
 
 def count_rounds(hits_LJ: Tensor, example: Example) -> int:
-    """Rounds that a chain of J steps takes for an answer after its first token, as the engine counts them.
+    """Count the rounds that a chain of J steps takes for an answer after its first token, as the engine counts them.
 
-    A round whose root is token t + 1 commits as many tokens as steps of chain t are right in a row, and one more.
+    A round whose root is token t + 1 commits one token for each step of chain t up to the first wrong one, and one
+    more.
     """
     accepted = hits_LJ.long().cumprod(dim=1).sum(dim=1).tolist()
     chain, rounds = example.prompt_length - 1, 0

@@ -25,10 +25,10 @@ INTERRUPTED = 130
 
 
 def run_rows(rows: Path, output: Path, sets: Sequence[str], config: Path | None, *, overwrite: bool = False) -> dict:
-    """`specbatch generate ROWS -o OUTPUT --set ...`; returns its statistics. A job that was interrupted goes on, one
-    that is finished is not run again.
+    """Do the same as `specbatch generate ROWS -o OUTPUT --set ...`, and return its statistics. A job that was
+    interrupted goes on, and one that is finished is not run again.
 
-    Raises SpecbatchError for mistakes, KeyboardInterrupt where a signal ended it (finished rows are kept).
+    It raises SpecbatchError for mistakes, and KeyboardInterrupt if a signal ended it (finished rows are kept).
     """
     console = Console(stderr=True, highlight=False)
     pool = LocalPool(Worker(Runtime(resolve, build_engine, model_paths)))

@@ -1,6 +1,6 @@
-"""Acceptance length of a finished head, by running held-out rows through the engine in several ways to draft.
+"""The acceptance length of a finished head: held-out rows run through the engine with several ways to draft.
 
-All rows run together, once for each way; the figures of each file come from its result rows.
+All rows run together, once for each way. The figures of each file come from its result rows.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _PLAIN = ("none", "ngram")
 
 @dataclass(frozen=True)
 class Way:
-    """How to draft: with the head (`model` None), a draft model, or by one of `_PLAIN`."""
+    """A way to draft: with the head (`model` None), a draft model, or by one of `_PLAIN`."""
 
     name: str  # as the user wrote it
     shape: DraftShape | None
     model: str | None
 
     def sets(self, head: Path) -> list[str]:
-        """Options for `specbatch generate`: all that say how to draft, for a configuration may hold a schedule, or
-        sizes that lookups cannot have."""
+        """Return the options for `specbatch generate`. They include all options for drafting, because a configuration
+        may hold a schedule, or sizes that n-gram drafting cannot have."""
         unset = ("draft", "schedule", "num_steps", "num_draft_tokens")
         options: dict[str, Any] = {"method": self.name, "topk": 1} | dict.fromkeys(unset, "null")
         if self.shape is not None:
@@ -44,8 +44,8 @@ class Way:
 
 
 def parse_ways(text: str) -> list[Way]:
-    """`none,ngram,3/1/4,DRAFT:5/4/8`: plain decoding, n-grams, and steps/topk/tokens of the head or of a draft model.
-    Raises ConfigError."""
+    """Parse `none,ngram,3/1/4,DRAFT:5/4/8`: plain decoding, n-grams, and steps/topk/tokens of the head or of a draft
+    model. It raises ConfigError."""
     ways = []
     for part in text.split(","):
         if part in _PLAIN:
@@ -64,7 +64,7 @@ def parse_ways(text: str) -> list[Way]:
 
 
 def held_out_rows(files: Sequence[PromptFile], as_text: bool) -> list[dict[str, Any]]:
-    """Greedy rows of all files. Each says which it is from, by its stem, or by its path where stems repeat. Raises
+    """Make greedy rows of all files. Each row names its file, by the stem, or by the path if stems repeat. It raises
     InputError for a file that cannot be read, has no prompts, or is given twice."""
     stems = Counter(file.path.stem for file in files)
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -88,10 +88,10 @@ def evaluate(
     report_path: Path,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run what `report_path` does not hold yet for this head and these `held_out_rows`, and return the report.
+    """Run the ways that `report_path` does not hold yet for this head and these `held_out_rows`. Return the report.
 
-    The acceptance length is tokens per round, the one from the target itself included; all answers are greedy. Raises
-    SpecbatchError, where there is no head for one.
+    The acceptance length is tokens per round, the bonus token included; all answers are greedy. It raises
+    SpecbatchError, for example if there is no head.
     """
     if not (head / "model.safetensors").is_file():
         raise InputError(f"there is no head in {head}", "run the stage training first")
@@ -144,7 +144,7 @@ def _figures(total: RowTotals) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Tokens per round by way and file, for the reader at the terminal."""
+    """Format the tokens per round by way and file as a table for the terminal."""
     names = list(report["runs"][0]["files"]) if report["runs"] else []
     lines = [f"{'tokens per round':24}" + "".join(f" {name[-18:]:>18}" for name in names) + f" {'tok/s':>10}"]
     for run in report["runs"]:

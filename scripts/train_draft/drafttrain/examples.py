@@ -1,4 +1,4 @@
-"""Answers -> token sequences, the draft vocabulary, and the batches of a training run.
+"""The examples of a training run: token sequences from answers, the draft vocabulary, and batches.
 
 Shape suffixes: B sequences, L padded length, W draft vocabulary, R rows to learn, Q rows of the target.
 """
@@ -22,8 +22,8 @@ from specbatch.rows.row import Row
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.types import EngineLimits
 
-LENGTH_STEP = 64  # padded lengths are multiples: few different shapes, and aligned masks
-_POOL = 32  # batches that are sorted by length together, so that padding is small and order still random
+LENGTH_STEP = 64  # padded lengths are multiples of it, so that shapes are few and masks aligned
+_POOL = 32  # the number of batches that are sorted by length together: padding is small, and the order still random
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Example:
 
     tokens: list[int]
     prompt_length: int
-    prompt: int  # number of the prompt: all its answers are on one side of the validation split
+    prompt: int  # the number of the prompt: all its answers are on one side of the validation split
     greedy: bool
 
     @property
@@ -42,20 +42,20 @@ class Example:
 
     @property
     def num_chains(self) -> int:
-        """Rows that learn at step 0: roots in the answer whose next token is in it too."""
+        """The number of rows that learn at step 0: roots in the answer whose next token is also in it."""
         return max(len(self.tokens) - self.prompt_length - 1, 0)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences and what is learnt of them; all made on the CPU."""
+    """Right-padded sequences, and the rows that learn from them. All tensors are made on the CPU."""
 
     tokens_BL: Tensor
-    target_rows_Q: Tensor  # rows of (B * L) whose prediction is wanted of the target
+    target_rows_Q: Tensor  # the rows of (B * L) at which the target predicts
     steps: list[StepRows]
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on `device`; the copies are not waited for."""
+        """Return a copy on `device`, without waiting for it."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -72,10 +72,11 @@ def make_examples(
     vocab_size: int,
     max_length: int,
 ) -> list[Example]:
-    """Rows of stage 1 and their results, as tokens; sequences are cut at `max_length`. Rows that failed are left out.
+    """Make token sequences of the rows of stage 1 and their results. Sequences are cut at `max_length`. Rows that
+    failed are left out.
 
-    The prompt is encoded as the engine encodes it. The answer is its text encoded again, which now and then gives other
-    tokens than the target drew: a text that the target might have written as well. Raises InputError where nothing is
+    The prompt is encoded as the engine encodes it. The answer is its text encoded again, which sometimes gives other
+    tokens than the target drew, but a text that the target could have written. It raises InputError if no example is
     left.
     """
     texts = TextProcessor(tokenizer, data)
@@ -86,7 +87,7 @@ def make_examples(
     answers = tokenizer([result["text"] for _, result in answered], add_special_tokens=False)["input_ids"]
     encoded: dict[
         int, list[int] | None
-    ] = {}  # by number of the prompt; None: longer than the sequences of the training
+    ] = {}  # the key is the number of the prompt; None: the prompt is longer than the sequences of the training
     examples = []
     for (row, result), answer in zip(answered, answers, strict=True):
         assert row["id"] == result["id"], (row["id"], result["id"])
@@ -115,8 +116,8 @@ def _encode_prompt(row: Mapping[str, Any], texts: TextProcessor, limits: EngineL
 
 
 def split(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Training and validation examples; no prompt is on both sides, and each side has one at least. Raises
-    InputError."""
+    """Split into training and validation examples. No prompt is on both sides, and each side has at least one. It
+    raises InputError if there is only one prompt."""
     numbers = sorted({e.prompt for e in examples})
     if len(numbers) < 2:
         raise InputError("a validation split needs answers to two prompts at least", "give more rows with --data")
@@ -129,10 +130,9 @@ def split(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list
 def draft_vocabulary(
     examples: Sequence[Example], size: int, vocab_size: int, always: Sequence[int] = ()
 ) -> tuple[Tensor, float]:
-    """The `size` most frequent tokens of the answers, as sorted target ids (W,) int64, and the share of the answers'
-    tokens that they make up. `always`: tokens that are in it whatever their number, such as those that end a text.
-    Equally frequent tokens (such as those that never occur) go by id, where merges that were learnt first stand
-    first."""
+    """Return the `size` most frequent tokens of the answers, as sorted target ids (W,) int64, and their share of the
+    answers' tokens. `always`: tokens that are always in it, such as those that end a text. Among equally frequent
+    tokens (such as those that never occur) the lower id comes first, because it is an earlier merge."""
     size = min(size, vocab_size)
     counts = Counter(token for e in examples for token in e.answer)
     forced = set(always)
@@ -143,8 +143,8 @@ def draft_vocabulary(
 
 
 def collate(examples: Sequence[Example], num_steps: int) -> Batch:
-    """Pad and number. Chains of which nothing can be learnt at a step (their tokens are past the end) are left out of
-    it."""
+    """Pad the examples to a batch, and number the rows that learn. A chain whose tokens are past the end at a step is
+    left out of that step."""
     length = padded_length(max(len(e.tokens) for e in examples))
     tokens_BL = torch.zeros(len(examples), length, dtype=torch.int64)
     wanted: list[Tensor] = []
@@ -171,8 +171,8 @@ def padded_length(length: int) -> int:
 
 
 def batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[list[int]]:
-    """Indices of the examples of each batch of an epoch: at most `batch_tokens` with padding (one sequence at least),
-    of similar lengths, in an order that seed and epoch decide."""
+    """Return the indices of the examples of each batch of an epoch. A batch has at most `batch_tokens` tokens with
+    padding (but at least one sequence), and similar lengths. Seed and epoch decide the order."""
     shuffler = random.Random(f"{seed} {epoch}")
     order = list(range(len(lengths)))
     shuffler.shuffle(order)

@@ -18,14 +18,15 @@ _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.floa
 
 
 def vocabulary_maps(draft_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """d2t (W,) int64, target id minus draft id; t2d (V,) bool, whether the draft vocabulary has the token."""
+    """Return the maps d2t (W,) int64, target id minus draft id, and t2d (V,) bool, which is True for the tokens of the
+    draft vocabulary."""
     t2d_V = torch.zeros(vocab_size, dtype=torch.bool)
     t2d_V[draft_ids_W] = True
     return {"d2t": draft_ids_W - torch.arange(draft_ids_W.shape[0]), "t2d": t2d_V}
 
 
 def config_json(head: EagleConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """What other engines read of a head; `target` gives the tokens that end a text."""
+    """Return the config.json of a head, which other engines read. `target` gives the tokens that end a text."""
     c = head.decoder
     ends = list(target.eos_token_ids)
     return {
@@ -62,8 +63,7 @@ def export(
     target: ModelConfig,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Write the checkpoint into `folder`, weights first and by rename: where there is a config.json, there is all of
-    it."""
+    """Write the checkpoint into `folder`, weights first and by rename. So a folder with a config.json is complete."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
     tensors |= vocabulary_maps(draft_ids_W, head.decoder.vocab_size)

@@ -31,7 +31,7 @@ class Norm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections only: which keys a query sees is the business of `unroll.py`."""
+    """The projections of attention. `unroll.py` decides which keys a query sees."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -68,20 +68,21 @@ class MidLayer(nn.Module):
         self.mlp = FeedForward(config)
 
     def project(self, embedded_BLE: Tensor, features_BLE: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> tuple[Tensor, ...]:
-        """Rotated queries (B, H, L, D) and keys, and values (B, K, L, D)."""
+        """Compute rotated queries (B, H, L, D), rotated keys and values (B, K, L, D)."""
         x = torch.cat((self.input_layernorm(embedded_BLE), self.hidden_norm(features_BLE)), dim=-1)
         a = self.self_attn
         q, k, v = (p(x).unflatten(-1, (-1, self._head_dim)).transpose(1, 2) for p in (a.q_proj, a.k_proj, a.v_proj))
         return rotate(q, cos_LD, sin_LD), rotate(k, cos_LD, sin_LD), v
 
     def finish(self, features_BLE: Tensor, attended_BHLD: Tensor) -> Tensor:
-        """The layer's output (B, L, E)."""
+        """Compute the layer's output (B, L, E)."""
         x = features_BLE + self.self_attn.o_proj(attended_BHLD.transpose(1, 2).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DraftHead(nn.Module):
-    """Its parameters have the names of a checkpoint. The embedding is the target's, frozen and not among them."""
+    """A head whose parameters have the names of a checkpoint. The embedding is the target's, which is frozen and not
+    among them."""
 
     def __init__(self, config: ModelConfig, draft_vocab_size: int) -> None:
         super().__init__()
@@ -92,14 +93,14 @@ class DraftHead(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Draft logits (R, W)."""
+        """Compute draft logits (R, W)."""
         return self.lm_head(self.norm(hidden_RE))
 
 
 def head_config(target: ModelConfig, draft_vocab_size: int) -> EagleConfig:
-    """A head of the target's own sizes.
+    """Return the config of a head with the target's sizes.
 
-    Its rope has the target's base and no scaling: what scaling stretches is far beyond the lengths of training.
+    Its rope has the target's base and no scaling, because scaling changes positions far beyond the lengths of training.
     """
     layer = ModelConfig(
         model_type="llama",
@@ -126,7 +127,7 @@ def head_config(target: ModelConfig, draft_vocab_size: int) -> EagleConfig:
 
 
 def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin (P, D) in float32, the sign of rotate-half in the sin."""
+    """Compute cos and sin (P, D) in float32; the sin has the sign of rotate-half."""
     inverse, factor = config.rope.inverse_frequencies(config.head_dim)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
     cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -134,18 +135,19 @@ def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device)
 
 
 def rotate(x: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021) of (..., L, D), in x's dtype."""
+    """Apply rotary position embedding (Su et al. 2021) to x, (..., L, D), in x's dtype."""
     cos, sin = cos_LD.to(x.dtype), sin_LD.to(x.dtype)
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 def initialise(head: DraftHead, target: Checkpoint, draft_ids_W: Tensor, seed: int) -> None:
-    """Start from the target wherever it has a counterpart, from N(0, 0.02) elsewhere, as Llama is initialised.
+    """Initialise weights from the target where it has a counterpart, and from N(0, 0.02) elsewhere, as in Llama.
 
-    LM head (rows of the draft vocabulary), final norm and the layer are the target's last ones, for the head is to do
-    what the rest of the target does. Of the attention's inputs only the feature's half has a counterpart. `fc` passes
-    the high feature on, which is the nearest to what that layer reads. After 60 small steps on SmolLM2-135M that gave a
-    validation loss of 4.05, with steps 2 to 4 right in 29, 23 and 19%; a random layer 4.69 and 20, 13 and 10%.
+    LM head (rows of the draft vocabulary), final norm and the layer are the target's last ones, because the head has to
+    do what the rest of the target does. Of the attention's inputs only the half of the feature has a counterpart. `fc`
+    passes on the high feature, which is the nearest to the input of that layer. After 60 small steps on SmolLM2-135M
+    the validation loss was 4.05, and steps 2 to 4 were right in 29, 23 and 19%; with a random layer it was 4.69 and 20,
+    13 and 10%.
     """
     c, load = target.config, target.tensors.load
     size, last = c.hidden_size, f"model.layers.{c.num_layers - 1}."

@@ -1,7 +1,8 @@
-"""Prompts that the target makes up: its chat template up to where the user speaks, continued by the target itself
-(Magpie, Xu et al. 2024, arXiv:2406.08464).
+"""Prompts that the target invents: it continues its chat template up to the user's words (Magpie, Xu et al. 2024,
+arXiv:2406.08464).
 
-A head learns what the target says; prompts of many kinds make it say many things, and few people have such a file.
+A head learns from the target's answers. Prompts of many kinds give many kinds of answers, but few people have such a
+file.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from drafttrain.prompts import Messages, read_lines, write_job
 from specbatch.errors import ConfigError, RowError
 from specbatch.rows.tokenizer import TextProcessor
 
-_MARK = "\u2042specbatch\u2042"  # in the place of the user's words
-_TEMPERATURE, _TOP_P = 1.0, 0.95  # wide, but for the tail from which small models do not come back
+_MARK = "\u2042specbatch\u2042"  # a placeholder for the user's words
+_TEMPERATURE, _TOP_P = 1.0, 0.95  # a wide choice, without the unlikely tokens after which small models write nonsense
 _MAX_TOKENS = 256  # a prompt that is not finished by then is dropped
 _FEWEST_CHARACTERS = 12
 
 
 def opening(tokenizer: PreTrainedTokenizerBase, texts: TextProcessor) -> tuple[str, str]:
-    """What the chat template writes before the user's words, and what it writes after them, without white space around
-    it. Raises ConfigError for a template that refuses or changes what the user says."""
+    """Return the chat template's text before the user's words, and its text after them, stripped of white space. It
+    raises ConfigError for a template that refuses or changes the user's words."""
     try:
         written = texts.chat_text([{"role": "user", "content": _MARK}])
     except RowError as error:
@@ -41,8 +42,8 @@ def opening(tokenizer: PreTrainedTokenizerBase, texts: TextProcessor) -> tuple[s
 
 
 def ends(after: str, tokenizer: PreTrainedTokenizerBase, texts: TextProcessor) -> dict[str, Any]:
-    """Sampling options by which the user's words end where the template goes on with `after`: its first line, and its
-    special tokens, which decoded text does not show."""
+    """Return the sampling options that end the user's words where the template goes on with `after`: at its first line,
+    and at its special tokens, which decoded text does not show."""
     ids = tokenizer.encode(after, add_special_tokens=False)
     special = [token for token in dict.fromkeys(ids) if texts.token_text(token).strip() and not texts.decode([token])]
     return {"stop": after.splitlines()[:1], "stop_token_ids": special}
@@ -59,9 +60,10 @@ def invent(
     *,
     overwrite: bool = False,
 ) -> list[Messages]:
-    """What is left of `count` tries, each once: finished, of some length, no start of another conversation.
+    """Let the target invent `count` prompts, and return the good ones without repetitions: they are finished, not too
+    short, and do not begin another conversation.
 
-    Goes through the engine like the answers (folder/invented.jsonl), so it resumes and is not done twice. Raises
+    This is a job like the answers (folder/invented.jsonl), so it resumes and is not done twice. It raises
     SpecbatchError.
     """
     before, after = opening(tokenizer, texts)
@@ -75,7 +77,7 @@ def invent(
 
 
 def sensible(found: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Messages]:
-    """Prompts of `found`, in order, without repetitions and scraps."""
+    """Return the prompts of `found`, in order, without repetitions and fragments."""
     special = [token for token in tokenizer.all_special_tokens if token.strip()]
     kept: dict[str, None] = {}
     for text in map(str.strip, found):

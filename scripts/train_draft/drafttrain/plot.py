@@ -8,7 +8,7 @@ from typing import Any
 
 
 def plot(records: Sequence[dict[str, Any]], path: Path, title: str, say: Callable[[str], None]) -> bool:
-    """Write a PNG of the metrics' records; says so and returns False where matplotlib is missing."""
+    """Write a PNG of the metrics' records. If matplotlib is missing, report it and return False."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

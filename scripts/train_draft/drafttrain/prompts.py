@@ -1,4 +1,4 @@
-"""Prompts of training and evaluation: JSONL files of several known kinds -> rows as `specbatch generate` takes them.
+"""The prompts of training and evaluation: JSONL files of several known kinds become rows for `specbatch generate`.
 
 A row's fields show its kind, in this order:
 
@@ -25,14 +25,14 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class PromptFile:
-    """A file and how many of its rows are wanted (None: all)."""
+    """A file and the number of its rows to use (None: all)."""
 
     path: Path
     limit: int | None = None
 
     @staticmethod
     def parse(text: str) -> PromptFile:
-        """`FILE` or `FILE:ROWS`. Raises InputError for a number of rows below 1."""
+        """Parse `FILE` or `FILE:ROWS`. It raises InputError for a number of rows below 1."""
         name, colon, rows = text.rpartition(":")
         if not colon or not rows.isdigit():
             return PromptFile(Path(text))
@@ -42,7 +42,7 @@ class PromptFile:
 
 
 def messages_of(row: Any) -> Messages:
-    """The conversation that the target is to answer. Raises ValueError for a row of no known kind."""
+    """Return the conversation that the target answers. It raises ValueError for a row of no known kind."""
     if not isinstance(row, dict):
         raise ValueError("it is no JSON object")
     if isinstance(row.get("messages"), list):
@@ -67,12 +67,12 @@ def messages_of(row: Any) -> Messages:
 
 
 def read_prompts(files: Sequence[PromptFile]) -> list[Messages]:
-    """The conversations of all files, each once, in order. Raises InputError naming file and line."""
+    """Read the conversations of all files, each once, in order. It raises InputError with file and line."""
     return distinct(messages for file in files for messages in _read(file))
 
 
 def distinct(prompts: Iterable[Messages]) -> list[Messages]:
-    """`prompts`, each once, in order."""
+    """Return `prompts`, each once, in order."""
     found: dict[str, Messages] = {}
     for messages in prompts:
         found.setdefault(json.dumps(messages, sort_keys=True), messages)
@@ -81,7 +81,7 @@ def distinct(prompts: Iterable[Messages]) -> list[Messages]:
 
 def _read(file: PromptFile) -> Iterable[Messages]:
     try:
-        # Not splitlines(): it ends lines at U+2028 too, which JSON strings may hold.
+        # splitlines() is not used: it also ends lines at U+2028, which JSON strings may hold.
         lines = file.path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {file.path}: {error}") from error
@@ -105,9 +105,10 @@ def _user(content: Any) -> Messages:
 
 
 def rows_of(prompts: Sequence[Messages], temperatures: Sequence[float], as_text: bool) -> list[dict[str, Any]]:
-    """One row for each prompt and temperature. The rows of one prompt stand together, and bear its number as metadata.
+    """Make one row for each prompt and temperature. The rows of one prompt follow each other, and have its number as
+    metadata.
 
-    `as_text`: for a target without a chat template, the last message's text as a prompt to continue.
+    `as_text`: the row is the last message's text as a prompt to continue, for a target without a chat template.
     """
     rows = []
     for number, messages in enumerate(prompts):
@@ -119,22 +120,22 @@ def rows_of(prompts: Sequence[Messages], temperatures: Sequence[float], as_text:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows that `write_lines` wrote, or results of a finished job."""
+    """Read the rows that `write_lines` wrote, or the results of a finished job."""
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A JSONL file, left alone where it holds these rows already: a finished or half finished job belongs to it."""
+    """Write a JSONL file. If it holds these rows already, it is not touched, because a finished or unfinished job
+    belongs to it."""
     text = _lines(rows)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
 
 
 def write_job(path: Path, rows: Sequence[Mapping[str, Any]], results: Path, *, overwrite: bool) -> None:
-    """`write_lines`, of rows that `results` are, or will be, the answers to. Raises InputError where those are there
-    already, answer other rows, and are not to be overwritten: the engine would find it out too late, with the rows
-    written over."""
+    """Write the rows of a job, whose answers are or will be in `results`. It raises InputError if `results` exists,
+    answers other rows, and must not be overwritten. The engine would find that out after the rows are overwritten."""
     kept = results.exists() or partial_path(results).exists()
     if kept and not overwrite and path.is_file() and path.read_text(encoding="utf-8") != _lines(rows):
         raise InputError(

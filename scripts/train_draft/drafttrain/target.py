@@ -1,7 +1,8 @@
-"""The frozen target: features to draft from and distributions to learn, for right-padded batches of whole sequences.
+"""The frozen target: it computes features to draft from and distributions to learn, for right-padded batches of whole
+sequences.
 
-It is the project's own Decoder under an attention for training: every sequence starts at 0 and is seen once, so keys
-and values of one layer are all that is kept, and torch's fused causal attention does the rest on any device.
+It is the project's Decoder with an attention for training: every sequence starts at 0 and is computed once. So only the
+keys and values of one layer are kept, and torch's fused causal attention runs on any device.
 
 Shape suffixes: B sequences, L padded length, T = B * L, Q rows to learn, F = 3 * E features, E hidden size, V
 vocabulary, W draft vocabulary, H query heads, K key/value heads, D head dimension, S slots.
@@ -24,7 +25,7 @@ from specbatch.models.eagle_config import default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.weight_loader import WeightLoader
 
-_LOGITS_AT_ONCE = 2**28  # elements: 0.5 GiB in bfloat16
+_LOGITS_AT_ONCE = 2**28  # the most elements of logits at once: 0.5 GiB in bfloat16
 
 
 class PaddedAttention:
@@ -50,7 +51,7 @@ class PaddedAttention:
 
 
 class OneLayerCache(KVCache):
-    """A cache whose layers share one place: what a layer wrote is read before the next one writes."""
+    """A cache whose layers share the same memory, because a layer is read before the next one writes."""
 
     def layer(self, layer: int) -> Tensor:
         return super().layer(0)
@@ -61,14 +62,15 @@ class OneLayerCache(KVCache):
 
 @dataclass(frozen=True)
 class TargetRows:
-    """What the target says at Q positions of a batch."""
+    """The target's predictions at Q positions of a batch."""
 
-    logits_QW: Tensor  # over the draft vocabulary, in the target's dtype
-    best_Q: Tensor  # its argmax as a draft token; -1 where the draft vocabulary lacks that token
+    logits_QW: Tensor  # logits over the draft vocabulary, in the target's dtype
+    best_Q: Tensor  # the target's argmax as a draft token; -1 if the draft vocabulary lacks that token
 
 
 class FrozenTarget:
-    """`max_tokens`: most tokens of a batch, padding included. `draft_ids_W`: target ids of the draft vocabulary."""
+    """The frozen target. `max_tokens`: the most tokens of a batch, padding included. `draft_ids_W`: the target ids of
+    the draft vocabulary."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def features(self, tokens_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Low, middle and high features (B, L, F) and last hidden states (T, E)."""
+        """Compute low, middle and high features (B, L, F) and the last hidden states (T, E)."""
         batch, length = tokens_BL.shape
         assert batch * length <= self._cache.num_slots, (tokens_BL.shape, self._cache.num_slots)
         device = tokens_BL.device
@@ -108,8 +110,8 @@ class FrozenTarget:
 
     @torch.no_grad()
     def rows(self, hidden_TE: Tensor, rows_Q: Tensor) -> TargetRows:
-        """What the target predicts at `rows_Q` of `hidden_TE`. Logits of the whole vocabulary are there in pieces
-        only."""
+        """Compute the target's predictions at `rows_Q` of `hidden_TE`. Logits of the whole vocabulary are computed in
+        pieces."""
         size = max(_LOGITS_AT_ONCE // self.config.vocab_size, 1)
         parts, best = [], []
         for rows in rows_Q.split(size):

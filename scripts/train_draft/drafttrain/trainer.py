@@ -28,20 +28,21 @@ from drafttrain.unroll import Losses, losses, unroll
 from specbatch.errors import InputError
 
 _BETAS, _CLIP, _MIN_LR_SHARE = (0.9, 0.95), 0.5, 0.05
-_LOGS, _VALIDATIONS = 400, 20  # records of a whole run, about
+_LOGS, _VALIDATIONS = 400, 20  # about this number of records in a whole run
 _STEPS_A_VALIDATED_BATCH = 4
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What the weights depend on in addition to the examples; a checkpoint of other settings is refused."""
+    """The settings on which the weights depend in addition to the examples. A checkpoint of other settings is
+    refused."""
 
     num_steps: int  # unrolled draft steps
     epochs: int
-    max_steps: int | None  # of the optimiser; None: all epochs
+    max_steps: int | None  # the most steps of the optimiser; None: all epochs
     lr: float
-    warmup: float  # share of all steps
-    weight_decay: float  # of matrices
+    warmup: float  # the share of all steps with a rising rate
+    weight_decay: float  # the decay of matrices; norms have none
     batch_tokens: int
     seed: int
 
@@ -77,7 +78,7 @@ class Trainer:
         )
         self._unroll = torch.compile(unroll, dynamic=True) if compile_steps else unroll
         self._step = 0
-        self._seconds = 0.0  # of training, over all sessions
+        self._seconds = 0.0  # the time of training, over all sessions
 
     @property
     def num_steps(self) -> int:
@@ -92,9 +93,9 @@ class Trainer:
         return self._folder / "metrics.jsonl"
 
     def run(self, *, overwrite: bool = False) -> list[dict[str, Any]]:
-        """Train to the end, from the checkpoint where there is one; returns all records of the metrics.
+        """Train to the end, from the checkpoint if there is one. Return all records of the metrics.
 
-        Raises InputError for a checkpoint of another run.
+        It raises InputError for a checkpoint of another run.
         """
         if not overwrite:
             self._resume()
@@ -175,7 +176,7 @@ class Trainer:
             return losses(self._head, hidden, batch.steps, target)
 
     def _rate(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to a twentieth."""
+        """Compute the learning rate: linear warm-up, then half a cosine down to a twentieth."""
         s = self._settings
         warmup = max(round(self.num_steps * s.warmup), 1)
         if step < warmup:
@@ -197,7 +198,7 @@ class Trainer:
         return batches(lengths, self._settings.batch_tokens, self._settings.seed, -1)
 
     def _summary(self, pending: Sequence[Losses]) -> dict[str, Any]:
-        """One record for the steps since the last one."""
+        """Return one record for the steps since the last record."""
         num = self._settings.num_steps
         hits = [torch.stack([p.hits[j].sum() for p in pending]).sum().item() for j in range(num)]
         rows = [sum(p.hits[j].shape[0] for p in pending) for j in range(num)]
@@ -240,10 +241,11 @@ class Trainer:
         self._step, self._seconds = state["step"], state["seconds"]
 
     def _read_metrics(self) -> list[dict[str, Any]]:
-        """Records up to the checkpoint; later ones, of steps that are done again, are dropped from the file."""
+        """Read the records up to the checkpoint. Later ones are dropped from the file, because their steps run
+        again."""
         records = []
         if self.metrics.is_file() and self._step:
-            # The last line may be half written: what was killed there had not reached the next checkpoint.
+            # The last line may be half written: a run that was killed there had not reached the next checkpoint.
             lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
             records = [r for r in map(json.loads, (x for x in lines if x.endswith("\n"))) if r["step"] <= self._step]
         self.metrics.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
@@ -251,7 +253,7 @@ class Trainer:
 
 
 def described(validation: dict[str, Any]) -> str:
-    """A validation in one line."""
+    """Describe a validation in one line."""
     shares = " ".join(f"{a:.2f}" for a in validation["accuracy"])
     lengths = ", ".join(f"{steps} steps {length:.2f}" for steps, length in validation["tokens_per_round"].items())
     return f"validation loss {validation['loss']:.3f}, right by step {shares}; tokens per round: {lengths}"
@@ -268,7 +270,7 @@ def _plan(train: Sequence[Example], settings: TrainSettings) -> list[list[int]]:
 
 
 def _groups(head: DraftHead, weight_decay: float) -> list[dict[str, Any]]:
-    """Norm weights do not decay."""
+    """Return the optimiser's groups of parameters. Norm weights do not decay."""
     matrices = [p for p in head.parameters() if p.dim() > 1]
     norms = [p for p in head.parameters() if p.dim() <= 1]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": norms, "weight_decay": 0.0}]

@@ -1,4 +1,5 @@
-"""Training-time test (EAGLE-3, Li et al. 2025): the head is trained on what it meets when it drafts, its own output.
+"""Training-time test (EAGLE-3, Li et al. 2025): the head is trained on its own output, which is its input when it
+drafts.
 
 Row t of a batch is the chain that drafts after token t + 1. Step 0 reads the pair (token t + 1, target's feature of t)
 at position t and sees the pairs of all positions up to t, as draft-extend computes them. Step j reads (token t + 1 + j,
@@ -22,13 +23,13 @@ from torch.utils.checkpoint import checkpoint
 from drafttrain.head import DraftHead
 from drafttrain.target import TargetRows
 
-STEP_DECAY = 0.8  # weight of step j's loss: 0.8 ** j, as in the authors' code
-_KEPT_LOGITS = 2**30  # float32 elements of logits that are kept for the way back; more are computed again
+STEP_DECAY = 0.8  # the weight of step j's loss is 0.8 ** j, as in the authors' code
+_KEPT_LOGITS = 2**30  # float32 elements of logits that are kept for the backward pass; others are computed again
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """Which chains learn at one step: rows of (B * L) and the rows of the target that hold what they should say."""
+    """The chains that learn at one step: rows of (B * L), and the rows of the target that hold the right answer."""
 
     rows_R: Tensor
     target_R: Tensor
@@ -49,8 +50,8 @@ def unroll(
     tables: tuple[Tensor, Tensor],
     num_steps: int,
 ) -> list[Tensor]:
-    """Hidden states (B, L, E) of every step, before the final norm. `tables`: cos and sin for L + num_steps - 1
-    positions or more. Chains that run past the end of their row read token 0 there."""
+    """Compute the hidden states (B, L, E) of every step, before the final norm. `tables`: cos and sin for L + num_steps
+    - 1 positions or more. Chains that run past the end of their row read token 0 there."""
     length = tokens_BL.shape[1]
     # The residual stream keeps the width of the parameters, float32 in training: seven steps add up in it.
     wide = head.fc.weight.dtype
@@ -70,11 +71,11 @@ def unroll(
 
 
 def attend(q_BHLD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Step j's attention over `keys` and `values` of steps 0 .. j, (B, K, L, D) each: causal over step 0, the diagonal
-    of the others. Returns (B, H, L, D).
+    """Compute step j's attention (B, H, L, D) over `keys` and `values` of steps 0 .. j, (B, K, L, D) each: it is causal
+    over step 0, and the diagonal of the other steps.
 
-    Later steps are one call of fused attention over all keys under a mask. It computes j L^2 unused products, but
-    keeps no L^2 tensor, needs no second softmax to merge, and the head is one layer.
+    Later steps are one call of fused attention over all keys with a mask. It computes j L^2 products that are not used,
+    but it keeps no L^2 tensor and needs no second softmax to merge, and the head is one layer.
     """
     length = q_BHLD.shape[2]
     group = q_BHLD.shape[1] // keys[0].shape[1]
@@ -89,7 +90,8 @@ def attend(q_BHLD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> 
 
 
 def losses(head: DraftHead, hidden: Sequence[Tensor], rows: Sequence[StepRows], target: TargetRows) -> Losses:
-    """Cross entropy of every step against the target's distribution over the draft vocabulary, and their weighted mean.
+    """Compute the cross entropy of every step against the target's distribution over the draft vocabulary, and the
+    weighted mean of the steps.
 
     Rows whose best token the draft vocabulary lacks are left out of the loss, as in the authors' code, and count as
     misses.
