@@ -1,4 +1,4 @@
-"""Throughput by workload, concurrency and method, in one process; see docs/bench/README.md.
+"""A benchmark of throughput by workload, concurrency and method, in one process; see docs/bench/README.md.
 
     python scripts/bench/bench.py --target random:llama-3-8b --method none --method eagle3:3/1/4@2.5 -o bench.json
     python scripts/bench/bench.py --target random:tiny --method none --concurrency 1,2 --tokens 16/8    # CPU, seconds
@@ -69,7 +69,7 @@ class Method:
     draft: str | None
 
     def sets(self) -> list[str]:
-        """The options that make it, as --set takes them."""
+        """Return the options of the method, as --set takes them."""
         options: dict[str, Any] = {"method": self.name, "num_steps": self.steps, "topk": self.topk}
         options |= {"num_draft_tokens": self.tokens, "simulate_acceptance": self.acceptance, "draft": self.draft}
         return [f"speculation.{key}={'null' if value is None else value}" for key, value in options.items()]
@@ -94,7 +94,7 @@ class Measured:
 
 
 def parse_method(text: str) -> Method:
-    """Raises argparse.ArgumentTypeError."""
+    """Parse a method. It raises argparse.ArgumentTypeError."""
     match = _METHOD.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(
@@ -160,7 +160,7 @@ def _in_out(text: str) -> tuple[int, int]:
 
 
 class Bench:
-    """Runs the grid; `report` is complete up to the last cell at any time."""
+    """The run of the grid. At any time, `report` has all cells that are measured."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -187,7 +187,7 @@ class Bench:
         print(line, flush=True)
 
     def run(self) -> bool:
-        """True where a method failed; the others are measured all the same."""
+        """Run the grid. Return True if a method failed; the others are measured all the same."""
         failed = False
         for method in self._args.method:
             entry: dict[str, Any] = {"method": method.text, "simulated": method.acceptance is not None, "cells": []}
@@ -201,11 +201,11 @@ class Bench:
                 entry["error"] = f"{error.message} ({error.hint})" if error.hint else error.message
                 failed = True
                 self.say(f"{method.text}: error: {entry['error']}")
-            except Exception as error:  # one method must not take the others' figures with it
+            except Exception as error:  # the other methods are measured all the same
                 entry["error"] = f"{type(error).__name__}: {error}"
                 failed = True
                 self.say(traceback.format_exc())
-            # After the handlers: their traceback holds the engine alive.
+            # This is after the handlers, because their traceback keeps the engine alive.
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -216,7 +216,7 @@ class Bench:
         args = self._args
         batch = args.max_running if args.workload != ["uniform"] else max(args.concurrency)
         sets = [f"model.target={args.target}", *method.sets()]
-        # Random rows have no prefix in common, and peers run without a prefix cache.
+        # Random rows have no common prefix, and the other engines run without a prefix cache.
         sets += [f"engine.max_batch_size={batch}", "engine.prefix_cache=false", *args.set]
         began = time.perf_counter()
         run = resolve(load_config(args.config, sets))
@@ -259,7 +259,7 @@ class Bench:
         for name in args.workload:
             if name != "uniform":
                 self._file_job(name, method, run, engine, entry)
-        # After all cells, so that no cell is lost to it.
+        # The phases come after all cells, so that no cell is lost to an error there.
         if args.phases:
             self._time_phases(engine, entry)
 
@@ -284,7 +284,7 @@ class Bench:
             if self._out_of_time(f"uniform {concurrency}"):
                 entry["cells"].append({"workload": "uniform", "concurrency": concurrency, "skipped": "time limit"})
                 continue
-            # The better of two where a run is short, as the peers' script does it.
+            # A short run counts the better of two, as the script of the other engines does.
             num_tries = self._args.tries or 1 + (concurrency <= 16)
             tries = [(batch := rows.draw(concurrency), generate(engine, batch)) for _ in range(num_tries)]
             batch, measured = min(tries, key=lambda pair: pair[1].seconds)
@@ -305,7 +305,7 @@ class Bench:
         self._keep(entry, self._cell(name, len(rows.prompts), method, run, rows, measured, prefill))
 
     def _time_phases(self, engine: BatchEngine, entry: dict[str, Any]) -> None:
-        """The milliseconds of each part of a round, and of what is left beyond them."""
+        """Measure the milliseconds of each part of a round, and of the rest of its time."""
         if not isinstance(engine, Engine):
             return
         for cell in entry["cells"]:
@@ -313,11 +313,11 @@ class Bench:
                 continue
             if self._out_of_time(f"phases at {cell['concurrency']}"):
                 return
-            # At the context that the cell's rounds had on average.
+            # The context is that of the cell's rounds on average.
             times = time_phases(engine, cell["concurrency"], cell["mean_context"])
             phases = {name: round(ms, 4) for name, ms in times.items()}
             cell["phases_ms"] = phases
-            # `round` is all phases as one graph; what is beyond it, the GPU waits.
+            # `round` is all phases as one graph. In the rest of the time the GPU waits.
             cell["rest_ms"] = rest = round(cell["ms_per_round"] - phases["round"], 4)
             parts = "".join(f"{name} {ms:.3f}, " for name, ms in phases.items())
             self.say(f"round at {cell['concurrency']}, ms: {parts}rest {rest:.3f}")
@@ -357,7 +357,7 @@ class Bench:
         length = measured.acceptance_length
         if measured.rounds and length is not None:
             batch = measured.row_rounds / measured.rounds
-            # A row's context grows from its prompt to its end; weighted with the rounds that each row takes.
+            # A row's context grows from its prompt to its end. The mean is weighted with the rounds of each row.
             pairs = list(zip(rows.prompts, rows.lengths, strict=True))
             context = sum((len(p) + n / 2) * n for p, n in pairs) / sum(n for _, n in pairs)
             floor = round_floor(run, self._rates, batch, context, length)
@@ -397,7 +397,7 @@ class Bench:
 
 
 def generate(engine: BatchEngine, rows: Rows) -> Measured:
-    """All rows, submitted at once, to the end; greedy, end-of-sequence tokens ignored."""
+    """Run all rows, submitted at once, to the end: greedy, and end-of-sequence tokens are ignored."""
     requests = [
         Request(i, prompt, SamplingParams(max_tokens=length, ignore_eos=True), RngKey(0, i, 0))
         for i, (prompt, length) in enumerate(zip(rows.prompts, rows.lengths, strict=True))
@@ -428,7 +428,7 @@ def generate(engine: BatchEngine, rows: Rows) -> Measured:
 
 
 def summary(report: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a report, short enough for one line."""
+    """Return the figures of a report, short enough for one line."""
     names = ("tok_s", "wall_s", "prefill_s", "ms_per_round", "floor_ms", "acceptance_length", "ratios", "skipped")
     methods = {}
     for entry in report["methods"]:

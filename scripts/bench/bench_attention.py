@@ -36,14 +36,14 @@ BACKENDS: dict[str, type[PagedAttention | FlashInferAttention]] = {
     "triton": PagedAttention,
     "flashinfer": FlashInferAttention,
 }
-PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4]  # of the tree's nodes
-COLD_BYTES = 400 << 20  # of caches in turn: several times the second-level cache
+PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4]  # the parents of the tree's nodes
+COLD_BYTES = 400 << 20  # the size of all caches, which are read in turn: several times the second-level cache
 MAX_LAYERS = 32
 
 
 @dataclass(frozen=True)
 class Case:
-    """`batch` rows with `queries` new tokens each, after `start` others."""
+    """A batch of `batch` rows with `queries` new tokens each, after `start` others."""
 
     kind: str
     batch: int
@@ -106,7 +106,7 @@ class Inputs:
         )
 
     def paged(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values as FlashInfer takes them."""
+        """Return keys and values in FlashInfer's layout."""
         kv = self.cache.layer(layer).view(2, KV_HEADS, -1, PAGE, DIM).transpose(1, 2)
         return kv[0], kv[1]
 
@@ -119,7 +119,7 @@ def tree_words() -> list[int]:
 
 
 def replay_us(function: Callable[[], Any], repeats: int = 5) -> float:
-    """Median microseconds of one replay of `function` as a graph."""
+    """Return the median microseconds of one replay of `function` as a graph."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -155,14 +155,14 @@ def time_backend(name: str, case: Case, inputs: Inputs) -> tuple[dict[str, float
 
     us = replay_us(layers) / inputs.num_layers
     found = {"us": us}
-    if name == "flashinfer":  # Triton's plans nothing; a prompt is planned by the host
+    if name == "flashinfer":  # Triton's kernel plans nothing; the host plans a prompt
         timed = events_us if case.kind == "prompt" else replay_us
         found["plan_us"] = timed(lambda: backend.plan(inputs.batch))
     return found, backend.attend(plan, inputs.q_THD, inputs.cache, 0, None)
 
 
 def time_ordinary_plan(kernel: str, case: Case, inputs: Inputs) -> tuple[dict[str, float], Tensor]:
-    """FlashInfer as its documentation has it: all lengths are known, and keys may be split."""
+    """Time FlashInfer as in its documentation: all lengths are known, and keys may be split."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     workspace = torch.empty(512 << 20, dtype=torch.uint8, device=DEVICE)
@@ -194,7 +194,7 @@ def time_ordinary_plan(kernel: str, case: Case, inputs: Inputs) -> tuple[dict[st
 
 
 def time_sdpa(case: Case, inputs: Inputs) -> dict[str, float]:
-    """Dense keys and values, laid out as torch likes them."""
+    """Time torch's attention with dense keys and values, in torch's layout."""
     q = inputs.q_THD.view(case.batch, case.queries, HEADS, DIM).transpose(1, 2)
     k, v = torch.randn(2, case.batch, KV_HEADS, case.queries, DIM, dtype=DTYPE, device=DEVICE)
     return {"us": replay_us(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))}
@@ -205,7 +205,7 @@ def on_hopper() -> bool:
 
 
 def compile_kernels() -> None:
-    """Both of FlashInfer's modules at once; some minutes, the first time."""
+    """Compile both of FlashInfer's modules at once, which takes some minutes the first time."""
     from flashinfer.jit import build_jit_specs, gen_batch_prefill_module
 
     geometry = (DTYPE, DTYPE, DTYPE, torch.int32, DIM, DIM, 0, False, False, False)
@@ -263,7 +263,7 @@ def main() -> None:
         for case in cases(args.only.split(",")):
             result["lines"] += measure(case, has_flashinfer)
             torch.cuda.empty_cache()
-            if args.output is not None:  # as far as it got
+            if args.output is not None:  # written each time, so that a run that is cut off loses nothing
                 args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -42,17 +42,17 @@ from specbatch.results.stats import commit, versions
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 64
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 TOKEN_BYTES = 2 * KV_HEADS * DIM * DTYPE.itemsize
-COLD_BYTES = 400 << 20  # of caches in turn: several times the second-level cache
+COLD_BYTES = 400 << 20  # the size of all caches, which are read in turn: several times the second-level cache
 FLOOR_BYTES_PER_US = 4.2e6
-CHECKED = 64  # requests of a batch that is compared with the reference
+CHECKED = 64  # the requests of a batch that are compared with the reference
 TILES = [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(128, 64, 8, 3)]
 PARTS, PROGRAMS = (1, 2, 4, 8), (132, 264, 528)
 
 
 @dataclass(frozen=True)
 class Case:
-    """`groups` of equally many of the `batch` requests share `shared` tokens (of them, whole pages are read once);
-    `queries` new tokens of each request."""
+    """A batch in which `groups` groups of equal size share `shared` tokens, of which whole pages are read once. Each of
+    its `batch` requests has `queries` new tokens."""
 
     batch: int
     shared: int
@@ -64,14 +64,14 @@ def cases(tune: bool) -> list[Case]:
     if tune:
         found = [Case(batch, shared, 1) for batch in (32, 256) for shared in (1000, 4000)]
         found += [Case(512, 1000, 1, 64), Case(128, 1000, 4), Case(512, 1000, 4), Case(512, 1000, 4, 64)]
-        return sorted(found, key=lambda case: -case.queries)  # where the most is to gain first
+        return sorted(found, key=lambda case: -case.queries)  # cases with the largest gains come first
     wide = [Case(512, 1000, 1, 64), Case(512, 1000, 4, 64), Case(256, 1000, 1, 32), Case(256, 1000, 4, 32)]
     found = [Case(b, s, q) for s, b, q in itertools.product((1000, 4000, 256), (32, 128, 256, 512), (1, 4))]
     return found[:8] + wide + found[8:]
 
 
 class Inputs:
-    """Random queries and caches. The pages are scattered; those of a prefix are the same pages in all tables."""
+    """Random queries and caches. The pages are scattered. A prefix has the same pages in all tables."""
 
     def __init__(self, case: Case) -> None:
         rows, own = torch.Generator().manual_seed(0), case.shared % PAGE
@@ -135,7 +135,7 @@ def measure(case: Case) -> Iterator[dict[str, Any]]:
 
 
 def tune(case: Case) -> Iterator[dict[str, Any]]:
-    """Both launches of a layer, with one thing changed."""
+    """Time both launches of a layer, with one thing changed."""
     from specbatch.kernels.triton import attention
     from specbatch.kernels.triton.parts.attention_tile import prefix_tile_for
     from specbatch.kernels.triton.prefixes import attend_prefixes_by
@@ -157,7 +157,7 @@ def tune(case: Case) -> Iterator[dict[str, Any]]:
         line["is_chosen"] = (tile, count, programs) == (usual, parts, 264)
         try:
             line["cascade_us"] = layers_us(layer_of, inputs)
-        except Exception as error:  # a tile that does not fit
+        except Exception as error:  # the tile does not fit
             line["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         yield line
 
@@ -173,7 +173,7 @@ def prefixes(inputs: Inputs, parts: int, layer: int) -> None:
 
 
 def layers_us(layer_of: Callable[[int], Any], inputs: Inputs) -> float:
-    """Of one layer."""
+    """Return the microseconds of one layer."""
 
     def layers() -> None:
         for layer in range(inputs.num_layers):
@@ -183,7 +183,7 @@ def layers_us(layer_of: Callable[[int], Any], inputs: Inputs) -> float:
 
 
 def exact(inputs: Inputs) -> Tensor:
-    """In float32, over keys and values as they are in the cache; a few requests at a time."""
+    """Compute attention in float32 over the keys and values of the cache, a few requests at a time."""
     batch, step = inputs.plain, 4
     outs = []
     for first in range(0, len(batch.starts_B), step):
@@ -211,7 +211,7 @@ def main() -> None:
     def add(line: dict[str, Any]) -> None:
         lines.append({name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in line.items()})
         print(json.dumps(lines[-1]), flush=True)
-        if args.output is not None:  # as far as it got
+        if args.output is not None:  # written each time, so that a run that is cut off loses nothing
             args.output.write_text(json.dumps(head | {"lines": lines}, indent=1) + "\n", encoding="utf-8")
 
     for case in cases(args.tune):

@@ -23,8 +23,8 @@ class Peer:
     engine: str
     num_drafts: int  # 0: plain decoding
     acceptance: float
-    tokens_per_second: dict[int, float]  # by concurrency
-    job_seconds: dict[str, float]  # by file job
+    tokens_per_second: dict[int, float]  # the key is the concurrency
+    job_seconds: dict[str, float]  # the key is the name of the file job
 
     def same_method(self, num_steps: int, topk: int, acceptance: float | None) -> bool:
         if self.num_drafts == 0:
@@ -33,7 +33,8 @@ class Peer:
 
 
 def read_peer(path: Path) -> Peer:
-    """Raises ValueError, with the reason, for a file that is missing or holds something else."""
+    """Read the figures of an engine. It raises ValueError, with the reason, for a file that is missing or holds
+    something else."""
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return Peer(
@@ -48,8 +49,8 @@ def read_peer(path: Path) -> Peer:
 
 
 def ratios(peers: Sequence[Peer], workload: str, concurrency: int, tok_s: float, wall_s: float) -> dict[str, float]:
-    """How many times faster we are, by engine: tok/s for `uniform`, wall seconds for a file job. `peers` are those of
-    the same method; of several files of one engine its best figure counts."""
+    """Return how many times faster we are than each engine: in tok/s for `uniform`, in wall seconds for a file job.
+    `peers`: the figures of the same method. If an engine has several files, its best figure counts."""
     found: dict[str, float] = {}
     for peer in peers:
         ratio = None

@@ -1,4 +1,4 @@
-"""CPU measurements against transformers: same weights, same threads, same dtype (float32), one process.
+"""A benchmark on a CPU against transformers: same weights, same threads, same dtype (float32), one process.
 
     python scripts/bench/bench_cpu.py plain --target DIR --data gsm8k_test.jsonl      # batch 1 and 8, plain and n-gram
     python scripts/bench/bench_cpu.py pair --target DIR --draft DIR --data gsm8k_test.jsonl # acceptance lengths
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def plain(target: Path, prompts: list[list[int]], max_tokens: int) -> None:
-    """Output tokens per second, prefill included, of full batches."""
+    """Measure output tokens per second of full batches, prefill included."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     for batch in (1, 8):
         for method in ("none", "ngram"):
@@ -70,7 +70,7 @@ def plain(target: Path, prompts: list[list[int]], max_tokens: int) -> None:
 
 
 def pair(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -> None:
-    """Acceptance length of the draft model for three chains."""
+    """Measure the acceptance length of the draft model for three chains."""
     params = SamplingParams(max_tokens=max_tokens)
     base = SpeculationSection(method="draft_model", draft=str(draft))
     for num_draft_tokens in (4, 5, 9):
@@ -87,7 +87,7 @@ def pair(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -
 
 
 def assisted(target: Path, draft: Path, prompts: list[list[int]], max_tokens: int) -> None:
-    """Speed at batch 1: plain, n-gram and draft model, next to transformers' plain and assisted generation."""
+    """Measure the speed at batch 1: plain, n-gram and draft model, and transformers' plain and assisted generation."""
     params = SamplingParams(max_tokens=max_tokens)
     base = SpeculationSection(method="draft_model", draft=str(draft))
     for speculation in (
@@ -152,7 +152,7 @@ def reference(
     assistant: PreTrainedModel | None = None,
     exact: bool = True,
 ) -> tuple[int, float]:
-    """transformers' greedy generate: (new tokens, seconds)."""
+    """Run transformers' greedy generate. Return the number of new tokens, and the seconds."""
     options = {"min_new_tokens": max_tokens} if exact else {}
     with torch.inference_mode():
         began = time.perf_counter()

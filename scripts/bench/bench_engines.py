@@ -1,5 +1,5 @@
-"""The engine against the oracle of the tests, on a CPU in float32: tokens per second of both, with the same weights,
-prompts and threads, in one process, by turns.
+"""A benchmark of the engine against the oracle of the tests, on a CPU in float32: tokens per second of both, with the
+same weights, prompts and threads, in one process, by turns.
 
     OMP_NUM_THREADS=1 python scripts/bench/bench_engines.py --methods none ngram -o part.json
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # the oracle is one of the tests' parts
+sys.path.insert(0, str(Path(__file__).parents[2]))  # the oracle is in the tests
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
 from specbatch.setup.build import build
@@ -101,7 +101,7 @@ def compare(
 
 
 def generate(engine: BatchEngine, prompts: list[list[int]], params: SamplingParams) -> tuple[list[list[int]], float]:
-    """Texts, and output tokens per second of the decoding rounds and prompts together."""
+    """Return the texts, and the output tokens per second of decoding rounds and prompts together."""
     began, done = time.perf_counter(), dict[int, list[int]]()
     for i, prompt in enumerate(prompts):
         engine.submit(Request(i, prompt, params, RngKey(1, i, 0)))

@@ -1,11 +1,10 @@
-"""The least time that a round can take: what must be read over the measured copy bandwidth, or what must be computed
+"""The least time that a round can take: the bytes that must be read over the measured copy bandwidth, or the operations
 over the measured matrix rate, whichever is longer.
 
 Counted are the weights of the target once a round and those of the draft once a pass (without embeddings, of which a
-round reads a few rows), the keys and values of all running sequences, and the multiplications of all drafted rows.
-Ranks have a part each of the target and of a draft head, whose vocabulary is whole, and all of a draft model.
-Activations are not counted: on a GPU they stay in caches. Weights in FP8 are a byte each, at twice the matrix rate of
-bfloat16.
+round reads a few rows), the keys and values of all running sequences, and the multiplications of all drafted rows. Each
+rank has a part of the target and of a draft head, whose vocabulary is whole, and all of a draft model. Activations are
+not counted, because they stay in caches on a GPU. A weight in FP8 is one byte, at twice the matrix rate of bfloat16.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from specbatch.setup.resolve import ResolvedRun
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What the device was measured to do."""
+    """The measured rates of the device."""
 
-    copy_bytes_per_second: float  # read and written
+    copy_bytes_per_second: float  # bytes that are read and written
     matmul_flops_per_second: float
 
 
@@ -41,16 +40,16 @@ class Pass:
     """One forward pass of a network: `parameters` are read once and multiplied with each row."""
 
     parameters: int
-    rows: float  # of one sequence
-    kv_parameters: int  # read for each token of the context
+    rows: float  # the rows of one sequence
+    kv_parameters: int  # the numbers that are read for each token of the context
     attention_width: int  # heads * head_dim * layers
-    in_fp8: int = 0  # of the parameters: a byte each, at twice the arithmetic
-    is_divided: bool = True  # among ranks, but for `undivided` of the parameters
+    in_fp8: int = 0  # the parameters in FP8: a byte each, at twice the arithmetic
+    is_divided: bool = True  # True: ranks divide the parameters, except `undivided` of them
     undivided: int = 0
 
 
 def measure_device(device: torch.device) -> DeviceRates:
-    """Medians of a 4 GB copy and of an 8192^3 bf16 product (on a CPU: 64 MB, 1024^3 float32)."""
+    """Measure the medians of a 4 GB copy and of an 8192^3 GEMM in bf16 (on a CPU: 64 MB, 1024^3 in float32)."""
     copy = _copy_rate(device)
     _give_back(device)  # before the library makes a workspace, which torch would put into the memory of the copy
     rates = DeviceRates(copy, _matmul_rate(device))
@@ -59,7 +58,7 @@ def measure_device(device: torch.device) -> DeviceRates:
 
 
 def _give_back(device: torch.device) -> None:
-    """The engine sizes itself by what is free."""
+    """Free the device's memory, because an engine takes the free memory."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -99,8 +98,8 @@ def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def round_passes(run: ResolvedRun, committed: float) -> list[Pass]:
-    """The passes of one round: verify, draft-extend, and a draft pass for each further step. `committed`: tokens that a
-    round commits on average, which is what draft-extend has to run over."""
+    """Return the passes of one round: verify, draft-extend, and a draft pass for each further step. `committed`: the
+    tokens that a round commits on average, over which draft-extend runs."""
     section = run.config.speculation
     nodes = 1 if section.method == "none" else section.num_draft_tokens or 1
     passes = [_decoder_pass(run.target.config, nodes, run.quantization)]
@@ -117,7 +116,8 @@ def round_passes(run: ResolvedRun, committed: float) -> list[Pass]:
 
 
 def round_floor(run: ResolvedRun, rates: DeviceRates, batch: float, context: float, committed: float) -> float:
-    """Seconds of a round over `batch` sequences with `context` tokens each, on average. Of ranks: of each of them."""
+    """Return the least seconds of a round over `batch` sequences with `context` tokens each on average. With ranks it
+    is the time of each rank."""
     read, flops = 0.0, 0.0
     ranks = run.config.engine.tensor_parallel
     for p in round_passes(run, committed):
@@ -130,7 +130,8 @@ def round_floor(run: ResolvedRun, rates: DeviceRates, batch: float, context: flo
 
 
 def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> float:
-    """Seconds to compute prompts of these lengths, by target and draft; only last tokens need the LM head."""
+    """Return the least seconds to compute prompts of these lengths by target and draft. Only last tokens need the LM
+    head."""
     tokens, squares = sum(lengths), sum(n * n for n in lengths)
     target = run.target.config
     heads = len(lengths) * target.vocab_size * target.hidden_size
@@ -148,7 +149,7 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
         heads += len(lengths) * c.vocab_size * c.hidden_size
         body += _decoder_pass(c, 1).parameters - c.vocab_size * c.hidden_size
         width += c.num_heads * c.head_dim * c.num_layers
-    # Causal: half of 4 * n^2.
+    # Attention is causal, so it takes half of 4 * n^2.
     flops = tokens * (2 * body - whole.in_fp8) + 2 * heads + 2 * squares * width
     read = body * run.dtype.itemsize - whole.in_fp8 * (run.dtype.itemsize - 1)
     seconds = max(flops / rates.matmul_flops_per_second, read / rates.copy_bytes_per_second)
@@ -174,7 +175,7 @@ def _head_pass(draft: EagleCheckpoint, target: ModelConfig, rows: float, takes_t
     c = head.decoder
     shapes = {name: s for name, s in expected_eagle_tensors(head).items() if name != "embed_tokens.weight"}
     if head.kind == "eagle3" and not takes_target_features:
-        del shapes["fc.weight"]  # further steps go on from the head's own features
+        del shapes["fc.weight"]  # further steps read the head's own features
     matrices = _num_matrix_parameters(shapes)
     if not head.has_lm_head:
         matrices += target.vocab_size * target.hidden_size

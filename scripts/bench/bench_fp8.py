@@ -49,7 +49,7 @@ from specbatch.models.random_weights import geometries
 ROWS = (1, 4, 16, 64, 256, 512, 2048, 8192)
 PARTS = ("gemms", "inputs", "layers", "power")
 DTYPE, FP8, EPS = torch.bfloat16, torch.float8_e4m3fn, 1e-5
-ROTATION_BYTES = 280e6  # of all copies of a weight; L2 holds 60 MB
+ROTATION_BYTES = 280e6  # the size of all copies of a weight; L2 holds 60 MB
 CHECKED = 64  # tokens whose results are compared with float64
 LARGEST_TABLE = 256  # tokens up to which `--table` chooses between us and the library
 
@@ -87,7 +87,7 @@ def name_of(tile: ScaledTile) -> str:
 
 
 def start_compiling() -> None:
-    """In a worker: launches only compile, as for a Hopper GPU."""
+    """Prepare a worker, whose launches only compile, for a Hopper GPU."""
     only_compile()
     ops.dependent_launch = lambda tensor: True
 
@@ -104,7 +104,7 @@ class Bench:
         self._file, self._deadline = output.open("w"), deadline
         self._pool = multiprocessing.get_context("fork").Pool(max((os.cpu_count() or 2) - 1, 1), start_compiling)
         self._compiled: dict[Any, Any] = {}
-        # (shape, tokens): the best way to compute it in FP8; None: the library, fast.
+        # The best way to compute a GEMM in FP8, by (shape, tokens): its time and tile; None: the library, fast.
         self._best: dict[tuple[tuple[int, int], int], tuple[float, ScaledTile | None]] = {}
 
     def say(self, **line: Any) -> None:
@@ -136,7 +136,7 @@ class Bench:
         return line
 
     def gemm(self, shape_name: str, gemm: Gemm, rows: list[int]) -> None:
-        """Every way to compute one GEMM, without what precedes and follows it."""
+        """Time every way to compute one GEMM, without the kernels before and after it."""
         num_out, num_in = gemm.weight_shape
         copies = max(4, math.ceil(ROTATION_BYTES / (num_out * num_in)))
         wide = [normal(num_out, num_in, scale=num_in**-0.5)]
@@ -197,7 +197,7 @@ class Bench:
         self.say(**what, how="best", us=best[0], tile=None if best[1] is None else asdict(best[1]))
 
     def inputs(self, shape_name: str, geometry: Geometry, rows: list[int]) -> None:
-        """What quantises, against what it replaces."""
+        """Time the kernels that quantise inputs, and the kernels that they replace."""
         inner = geometry.layer["down"].num_in
         for tokens in rows:
             x, both = normal(tokens, geometry.hidden), normal(tokens, 2 * inner)
@@ -213,7 +213,7 @@ class Bench:
                 self.guarded({"shape": shape_name, "tokens": tokens, "how": name}, partial(graph_time, work))
 
     def layers(self, shape_name: str, geometry: Geometry, rows: list[int]) -> None:
-        """Eight layers, each with its own weights, by what was best for each GEMM, or by the table."""
+        """Time eight layers, each with its own weights, with the best way for each GEMM, or by the table."""
         gemms, heads = geometry.layer, geometry.heads
         wide = [{n: normal(*g.weight_shape, scale=g.num_in**-0.5) for n, g in gemms.items()} for _ in range(8)]
         made = [{n: quantise_weight(w) for n, w in layer.items()} for layer in wide]
@@ -254,7 +254,7 @@ class Bench:
                 self.guarded(what, partial(graph_time, partial(forward, x), repeats=1, units=len(wide)))
 
     def power(self, shape_name: str, gemm: Gemm, tokens: int = 8192) -> None:
-        """The card under a large GEMM that runs for a second and more."""
+        """Measure power and clock of the card during a large GEMM that runs for more than a second."""
         wide = normal(*gemm.weight_shape, scale=gemm.num_in**-0.5)
         made, x = quantise_weight(wide), normal(tokens, gemm.num_in)
         q = kernels.quantise(x)
@@ -286,7 +286,7 @@ class Bench:
 
 
 def graph_time(work: Callable[[], object], repeats: int = 10, units: int = 1) -> dict[str, Any]:
-    """`units`: what one call computes, in layers."""
+    """Time a call in a CUDA graph. `units`: the number of layers that one call computes."""
     seconds = replay_time(lambda: [work() for _ in range(repeats)], num_replays=5) / repeats / units
     return {"us": round(seconds * 1e6, 2)}
 
@@ -296,7 +296,7 @@ def normal(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def print_summary(path: Path) -> None:
-    """Microseconds, a line for each GEMM and number of tokens; then what is not a GEMM."""
+    """Print microseconds, a line for each GEMM and number of tokens, then all else."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     print(f"{'GEMM':<24}{'tokens':>7}{'bf16':>9}{'fast':>9}{'slow':>9}{'best':>9}  its tile")
     for best in (line for line in lines if line.get("how") == "best"):
@@ -324,7 +324,7 @@ def source_of(tile: dict[str, Any] | None) -> str:
 
 
 def print_table(path: Path) -> None:
-    """Source text of `tile._MEASURED`."""
+    """Print the source text of `tile._MEASURED`."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     best = [line for line in lines if line.get("how") == "best" and line["tokens"] <= LARGEST_TABLE]
     print("_MEASURED: dict[tuple[int, int], dict[int, ScaledTile | None]] = {")

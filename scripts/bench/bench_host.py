@@ -1,4 +1,5 @@
-"""What the host does for a token: synthetic reports of rounds are read, and rows become result lines. No device.
+"""A benchmark of the host's work for a token, without a device: synthetic reports of rounds are read, and rows become
+result lines.
 
     python scripts/bench/bench_host.py                      # rounds of one token, as without drafts
     python scripts/bench/bench_host.py --path 4 --kinds none 1
@@ -65,14 +66,15 @@ def main() -> None:
             sums[kind] = hashlib.sha256(lines).hexdigest()[:12]
     base = sum(map(median, zip(*found["none"][1:], strict=True))) if "none" in found else None
     for kind, times in found.items():
-        reading, writing = map(median, zip(*times[1:], strict=True))  # the first time fills caches
+        reading, writing = map(median, zip(*times[1:], strict=True))  # the first time only fills caches
         line = {"kind": kind, "reports": round(reading, 2), "lines": round(writing, 2)}
         more = {} if base is None else {"more": round(reading + writing - base, 2)}
         print(json.dumps({**line, **more, "sha256": sums[kind]}), flush=True)
 
 
 def drawn(rows: int, rounds: int, path: int, logprobs: int | None) -> tuple[list[Sequence], list[Report]]:
-    """Requests, and reports of rounds that each commit `path` tokens of all of them. Often tokens are the same few."""
+    """Draw requests, and reports of rounds, each of which commits `path` tokens of all requests. Many tokens are equal,
+    as in texts."""
     params = SamplingParams(max_tokens=rounds * path, ignore_eos=True, logprobs=logprobs)
     limits = EngineLimits(1 << 20, VOCAB)
     sequences = [new_sequence(Request(i, [1, 2, 3], params, RngKey(0, i, 0)), limits, 1 << 20) for i in range(rows)]
@@ -108,7 +110,7 @@ def word(token: int) -> str:
 
 
 def written(ended: list[tuple[Sequence, FinishReason]], logprob_json: LogprobJson) -> bytes:
-    """The result lines."""
+    """Return the result lines."""
     finished = Finished()
     for seq, reason in ended:
         tokens, number = list(seq.generated), seq.request.request_id

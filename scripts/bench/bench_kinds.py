@@ -1,4 +1,5 @@
-"""What bench_logprobs.py and bench_rules.py share: rows of several kinds, in turn, over the whole pipeline."""
+"""The shared parts of bench_logprobs.py and bench_rules.py, which run rows of several kinds in turn over the whole
+pipeline."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from specbatch.results.stats import commit, device_name, versions
 
 
 def parser_of(description: str | None, kinds: Iterable[str], batch: int) -> argparse.ArgumentParser:
-    """`batch`: requests at the same time, by default."""
+    """Make the parser of options. `batch`: the default number of requests at the same time."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="builtin:smollm2-135m-instruct")
     parser.add_argument("--rows", type=int, help="default: four batches")
@@ -41,7 +42,7 @@ def num_rows(args: argparse.Namespace) -> int:
 
 
 def report_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What was run, and where."""
+    """Return the part of the report that says which command ran, and on which device."""
     device = device_name("cuda" if torch.cuda.is_available() else "cpu")
     return {
         "command": sys.argv[1:], "commit": commit(), "versions": versions(), "device": device, "rows": num_rows(args)

@@ -41,13 +41,13 @@ from specbatch.kernels.triton.workspace import Workspace
 
 PAGE, DIM = 64, 128
 DTYPE, FP8 = torch.bfloat16, torch.float8_e4m3fn
-COLD_BYTES, MAX_LAYERS = 300 << 20, 16  # of caches in turn: several times the second-level cache
+COLD_BYTES, MAX_LAYERS = 300 << 20, 16  # caches that are read in turn: several times the second-level cache
 HEADS = {"8b": (32, 8), "1.5b": (12, 2)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """The last `queries` of `tokens` tokens are new, in each sequence."""
+    """A batch of sequences with `tokens` tokens, of which the last `queries` are new."""
 
     shape: str
     batch: int
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def kernel(self) -> Case:
-        """The least case that has the same kernels."""
+        """Return the smallest case with the same kernels."""
         same = [n for n in (2, 16) if (n % 16 == 0) == (self.batch % 16 == 0)] if self.batch > 1 else [1]
         return replace(self, batch=same[0], tokens=1024, queries=1)
 
@@ -73,7 +73,7 @@ class Case:
 def cases() -> list[Case]:
     sizes = [(512, 1024), (64, 1024), (8, 16384), (256, 1024), (8, 1024), (1, 1024)]
     found = [Case(shape, *size, queries) for shape in HEADS for queries in (1, 4) for size in sizes]
-    # What matters most comes first.
+    # The most important cases come first.
     found.sort(key=lambda case: sizes.index((case.batch, case.tokens)))
     return [*found, *(Case(shape, 8, 1024, 1024) for shape in HEADS)]
 
@@ -93,7 +93,7 @@ def variants(case: Case) -> dict[str, tuple[Tile, torch.dtype]]:
             add(form, 64, 4, 3, True)
         add("half", 128, 4, 2, True)
         return found
-    # Not better, of some that were measured before: "half", 128 keys, 8 warps.
+    # These were measured before and are no better: "half", 128 keys, 8 warps.
     for warps, stages, peeled in ((4, 3, False), (4, 6, False), (4, 8, False), (4, 6, True), (2, 6, True)):
         add("pairs", 64, warps, stages, peeled)
     add("pairs", 32, 2, 6, True)
@@ -128,7 +128,7 @@ class Inputs:
 
 
 def compile_one(case: Case, splits: int, tile: Tile, dtype: torch.dtype) -> str | None:
-    """Returns what went wrong, or None."""
+    """Compile one kernel. Return the error, or None."""
     try:
         inputs, workspace = Inputs(case, "cpu", 1), Workspace(torch.device("cpu"), WORKSPACE_ROWS, DIM)
         attend_by(tile, inputs.q_THD, inputs.caches(dtype)[0], inputs.batch, DIM**-0.5, None, splits, workspace)
@@ -141,13 +141,13 @@ Compiled = dict[tuple[Case, int, Tile, torch.dtype], "AsyncResult[str | None]"]
 
 
 def errors(found: Tensor, right: Tensor) -> list[float]:
-    """Mean and largest."""
+    """Return the mean and the largest error."""
     apart = (found.float() - right.float()).abs() / right.float().square().mean().sqrt()
     return [round(float(apart.mean()), 6), round(float(apart.max()), 5)]
 
 
 def measure(case: Case, compiled: Compiled, workspace: Workspace, out: Output, deadline: float) -> None:
-    kv_bytes = case.batch * case.tokens * HEADS[case.shape][1] * DIM * 2  # with one byte a number
+    kv_bytes = case.batch * case.tokens * HEADS[case.shape][1] * DIM * 2  # a number is one byte
     inputs = Inputs(case, "cuda", min(MAX_LAYERS, max(2, -(-COLD_BYTES // kv_bytes))))
     right: dict[torch.dtype, Tensor] = {}
     if case.batch * case.queries <= 64:
@@ -182,7 +182,8 @@ def measure(case: Case, compiled: Compiled, workspace: Workspace, out: Output, d
 
 
 def check_tiles(workspace: Workspace, out: Output) -> None:
-    """How far the last tokens of a prompt are from those of a round, which has another tile and another form."""
+    """Measure the difference between the last tokens of a prompt and those of a round, which has another tile and
+    another kernel."""
     case = Case("8b", 4, 1024, 256)
     inputs = Inputs(case, "cuda", 1)
     last = replace(case, queries=1)
@@ -198,7 +199,7 @@ def check_tiles(workspace: Workspace, out: Output) -> None:
 
 
 class Output:
-    """Lines as JSON, printed and written at once."""
+    """The lines of JSON, which are printed and written at once."""
 
     def __init__(self, path: Path | None) -> None:
         self.lines: list[dict[str, Any]] = []
@@ -211,7 +212,7 @@ class Output:
             print(json.dumps(line), file=self._file, flush=True)
 
     def add_means(self) -> None:
-        """The geometric mean of the speedups of each variant that all cases of its kind have."""
+        """Add the geometric mean of the speedups of each variant that all cases of its kind have."""
         groups: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for line in [line for line in self.lines if "speedup" in line]:
             few = "1 or 8 short" if line["batch"] <= 8 and line["tokens"] == 1024 else "many or long"

@@ -1,4 +1,5 @@
-"""One lane against two (engine.two_batch_overlap): microseconds of a round, and whether outputs are equal (CUDA).
+"""A benchmark of one lane against two on CUDA (engine.two_batch_overlap): the microseconds of a round, and a check that
+outputs are equal.
 
     python scripts/bench/bench_lanes.py -o lanes.jsonl
     python scripts/bench/bench_lanes.py --check -o lanes_check.jsonl        # tokens with the option off and on, float32
@@ -84,7 +85,7 @@ def engine_of(args: argparse.Namespace, target: str, method: str, *sets: str) ->
 def measure(args: argparse.Namespace, target: str, method: str) -> Iterator[dict[str, Any]]:
     batches = sorted(int(part) for part in args.batch.split(","))
     began = time.perf_counter()
-    # Graphs are captured here, of the sizes that are timed only.
+    # Graphs are captured here, for the sizes that are timed only.
     engine = engine_of(
         args, target, method, "engine.two_batch_overlap=on", "engine.cuda_graphs=none",
         f"engine.max_batch_size={batches[-1]}",
@@ -105,7 +106,7 @@ def measure(args: argparse.Namespace, target: str, method: str) -> Iterator[dict
 
 
 def check(args: argparse.Namespace, target: str, method: str) -> Iterator[dict[str, Any]]:
-    """Rows of different lengths, more than run at once: lanes are divided, drained and merged."""
+    """Check rows of different lengths, more than run at once: lanes are divided, drained and merged."""
     found = {}
     for option in ("off", "on"):
         sets = ("model.dtype=float32", "engine.max_batch_size=32", f"engine.two_batch_overlap={option}")
@@ -123,7 +124,7 @@ def check(args: argparse.Namespace, target: str, method: str) -> Iterator[dict[s
 
 
 def answers(engine: Engine, count: int) -> dict[int, tuple[list[int], float]]:
-    """Tokens and lowest margin of each row."""
+    """Return the tokens and the lowest margin of each row."""
     vocab = engine.limits.vocab_size
     for i in range(count):
         prompt = [(i * _PRIMES[0] + j * _PRIMES[1]) % vocab for j in range(20 + 37 * i % 300)]

@@ -1,4 +1,5 @@
-"""What log-probabilities, margins and stop strings cost: rows with and without, in turn, over the whole pipeline.
+"""A benchmark of the cost of log-probabilities, margins and stop strings: rows with and without them run in turn over
+the whole pipeline.
 
     python scripts/bench/bench_logprobs.py --rows 512 --batch 128 -o logprobs.json     # a GPU; SmolLM2, drafts as usual
     python scripts/bench/bench_logprobs.py --rows 512 --batch 128 --set speculation.method=none
@@ -55,7 +56,7 @@ def main() -> None:
                 speed, waited = tokens_per_second(llm, rows, KINDS[kind], args.decode)
                 line = {"kind": kind, "time": repeat, "tokens_per_second": round(speed, 1), "waited": round(waited, 3)}
                 print(json.dumps(line), flush=True)
-                if repeat:  # the first time compiles and captures
+                if repeat:  # the first time compiles and captures, so it does not count
                     found.append(speed)
     best = {kind: max(found) for kind, found in speeds.items() if found}
     report["speeds"] = {
@@ -73,7 +74,7 @@ def main() -> None:
 def tokens_per_second(
     llm: LLM, rows: int, fields: Callable[[int], dict[str, Any]], decode: bool
 ) -> tuple[float, float]:
-    """Also the share of the time in which the host waited for the device."""
+    """Return the tokens per second, and the share of the time in which the host waited for the device."""
     began, before = time.perf_counter(), replace(llm.stats)
     run: Callable[..., Iterable[object]] = llm.generate if decode else llm.generate_lines
     for _ in run({"prompt": f"Tell me about the number {i}.", **fields(i)} for i in range(rows)):
@@ -87,7 +88,7 @@ GRID = [(1, 49152), (128, 49152), (512, 49152), (1, 128256), (128, 128256), (512
 
 
 def kernels(rows: int, vocab: int) -> dict[str, float]:
-    """Microseconds of each kernel, in a CUDA graph of 100."""
+    """Measure the microseconds of each kernel, in a CUDA graph of 100 launches."""
     from specbatch.kernels import triton as ops
 
     logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16)

@@ -46,7 +46,7 @@ DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 
 
 def make(lengths: list[int], kv_heads: int, dim: int, queries: int) -> tuple[PagedBatch, KVCache]:
-    """Rows of `lengths` tokens, the last `queries` of them new."""
+    """Make rows of `lengths` tokens, whose last `queries` tokens are new."""
     pages = [-(-length // PAGE) for length in lengths]
     table = torch.zeros(len(lengths), MAX_TOKENS // PAGE, dtype=torch.int32)
     order = torch.randperm(sum(pages), dtype=torch.int32).split(pages)
@@ -108,7 +108,7 @@ def main() -> None:
                         if name.startswith("deterministic"):
                             expected = out if expected is None else expected
                             line["same_bits"] = torch.equal(out, expected)
-                    except Exception as error:  # a tile that does not fit
+                    except Exception as error:  # the tile does not fit
                         line["error"] = f"{type(error).__name__}: {str(error)[:200]}"
                     lines.append(line)
                     print(json.dumps(line), flush=True)

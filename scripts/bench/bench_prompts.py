@@ -77,7 +77,7 @@ class Prompts:
         return lambda: graphs.run(self.round, packed, False, None, "round")
 
     def logits(self, trunks: PromptTrunks, size: int) -> Tensor:
-        """Of the last token, float32."""
+        """Compute the logits of the last token, float32."""
         packed = self.packer.pack([self.span(size)])
         arrays = packed.arrays()
         buffer = self.transfers.upload(arrays.buffer)

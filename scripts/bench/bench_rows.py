@@ -1,4 +1,4 @@
-"""Rows a second through one worker, without a model: how long an engine waits for the job's own work.
+"""A benchmark of rows per second through one worker without a model: how long an engine waits for the job's own work.
 
     python scripts/bench/bench_rows.py --rows 20000 --batch 128 --step-ms 2
 
@@ -36,7 +36,7 @@ WORDS = "the report of a small harbour town says that each boat carries seven cr
 
 
 def chat_rows(count: int, words: int) -> Iterator[str]:
-    """JSON lines with chats that differ from their first words on."""
+    """Make JSON lines with chats that differ from their first words on."""
     draw = random.Random(0)
     for number in range(count):
         text = " ".join(draw.choices(WORDS, k=max(1, words + draw.randint(-words // 3, words // 3))))

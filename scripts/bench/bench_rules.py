@@ -1,4 +1,5 @@
-"""What rules for tokens cost: rows without rules and with each kind, in turn, over the whole pipeline.
+"""A benchmark of the cost of rules for tokens: rows without rules and with each kind of rule run in turn over the whole
+pipeline.
 
     python scripts/bench/bench_rules.py --target random:qwen2.5-1.5b --batch 64 --set speculation.method=none \\
         --time-limit 60                                                                    # a GPU
@@ -55,7 +56,7 @@ def main() -> None:
                 graphs, seconds = llm.stats.late_graphs, llm.stats.late_graph_seconds
                 one = run(llm, kind, rows)
                 late = {"graphs": llm.stats.late_graphs - graphs, "seconds": llm.stats.late_graph_seconds - seconds}
-                if repeat:  # the first time compiles and captures
+                if repeat:  # the first time compiles and captures, so it does not count
                     found.append(one)
                 else:
                     first[kind] = late
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 def run(llm: LLM, kind: str, num_rows: int) -> tuple[float, float | None]:
-    """Tokens a second, and the acceptance length."""
+    """Return the tokens per second, and the acceptance length."""
     stats = llm.stats.speculation
     began, tokens, rounds, committed = time.perf_counter(), llm.stats.generated_tokens, stats.rounds, stats.committed
     rows = [

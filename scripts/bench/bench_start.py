@@ -1,4 +1,4 @@
-"""Seconds from the command to the first row of a job, cold and warm.
+"""A benchmark of the seconds from the command to the first row of a job, cold and warm.
 
     python scripts/bench/bench_start.py --target random:llama-3-8b -o start.json
 

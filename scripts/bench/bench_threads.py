@@ -1,4 +1,4 @@
-"""The first command on a CPU, under several thread settings, on a quiet and on a busy machine.
+"""A benchmark of the first command on a CPU, with several thread settings, on a quiet and on a busy machine.
 
     python scripts/bench/bench_threads.py --busy 0 2 --repeats 3 [--before CHECKOUT] [--rows 4] [--data FILE]
 
@@ -68,7 +68,7 @@ def run(root: Path, chosen: dict[str, str], data: Path, rows: int) -> dict[str, 
 
 
 def cpu_seconds() -> float:
-    """Of the processes that ran and ended."""
+    """Return the CPU seconds of the processes that ran and ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

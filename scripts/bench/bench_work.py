@@ -1,16 +1,16 @@
-"""What bench.py runs: rows of random token ids, the same ones for every engine (seeded; peers draw them alike)."""
+"""The rows that bench.py runs: random token ids from a seed, the same for every engine."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-FIRST_ID, LAST_ID = 1000, 120000  # the range that ids are drawn from
+FIRST_ID, LAST_ID = 1000, 120000  # the range from which ids are drawn
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Prompts, and how many tokens each is to generate."""
+    """Prompts, and the number of tokens to generate for each."""
 
     prompts: list[list[int]]
     lengths: list[int]
@@ -24,7 +24,7 @@ class Rows:
         return sum(self.lengths)
 
     def prefill_only(self) -> Rows:
-        """The same prompts with one token each."""
+        """Return the same prompts with one output token each."""
         return Rows(self.prompts, [1] * len(self.prompts))
 
     def first(self, count: int | None) -> Rows:
@@ -43,7 +43,7 @@ class FileJob:
 
 
 def file_jobs() -> dict[str, FileJob]:
-    """The two file jobs by name."""
+    """Return the two file jobs by name."""
     return {
         "mixed-1k-512": FileJob(512, 200, 1800, 128, 896),
         "short-in-long-out": FileJob(512, 64, 192, 512, 1024),
@@ -51,8 +51,8 @@ def file_jobs() -> dict[str, FileJob]:
 
 
 def file_rows(name: str, vocab_size: int) -> Rows:
-    """The rows of a file job. The order of the draws is part of it: all prompts, each length before its ids, then all
-    output lengths, from a generator seeded with the job's name."""
+    """Draw the rows of a file job. The order of the draws must not change: all prompts, each length before its ids,
+    then all output lengths, from a generator seeded with the job's name."""
     job = file_jobs()[name]
     rng = random.Random(name)
     prompts = [_ids(rng, rng.randint(job.shortest_in, job.longest_in), vocab_size) for _ in range(job.rows)]
@@ -60,7 +60,7 @@ def file_rows(name: str, vocab_size: int) -> Rows:
 
 
 class UniformRows:
-    """Rows of one length in and one out, new ones at every call, from one generator with seed 0."""
+    """Rows of one prompt length and one output length. Each call makes new rows, from one generator with seed 0."""
 
     def __init__(self, tokens_in: int, tokens_out: int, vocab_size: int) -> None:
         self._rng = random.Random(0)
@@ -72,10 +72,10 @@ class UniformRows:
 
 
 def warm_up_rows(vocab_size: int) -> Rows:
-    """Eight short rows to run before a file job."""
+    """Make eight short rows to run before a file job."""
     return Rows([[i % vocab_size for i in range(1000, 1100)]] * 8, [32] * 8)
 
 
 def _ids(rng: random.Random, count: int, vocab_size: int) -> list[int]:
-    """The ids that every engine draws; those past a smaller vocabulary are folded back into it."""
+    """Draw the ids that every engine draws. Those past a smaller vocabulary are folded back into it."""
     return [rng.randrange(FIRST_ID, LAST_ID) % vocab_size for _ in range(count)]

@@ -1,4 +1,5 @@
-"""What workers on Ray cost the process that drives them, against one process. The engine is the stub of the tests.
+"""A benchmark of the cost of workers on Ray for the process that drives them, against one process. The engine is the
+stub of the tests.
 
     python scripts/bench/bench_workers.py [--rows 20000] [--batch 16 128] [--workers 1 2 4] [--repeats 2] [-o FILE]
     python scripts/bench/bench_workers.py --step 0.02 --rows 2000 --batch 16     # an engine with steps of 20 ms
@@ -28,7 +29,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `tests`
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `tests` is imported
 
 from specbatch.config import Config
 from specbatch.config_load import load_config
@@ -40,9 +41,9 @@ from specbatch.rows.sources import RawRow
 from tests import stub_engine
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = {"gsm8k": (120, 420), "4 KB": (4096, 4096)}  # characters of a prompt
+KINDS = {"gsm8k": (120, 420), "4 KB": (4096, 4096)}  # the least and the most characters of a prompt
 FLOOR, ONE_PROCESS = "reading and writing", "one process"
-_STEP = "BENCH_STEP"  # seconds of an engine's step, in the environment of the workers
+_STEP = "BENCH_STEP"  # the environment variable of the workers with the seconds of an engine's step
 
 
 def main() -> None:
@@ -110,7 +111,7 @@ def write_rows(path: Path, rows: int, shortest: int, longest: int) -> None:
 
 
 def start(cell: dict[str, Any], step: float) -> dict[str, Any]:
-    """Run a cell in a process of its own."""
+    """Run a cell in a new process."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), _STEP: str(step)}
     command = [sys.executable, __file__, "--cell", json.dumps(cell)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
@@ -119,7 +120,7 @@ def start(cell: dict[str, Any], step: float) -> dict[str, Any]:
 
 
 def run_cell(data: str, batch: int, where: str | int, profile: str) -> dict[str, Any]:
-    """`where`: a number of workers, or FLOOR or ONE_PROCESS."""
+    """Run a cell. `where`: a number of workers, or FLOOR or ONE_PROCESS."""
     from rich.console import Console
 
     from specbatch.job.command import GenerateOptions, run_file_job
@@ -146,7 +147,7 @@ def open_pool(config: Config, where: str | int) -> WorkerPool:
 
 
 def new_worker() -> Worker:
-    """With the stub engine."""
+    """Make a worker with the stub engine."""
 
     def build(run: stub_engine.StubRun, on_progress: Callable[[str], None]) -> stub_engine.StubEngine:
         batch = run.config.engine.max_batch_size
@@ -157,7 +158,7 @@ def new_worker() -> Worker:
 
 
 class EchoPool(LocalPool):
-    """Each row finishes at once, with the line of the first one."""
+    """A pool in which each row finishes at once, with the line of the first row."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
@@ -186,7 +187,7 @@ class EchoPool(LocalPool):
 
 
 class Metered:
-    """A pool, and the cost of what happens between its first row and its last result."""
+    """A pool that measures the cost between its first row and its last result."""
 
     def __init__(self, pool: WorkerPool, profile: str) -> None:
         self._pool = pool
@@ -220,13 +221,13 @@ class Metered:
 
 
 def cpu_seconds() -> float:
-    """Of this process, with all its threads."""
+    """Return the CPU seconds of this process, with all its threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def reset_peak() -> float:
-    """Let the peak of resident memory begin anew; returns what is resident now, in MB."""
+    """Reset the peak of resident memory, and return the resident memory in MB."""
     Path("/proc/self/clear_refs").write_text("5")
     return megabytes("VmRSS")
 

@@ -1,4 +1,4 @@
-"""Where the time of a round, and of a prompt chunk, goes: kernels of the device engine by name, on CUDA.
+"""A profile of a round, and of a prompt chunk, on CUDA: the time of each kernel by name.
 
     python scripts/bench/profile_round.py --target random:llama-3-8b --method eagle3:3/1/4@2.5 --batch 1,64 -o x.json
 
@@ -81,7 +81,8 @@ def main() -> None:
 def profile_rounds(
     engine: BatchEngine, batch: int, rounds: int, trace: Path | None, trace_prompts: Path | None, context: int
 ) -> tuple[profile, profile]:
-    """The prefill of `batch` prompts (all steps), and N rounds after it. The traces: files for these, and for that."""
+    """Profile the prefill of `batch` prompts (all steps), and `rounds` rounds after it. `trace`: the file for the trace
+    of the rounds. `trace_prompts`: the file for that of the prefill."""
     on_cuda, traces = torch.cuda.is_available(), trace is not None or trace_prompts is not None
     activities = [ProfilerActivity.CUDA] if on_cuda and not traces else [ProfilerActivity.CPU]
     if on_cuda and traces:
@@ -95,7 +96,7 @@ def profile_rounds(
             engine.step()
         if on_cuda:
             torch.cuda.synchronize()
-    if trace_prompts is not None:  # before the next one, which forgets its times
+    if trace_prompts is not None:  # before the next profile, which drops these times
         prompts.export_chrome_trace(str(trace_prompts))
     for _ in range(3):
         engine.step()
@@ -131,7 +132,7 @@ def summed(trace: profile, repeats: int) -> dict[str, Any]:
 
 
 def times_with_kernels(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """How long at least one of them ran, and at least two."""
+    """Return the time in which at least one of the spans ran, and the time in which at least two did."""
     changes = sorted([(first, 1) for first, _ in spans] + [(last, -1) for _, last in spans])
     running, before, times = 0, changes[0][0], [0.0, 0.0]
     for at, change in changes:

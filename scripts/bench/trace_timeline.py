@@ -23,8 +23,8 @@ from pathlib import Path
 from specbatch.kernels.trace_marks import PREFIX
 
 COMMUNICATION, COMPUTE = "communication", "compute"
-WAIT = "wait for ranks"  # on a CPU, where the communication itself is in threads of the library
-# Of kernels, by what their names hold; the first that fits.
+WAIT = "wait for ranks"  # shown for a CPU, where the communication itself is in threads of the library
+# The kinds of kernels, by a pattern of their names. The first match counts.
 KINDS = {
     COMMUNICATION: r"nccl|all_?reduce|all_?gather|symm_mem|one_shot|memcpy ptop",
     "attention": r"atten|attend|flash|paged|prefix_parts",
@@ -50,7 +50,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Span:
-    """Microseconds since the trace began."""
+    """A span of the trace. Times are microseconds since the trace began."""
 
     line: str
     kind: str
@@ -60,13 +60,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one line, in microseconds."""
+    """The times of one line, in microseconds."""
 
     busy: float
     idle: float
     communication: float
     hidden: float  # communication while another line computes
-    waits: float  # for ranks
+    waits: float  # waits for ranks
 
 
 def main() -> None:
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """Of a Chrome trace, which may be compressed."""
+    """Read the spans of a Chrome trace, which may be compressed."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     found = []
     for event in json.loads(text)["traceEvents"]:
@@ -97,7 +97,7 @@ def read_trace(path: Path) -> list[Span]:
     if not found:
         raise SystemExit(f"{path} has neither kernels nor parts that specbatch has named")
     on_gpu = any(span.line.startswith("stream") for span in found)
-    # Launched on the host: what the GPU does then is in other spans.
+    # The host's spans are launches. The work of the GPU is in other spans.
     found = [span for span in found if not (on_gpu and span.line.startswith("host "))]
     found = [replace(span, line=span.line.removeprefix("host ")) for span in found]
     first = min(span.start for span in found)
@@ -120,7 +120,7 @@ def _span(category: str, name: str, args: dict[str, object], thread: object) -> 
 
 
 def between(spans: Sequence[Span], from_ms: float, ms: float | None) -> list[Span]:
-    """What of them is in these milliseconds; what is within a lane is on the lane's line."""
+    """Cut the spans to these milliseconds. Spans within a lane move to the lane's line."""
     end = max(span.end for span in spans) if ms is None else 1e3 * (from_ms + ms)
     cut = [replace(span, start=max(span.start, 1e3 * from_ms), end=min(span.end, end)) for span in spans]
     return _on_lanes([span for span in cut if span.end > span.start])
@@ -136,7 +136,7 @@ def _on_lanes(spans: list[Span]) -> list[Span]:
 
 
 def line_times(spans: Sequence[Span]) -> dict[str, Times]:
-    """By line, in the order in which they are drawn."""
+    """Return the times by line, in the order in which the lines are drawn."""
     whole = max(span.end for span in spans) - min(span.start for span in spans)
     lines = sorted({span.line for span in spans}, key=lambda line: (line != "phases", line))
     busy = {line: merged(span for span in spans if span.line == line) for line in lines}
@@ -160,7 +160,7 @@ Part = tuple[float, float]
 
 
 def merged(spans: Iterable[Span]) -> list[Part]:
-    """The times in which at least one of them runs."""
+    """Return the times in which at least one of the spans runs."""
     found: list[Part] = []
     for start, end in sorted((span.start, span.end) for span in spans):
         if found and start <= found[-1][1]:
@@ -208,7 +208,7 @@ def draw(spans: Sequence[Span], times: dict[str, Times], output: Path, title: st
     for y, line in enumerate(lines):
         axes.axhspan(y - 0.4, y + 0.4, color="#f7f7f7", zorder=0)
         kinds = {span.kind for span in spans if span.line == line}
-        # What is within something else is drawn over it.
+        # A span within another one is drawn over it.
         for kind in sorted(kinds, key=lambda kind: (kind in (COMMUNICATION, WAIT), kind != COMPUTE)):
             parts = merged(span for span in spans if span.line == line and span.kind == kind)
             bars = [(start / 1e3, (end - start) / 1e3) for start, end in parts]

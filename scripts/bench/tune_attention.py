@@ -41,7 +41,7 @@ COPY_BYTES_PER_SECOND = 4.2e12
 
 @dataclass(frozen=True)
 class Size:
-    """`queries` new tokens in each of `batch` rows, after `start` others."""
+    """A batch of `batch` rows with `queries` new tokens each, after `start` others."""
 
     name: str
     batch: int
@@ -67,7 +67,7 @@ class Size:
 
 
 def sizes(heads: tuple[int, int], batches: list[int], queries: list[int]) -> list[Size]:
-    """`batches` empty: of all sizes that are named above."""
+    """List the sizes to time. `batches`: the batch sizes; empty: all sizes that are named above."""
     found = [
         Size("round", batch, 1250, q, *heads) for q in queries for batch in batches or (32, 64, 128, 256, 16, 4, 1)
     ]
@@ -160,7 +160,7 @@ def main() -> None:
     with multiprocessing.get_context("fork").Pool(max((os.cpu_count() or 2) - 1, 1), only_compile_for_hopper) as pool:
         for size in wanted:
             for tile, splits in candidates(size):
-                # A batch's size is no part of a kernel.
+                # A kernel does not depend on the batch size.
                 key = (replace(size, name="", batch=0), tile, splits)
                 if key not in tasks:
                     tasks[key] = pool.apply_async(compile_one, (size, tile, splits))

@@ -51,10 +51,10 @@ DTYPE = torch.bfloat16
 EPS = 1e-5
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CHAIN_ROWS = (1, 8, 4, 16, 64, 32, 2)
-MIN_ROTATION_BYTES = 280e6  # of all copies of a weight; L2 holds 60 MB
+MIN_ROTATION_BYTES = 280e6  # the size of all copies of a weight; L2 holds 60 MB
 MAX_ERROR = 1e-2
 KEPT = 5  # candidates of each GEMM that the chain tries
-# What a program does before it waits for x: (early, prefetch).
+# The settings for what a program does before it waits for x: (early, prefetch).
 STARTS = ((False, 0), (True, 0), (True, 512), (True, 1536), (False, 1024))
 
 
@@ -88,7 +88,8 @@ class Geometry:
 
     @staticmethod
     def of(config: ModelConfig, ranks: int = 1) -> Geometry:
-        """`ranks`: of engine.tensor_parallel; the GEMMs of the first. Each rank has all of the draft."""
+        """Return the GEMMs of a model. `ranks`: the number of ranks of engine.tensor_parallel; the GEMMs are those of
+        the first rank. Each rank has all of the draft."""
         whole, config = config, local_config(config, 0, ranks)
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         qkv = heads + 2 * config.num_kv_heads * config.head_dim
@@ -112,7 +113,7 @@ class Geometry:
 def apply(
     gemm: Gemm, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor, config: GemmTile | None = None
 ) -> Tensor:
-    """The fused operation; as `kernels/triton/gemm.py` does it for many rows if no configuration is given."""
+    """Run the fused operation. Without a configuration it runs as `kernels/triton/gemm.py` does for many rows."""
     if config is None:
         if gemm.op == "residual":
             return residual.addmm_(x, weight.T)
@@ -129,7 +130,7 @@ def exact(gemm: Gemm, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor)
     x = x.double()
     if gemm.op.startswith("norm"):
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * norm.double()
-    parts = [x @ part.double().t() for part in weight.split(16384)]  # in parts: float64 copies are large
+    parts = [x @ part.double().t() for part in weight.split(16384)]  # divided, because float64 copies are large
     y = torch.cat(parts, dim=-1)
     if gemm.op == "norm_gated":
         gate, up = y.chunk(2, dim=-1)
@@ -138,7 +139,7 @@ def exact(gemm: Gemm, x: Tensor, norm: Tensor, weight: Tensor, residual: Tensor)
 
 
 def candidates(gemm: Gemm, M: int) -> list[GemmTile]:
-    """Configurations worth trying, in all a few hundred: each takes seconds to compile."""
+    """List the configurations to try, a few hundred in all, because each takes seconds to compile."""
     found: list[GemmTile] = []
     gated = gemm.op == "norm_gated"
     narrow = gemm.num_out <= 8192
@@ -148,7 +149,7 @@ def candidates(gemm: Gemm, M: int) -> list[GemmTile]:
 
     def dot(block_o: int, block_i: int, stages: int, warps: int, splits: int = 1, tma: bool = False) -> None:
         block_m = max(8, M)
-        if stages * block_i * 2 * (block_o + block_m) > 220e3:  # shared memory
+        if stages * block_i * 2 * (block_o + block_m) > 220e3:  # bytes of shared memory
             return
         fused = (True, False) if gemm.op.startswith("norm") and M <= 4 else (False,)
         for fuse_norm in fused:
@@ -210,7 +211,7 @@ def candidates(gemm: Gemm, M: int) -> list[GemmTile]:
 
 
 class NoGpu:
-    """Replaces the GPU's driver in processes that only compile."""
+    """A replacement of the GPU's driver, for processes that only compile."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -223,7 +224,7 @@ class NoGpu:
 
 
 def only_compile() -> None:
-    """In a worker: from here on a launch compiles into the cache on disk and does not run."""
+    """Prepare a worker: from here on a launch compiles into the cache on disk and does not run."""
     torch.set_num_threads(1)
     driver.set_active(NoGpu())
     run = JITFunction.run
@@ -235,7 +236,7 @@ def only_compile() -> None:
 
 
 def compile_task(gemm: Gemm, M: int, config: GemmTile) -> str | None:
-    """Compiles one candidate. Returns what went wrong, or None."""
+    """Compile one configuration. Return the error, or None."""
     try:
         # Only types, sizes and alignments matter; untouched memory costs nothing.
         x = torch.empty((M, gemm.num_in), dtype=DTYPE)
@@ -249,7 +250,7 @@ def compile_task(gemm: Gemm, M: int, config: GemmTile) -> str | None:
 
 
 class Compiler:
-    """A pool of processes that compile. Forked before CUDA starts here."""
+    """A pool of processes that compile. They are forked before CUDA starts in this process."""
 
     def __init__(self, num_workers: int) -> None:
         self._pool = multiprocessing.get_context("fork").Pool(num_workers, only_compile)
@@ -261,7 +262,7 @@ class Compiler:
             self._results[key] = self._pool.apply_async(compile_task, key)
 
     def is_ready(self, gemm: Gemm, M: int, config: GemmTile, deadline: float) -> bool:
-        """Whether the candidate was compiled in time and without an error; waits for it until the deadline."""
+        """Wait for a configuration until the deadline. Return whether it was compiled without an error."""
         self.submit(gemm, M, config)
         try:
             error = self._results[gemm, M, config].get(max(deadline - time.monotonic(), 0.01))
@@ -290,7 +291,7 @@ def brief(config: GemmTile) -> str:
 
 
 def replay_time(launch: Callable[[], object], num_replays: int = 7) -> float:
-    """Seconds of one replay of what `launch` launches, the median of a few."""
+    """Return the seconds of one replay of the launches of `launch`, as the median of a few replays."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -337,7 +338,7 @@ class Tuner:
         self.chains: list[dict[str, object]] = []
 
     def tune(self, gemm: Gemm, rows: tuple[int, ...], deadline: float) -> None:
-        """Times every candidate of one GEMM."""
+        """Time every configuration of one GEMM."""
         num_copies = max(4, math.ceil(MIN_ROTATION_BYTES / gemm.weight_bytes))
         weights = [normal(*gemm.weight_shape, scale=gemm.num_in**-0.5)]
         weights += [weights[0].clone() for _ in range(num_copies - 1)]
@@ -398,7 +399,7 @@ class Tuner:
         return [r.config for r in sorted(results, key=lambda r: r.microseconds)[:count] if r.config is not None]
 
     def chain(self, layers: list[dict[str, Tensor]], M: int, deadline: float) -> None:
-        """Times all layers' GEMMs in one graph and picks, one GEMM at a time, what is best there."""
+        """Time the GEMMs of all layers in one graph, and choose the best configuration there, one GEMM at a time."""
         gemms, heads = self._geometry.layer, self._geometry.heads
         num_bytes = sum(p.weight_bytes for p in gemms.values()) * len(layers)
         x0 = normal(M, self._geometry.hidden)
@@ -431,7 +432,7 @@ class Tuner:
         expected, actual = forward(none).double(), forward(configs).double()
         say(f"chain M={M:<2} fused against torch: {float((actual - expected).norm() / expected.norm()):.1e}")
 
-        for name, gemm in gemms.items():  # compiled while others are timed
+        for name, gemm in gemms.items():  # they are compiled while others are timed
             for config in kept[name]:
                 for early, prefetch in STARTS:
                     self._compiler.submit(gemm, M, replace(config, pdl=True, early=early, prefetch=prefetch))
@@ -488,7 +489,7 @@ def make_layers(geometry: Geometry) -> list[dict[str, Tensor]]:
 
 
 def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
-    """Source text of `tile._MEASURED`."""
+    """Print the source text of `tile._MEASURED`."""
     found = json.loads(path.read_text())
     defaults = asdict(GemmTile("dot", 8, 16, 16, 1, 1))
     required = ("kind", "block_m", "block_o", "block_i", "num_stages", "num_warps")
@@ -502,7 +503,7 @@ def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
         return f"GemmTile({', '.join(given)})"
 
     by_library = {c["M"]: c["milliseconds"] for c in found["chains"] if c["label"] == "torch and library"}
-    # Products of small weights take longer alone than the library's, and less in a chain, where they start early.
+    # Our GEMMs of small weights take longer than the library's alone, and less in a chain, where they start early.
     chosen = {
         c["M"]: c["configs"]
         for c in found["chains"]
@@ -522,7 +523,7 @@ def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
                 print(f"        {M}: None,")
                 continue
             config = best["config"] if in_chain is None and best is not None else in_chain
-            if M in chosen and in_chain is None:  # alone, its start counts little: as the widest in a chain
+            if M in chosen and in_chain is None:  # its start counts little alone, so it starts as the widest in a chain
                 config = {**config, "early": chosen[M]["gate_up"]["early"]}
             print(f"        {M}: {source(config)},")
         print("    },")
@@ -553,7 +554,7 @@ def main() -> None:
     deadline = start + args.budget
     compiler = Compiler(max((os.cpu_count() or 2) - 1, 1))
     rows = tuple(args.rows)
-    # In the order of use: what is wanted first is compiled first.
+    # They are compiled in the order of use.
     for gemms in (tuple(geometry.layer.values()), geometry.others):
         for gemm in gemms:
             for M in rows:
