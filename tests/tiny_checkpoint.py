@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from specbatch.models.config import expected_tensors, parse_hf_config
+from specbatch.models.config import expected_tensors
+from specbatch.models.families.registry import parse_hf_config
 from specbatch.models.formats.tokenizer import byte_tokenizer
 
 RAW: dict[str, Any] = {

@@ -206,8 +206,8 @@ class Bench:
                 "rms_norm": partial(kernels.rms_norm, x, weight, EPS),
                 "rms_norm_quantised": partial(kernels.rms_norm_quantised, x, weight, EPS),
                 "quantise": partial(kernels.quantise, x),
-                "silu_mul": partial(kernels.silu_mul, both),
-                "silu_mul_quantised": partial(kernels.silu_mul_quantised, both),
+                "act_mul": partial(kernels.act_mul, both),
+                "act_mul_quantised": partial(kernels.act_mul_quantised, both),
             }
             for name, work in ways.items():
                 self.guarded({"shape": shape_name, "tokens": tokens, "how": name}, partial(graph_time, work))
@@ -242,7 +242,7 @@ class Bench:
                 qkv = multiply(kernels.rms_norm_quantised(x, norm, EPS), w["qkv"])
                 x = multiply(kernels.quantise(qkv[:, :heads].contiguous()), w["o"], x)
                 gate_up = multiply(kernels.rms_norm_quantised(x, norm, EPS), w["gate_up"])
-                x = multiply(kernels.silu_mul_quantised(gate_up), w["down"], x)
+                x = multiply(kernels.act_mul_quantised(gate_up), w["down"], x)
             return x
 
         for tokens in rows:

@@ -40,7 +40,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from specbatch.kernels.triton.model import rms_norm, silu_mul
+from specbatch.kernels.triton.model import act_mul, rms_norm
 from specbatch.kernels.triton.skinny import ops
 from specbatch.kernels.triton.skinny.tile import GemmTile
 from specbatch.models.config import ModelConfig
@@ -118,7 +118,7 @@ def apply(
         if gemm.op == "residual":
             return residual.addmm_(x, weight.T)
         y = F.linear(rms_norm(x, norm, EPS) if gemm.op != "linear" else x, weight)
-        return silu_mul(y) if gemm.op == "norm_gated" else y
+        return act_mul(y) if gemm.op == "norm_gated" else y
     if gemm.op == "norm":
         return ops.norm_linear(x, norm, EPS, weight, tile=config)
     if gemm.op == "norm_gated":

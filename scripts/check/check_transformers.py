@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
-from specbatch.models.config import parse_hf_config
 from specbatch.models.eagle_config import EagleConfig, expected_eagle_tensors
+from specbatch.models.families.registry import parse_hf_config
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.tokenizer import load_tokenizer
 from specbatch.setup.build import build_engine

@@ -79,12 +79,14 @@ class TorchAttention:
         device: torch.device,
         *,
         scale: float | None = None,
+        soft_cap: float | None = None,
         chunk: int = CHUNK,
     ) -> None:
         self._per_head = num_heads // num_kv_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
         self._scale = head_dim**-0.5 if scale is None else scale
+        self._soft_cap = soft_cap
         # Observed with MKL: up to 5 rows differ at head_dim 128, up to 10 at 256. test_invariance.py watches it.
         self._min_rows = max(8, head_dim // 16)
         self._device = device
@@ -232,6 +234,8 @@ class TorchAttention:
         if padding > 0:  # single queries; a group's rows are enough already
             q_brD = F.pad(q_brD, (0, 0, 0, padding))
         scores = torch.bmm(q_brD, k_bCD.transpose(1, 2))
+        if self._soft_cap is not None:
+            scores = torch.tanh(scores / self._soft_cap) * self._soft_cap
         if bias is not None:
             # (m, Q, C) for queries times heads of one sequence, (m * Q, 1, C) for single queries
             part = scores[:, :rows].view(self._num_kv_heads, bias.shape[0], bias.shape[1], self._per_head, -1)

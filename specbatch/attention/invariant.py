@@ -33,6 +33,7 @@ class InvariantAttention:
         kv_dtype: torch.dtype | None = None,
         *,
         scale: float | None = None,
+        soft_cap: float | None = None,
         tile: Tile | None = None,
     ) -> None:
         # Triton exists where CUDA does, and need not exist elsewhere.
@@ -49,6 +50,7 @@ class InvariantAttention:
         self._num_kv_heads, self._group, self._head_dim = num_kv_heads, num_heads // num_kv_heads, head_dim
         self._dtype, self._kv_dtype = dtype, kv_dtype or dtype
         self._scale = head_dim**-0.5 if scale is None else scale
+        self._soft_cap = soft_cap
         self._own_tile, self._tile_for, self._shared = tile, attention_splits.invariant_tile, shared_bytes(self._bounds)
 
     def plan(self, batch: PagedBatch) -> Any:
@@ -68,7 +70,7 @@ class InvariantAttention:
         scales = cache.scales(layer)
         out: Tensor = self._attend(
             tile, q_THD, cache.layer(layer), batch, paths, splits, listed, self._bounds, self._workspace,
-            self._scale * scales.k, window, scales.v,
+            self._scale * scales.k, window, scales.v, self._soft_cap,
         )  # fmt: skip
         return out
 

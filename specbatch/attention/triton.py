@@ -55,6 +55,7 @@ class PagedAttention:
         device: torch.device,
         *,
         scale: float | None = None,
+        soft_cap: float | None = None,
         long_tokens: int | None = LONG_TOKENS,
     ) -> None:
         ops = ops_for(device, dtype)
@@ -64,6 +65,7 @@ class PagedAttention:
         self._num_kv_heads = num_kv_heads
         self._group = num_heads // num_kv_heads
         self._scale = head_dim**-0.5 if scale is None else scale
+        self._soft_cap = soft_cap
 
     def plan(self, layout: PagedBatch) -> _Plan:
         num_seqs, max_pages = layout.page_table_BP.shape
@@ -83,9 +85,9 @@ class PagedAttention:
         kv, scales, prefix = cache.layer(layer), cache.scales(layer), None
         scale = self._scale * scales.k
         if parts and window is None:
-            prefix = self._attend_prefixes(q_THD, kv, batch, scale, parts)
+            prefix = self._attend_prefixes(q_THD, kv, batch, scale, parts, self._soft_cap)
         out: Tensor = self._attend(
-            q_THD, kv, batch, scale, window, splits, self._workspace, listed, scales.v, prefix=prefix
+            q_THD, kv, batch, scale, window, splits, self._workspace, listed, scales.v, prefix, self._soft_cap
         )
         return out
 

@@ -167,7 +167,7 @@ class CompiledPieces:
 
         def trunk(tokens_T: Tensor) -> TrunkOutput:
             """Compute the same as `Decoder.stages`, which is a generator and cannot be traced."""
-            x_TE, aux_hidden_states = self.model.embed(tokens_T), []
+            x_TE, aux_hidden_states = self.model.embedded(tokens_T), []
             for i, layer in enumerate(layers):
                 if i in self.aux_layers:
                     aux_hidden_states.append(x_TE.clone())

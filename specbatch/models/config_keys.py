@@ -1,11 +1,11 @@
 """The keys of a `config.json`: each is applied, refused, known to change nothing, or named in a note.
 
-Families read different keys. A key that one family reads changes nothing in another, as in transformers.
+Families read different keys (`families/`). A key that one family reads changes nothing in another, as in transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from specbatch.errors import ModelError
@@ -13,22 +13,13 @@ from specbatch.models.checks import is_one_of, shown
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
 _QUANTIZATION = ("quantization_config", "compression_config")
-_APPLIED = frozenset(
+APPLIED = frozenset(
     (
         *("model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
         *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings"),
         *("rms_norm_eps", "tie_word_embeddings", "eos_token_id", "layer_types", *_ROPE, *_QUANTIZATION),
     )
 )
-_WINDOWS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers"))
-# In addition to `_APPLIED`.
-_OF_FAMILY: Mapping[str, frozenset[str]] = {
-    "llama": frozenset(("attention_bias", "mlp_bias")),
-    "mistral": frozenset(("use_sliding_window", "sliding_window")),
-    "qwen2": _WINDOWS,
-    "qwen3": _WINDOWS | {"attention_bias"},
-}
-
 # Keys that would change what is computed, with the values under which they change nothing. null is one in each case.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     name: values
@@ -71,14 +62,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     )
     for name in names.split()
 }
-# The same of a family, where its class does not have the trait.
-_NEUTRAL_OF_FAMILY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "llama": {"use_sliding_window": (False,), "qkv_bias": (False,)},
-    "mistral": {"attention_bias": (False,), "mlp_bias": (False,), "qkv_bias": (False,)},
-    "qwen2": {"mlp_bias": (False,), "qkv_bias": (True,)},
-    "qwen3": {"mlp_bias": (False,), "qkv_bias": (False,)},
-}
-
 # Keys that no answer depends on: names, versions, training, classification, how a program runs the model.
 _HARMLESS_NAMES = """
     _name_or_path name_or_path transformers_version torch_dtype dtype _commit_hash model_name
@@ -106,13 +89,21 @@ _ROPE_KEYS_OF: Mapping[str, frozenset[str]] = {
 }
 
 
-def check_keys(config: Mapping[str, Any], model_type: str | None = None) -> None:
-    """Raise ModelError for a key that changes the computation and is not supported. `model_type`: also refuse keys that
-    this family does not have; None: the config is that of a draft head, whose traits are those that its tensors
-    show."""
-    neutral = {**_NEUTRAL, **_NEUTRAL_OF_FAMILY.get(model_type or "", {})}
-    for key, value in config.items():
-        if key in neutral and value is not None and not is_one_of(value, neutral[key]):
+def check_keys(
+    config: Mapping[str, Any],
+    read: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]] | None = None,
+    model_type: str | None = None,
+) -> None:
+    """Raise ModelError for a key that changes the computation and is not supported.
+
+    `read`: the keys that the family reads. `neutral` and `model_type`: also refuse keys that this family does not have
+    with other values than these. Without them the config may be that of a draft head, whose traits are those that its
+    tensors show.
+    """
+    for key, values in {**_NEUTRAL, **(neutral or {})}.items():
+        value = config.get(key)
+        if key not in read and value is not None and not is_one_of(value, values):
             raise ModelError(
                 f"config.json: {key} {shown(value)} is not supported"
                 + (f" in a {model_type} model" if model_type else ""),
@@ -120,13 +111,19 @@ def check_keys(config: Mapping[str, Any], model_type: str | None = None) -> None
             )
 
 
-def unknown_keys(config: Mapping[str, Any], model_type: str) -> list[str]:
-    """The keys that are neither applied, nor refused, nor known to change nothing."""
-    known = _APPLIED | _OF_FAMILY[model_type] | _HARMLESS | _NEUTRAL.keys() | _NEUTRAL_OF_FAMILY[model_type].keys()
+def unknown_keys(config: Mapping[str, Any], read: Collection[str], neutral: Collection[str]) -> list[str]:
+    """Return the keys that are neither applied, nor refused, nor known to change nothing. `read` and `neutral`: the
+    keys of the family."""
+    known = {*APPLIED, *read, *_HARMLESS, *_NEUTRAL, *neutral}
     unknown = [key for key, value in config.items() if key not in known and not is_one_of(value, _EMPTY)]
     section = next((name for name in ("rope_scaling", "rope_parameters") if config.get(name)), None)
     if section is not None:
-        rope = config[section]
-        read = _ROPE_KEYS_OF[rope.get("rope_type", rope.get("type", "default"))]
-        unknown += [f"{section}.{key}" for key, value in rope.items() if key not in read and value is not None]
+        unknown += _unknown_rope_keys(config[section], section)
     return unknown
+
+
+def _unknown_rope_keys(rope: Mapping[str, Any], section: str) -> list[str]:
+    nested = {key: value for key, value in rope.items() if isinstance(value, Mapping)}  # by layer type
+    read = _ROPE_KEYS_OF[rope.get("rope_type", rope.get("type", "default"))] | nested.keys()
+    unknown = [f"{section}.{key}" for key, value in rope.items() if key not in read and value is not None]
+    return unknown + [name for key, value in nested.items() for name in _unknown_rope_keys(value, f"{section}.{key}")]

@@ -1,5 +1,5 @@
-"""The decoder of every supported family: Llama 2 and 3, SmolLM2, Mistral, Qwen2, Qwen2.5 and Qwen3. The traits in
-`ModelConfig` distinguish them: biases, per-head norms on queries and keys, sliding windows, rotary scaling, tied
+"""The decoder of every supported family. A family (`families/`) chooses the class of its layers, and the traits in
+`ModelConfig` say the rest: biases, per-head norms on queries and keys, sliding windows, rotary scaling, soft caps, tied
 embeddings, the activation of the MLP.
 
 Shape suffixes: T packed tokens, R selected tokens, E hidden size, V vocabulary, H query heads, D head dimension.
@@ -17,11 +17,14 @@ from torch import Tensor
 from specbatch.attention.interface import AttentionBackend
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache, KVScales
+from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
+from specbatch.models.families.registry import FAMILIES
 from specbatch.models.layers import Rotary
 from specbatch.models.linears.linear import Residual
 from specbatch.models.linears.sharded import GatheredLinear
+from specbatch.models.rope import RopeConfig
 from specbatch.models.stages import FIRST, Stages, Turn, completed
 from specbatch.models.weight_loader import WeightLoader
 
@@ -59,8 +62,15 @@ class PagedModel:
         self.device = weights.device
         self.num_positions = num_positions
         self._backend = backend
-        inv_freq, factor = config.rope.inverse_frequencies(config.head_dim)
-        self._rotary = Rotary(inv_freq, factor, num_positions, weights.dtype, weights.device)
+        self._ropes: dict[RopeConfig, Rotary] = {}
+        for rope in map(config.rope_of, range(config.num_layers)):
+            if rope not in self._ropes:
+                inv_freq, factor = rope.inverse_frequencies(config.head_dim)
+                self._ropes[rope] = Rotary(inv_freq, factor, num_positions, weights.dtype, weights.device)
+
+    def rotary_of(self, layer: int) -> Rotary:
+        """Return the rotary embedding of a layer. Layers with equal frequencies share one."""
+        return self._ropes[self.config.rope_of(layer)]
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits (R, V) of selected hidden states, in the model's dtype."""
@@ -95,9 +105,22 @@ class Decoder(PagedModel):
         self._second_backend = second_backend or backend
         self.embedding_VE = weights.tensor("model.embed_tokens.weight")  # on a rank: its part
         self.embed = weights.embedding(self.embedding_VE)
-        self.layers = [DecoderLayer(config, i, weights, f"model.layers.{i}.") for i in range(config.num_layers)]
-        self._norm = weights.norm("model.norm", config.rms_norm_eps)
+        self._embedding_scale: float | None = None
+        if config.embedding_scale is not None:  # in the precision of the model, as transformers has it
+            self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=torch.float32).to(weights.dtype))
+        layer = FAMILIES[config.model_type].layer
+        self.layers: list[DecoderLayer] = [
+            layer(config, i, weights, f"model.layers.{i}.", self.rotary_of(i)) for i in range(config.num_layers)
+        ]
+        self._norm = weights.norm("model.norm", config.rms_norm_eps, config.norm_offset)
+        self._soft_capped = ops_for(weights.device, weights.dtype).soft_capped
         self.lm_head = weights.lm_head(self.embedding_VE if config.tie_word_embeddings else None, config.vocab_size)
+
+    def embedded(self, tokens_T: Tensor) -> Tensor:
+        """Return the input of the first layer (T, E): embeddings, scaled where the family does so. Draft heads take
+        the embeddings themselves (`embed`)."""
+        x_TE = self.embed(tokens_T)
+        return x_TE if self._embedding_scale is None else x_TE * self._embedding_scale
 
     def forward(
         self,
@@ -113,14 +136,14 @@ class Decoder(PagedModel):
         the last layer's output, which needs all tokens. `trunk`: computes the layers if the pass fits into it."""
         if trunk is None or not trunk.fits(len(tokens_T), aux_layers):
             return completed(self.stages(tokens_T, batch, cache, aux_layers, logits_indices))
-        step = ForwardPass(batch, self._backend, cache, self._rotary)
+        step = ForwardPass(batch, self._backend, cache)
         q_THD, x_TE, aux_hidden_states = trunk(tokens_T, step, aux_layers)
         x = completed(self.layers[-1].select(q_THD, x_TE, step, logits_indices, self._norm))
         return self._finished(x, aux_hidden_states, aux_layers, logits_indices)
 
     def static_pass(self, batch: PagedBatch, cache: KVCache) -> ForwardPass:
         """Make the pass for layers that are captured without their attention."""
-        return ForwardPass(batch, self._backend, cache, self._rotary, in_graph=True)
+        return ForwardPass(batch, self._backend, cache, in_graph=True)
 
     def stages(
         self,
@@ -134,8 +157,8 @@ class Decoder(PagedModel):
     ) -> Stages[tuple[Tensor, list[Tensor]]]:
         """Run `forward`, half a layer at a time. `turn`: the turn of this pass, if two passes run at the same time."""
         backend = self._second_backend if turn.is_second else self._backend
-        step = ForwardPass(batch, backend, cache, self._rotary, turn=turn)
-        x = Residual(self.embed(tokens_T))
+        step = ForwardPass(batch, backend, cache, turn=turn)
+        x = Residual(self.embedded(tokens_T))
         aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
@@ -158,11 +181,15 @@ class Decoder(PagedModel):
         return x.normed(self._norm), aux_hidden_states
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
-        return self.lm_head(hidden_RE)
+        logits_RV = self.lm_head(hidden_RE)
+        cap = self.config.logits_soft_cap
+        return logits_RV if cap is None else self._soft_capped(logits_RV, cap)
 
     def best_tokens(self, hidden_RE: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor] | None:
         """Return `argmax_and_margin` of the logits; None: find it from `raw_logits`."""
         head = self.lm_head
+        if self.config.logits_soft_cap is not None:  # the margin is that of capped logits
+            return None
         if not isinstance(head, GatheredLinear) or not head.exchanges_best(hidden_RE):
             return None
         return head.best(hidden_RE, ops)

@@ -1,4 +1,4 @@
-"""A layer of a decoder: attention and a gated MLP, for all supported families (`decoder.py`).
+"""A layer of a decoder and its parts, attention and a gated MLP. Families (`families/`) choose the class of a layer.
 
 Shape suffixes: T packed tokens, E hidden size, I input features, H query heads, K key/value heads, D head dimension, Z
 fused projection.
@@ -6,6 +6,7 @@ fused projection.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.key_offset import key_offset
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.linears.linear import Residual, traceable_parts
-from specbatch.models.stages import FIRST, Stages, Turn
+from specbatch.models.stages import FIRST, Stages, Turn, completed
 from specbatch.models.weight_loader import WeightLoader
 
 
@@ -36,7 +37,6 @@ class ForwardPass:
         batch: PagedBatch,
         backend: AttentionBackend,
         cache: KVCache,
-        rotary: Rotary,
         *,
         in_graph: bool = False,
         turn: Turn = FIRST,
@@ -45,13 +45,20 @@ class ForwardPass:
         self.batch = batch
         self.backend = backend
         self.cache = cache
-        self.rotary = rotary
         self.plan: Any = None if in_graph else backend.plan(batch)
         # On a CPU, angles and slots are computed once for all layers. The fused operation computes them in each layer.
-        self.angles: tuple[Tensor, Tensor] | None = None
-        if batch.slots_T.device.type == "cpu" and cache.dtype == rotary.cos_PD.dtype and not in_graph:
-            self.angles = rotary.at(batch.positions_T)
+        self._angles: dict[Rotary, tuple[Tensor, Tensor]] | None = None
+        if batch.slots_T.device.type == "cpu" and not in_graph:
+            self._angles = {}
             self.slots_T = torch.where(batch.slots_T < 0, cache.num_slots - 1, batch.slots_T)  # the last one is spare
+
+    def angles(self, rotary: Rotary) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin of all tokens. None: the fused operation reads them from the tables."""
+        if self._angles is None or self.cache.dtype != rotary.cos_PD.dtype:
+            return None
+        if rotary not in self._angles:
+            self._angles[rotary] = rotary.at(self.batch.positions_T)
+        return self._angles[rotary]
 
     def write(self, attention: Attention, qkv_TZ: Tensor) -> Tensor:
         """Queries (T, H, D), rotated; keys and values go to the cache."""
@@ -70,14 +77,15 @@ class Attention:
     """Self-attention of one layer: fused QKV projection, optional per-head norms, rotary, cache write, backend,
     output."""
 
-    def __init__(self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str) -> None:
-        self.layer = layer
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str, rotary: Rotary) -> None:
+        self.layer, self._rotary = layer, rotary
         self.window = config.sliding_windows[layer]
         self.num_heads, self._num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._qkv = weights.linear(*(f"{prefix}{name}_proj" for name in "qkv"), has_bias=config.qkv_bias)
         self._out = weights.summed_linear(f"{prefix}o_proj", has_bias=config.output_bias)
         self._q_norm, self._k_norm = (
-            weights.norm(f"{prefix}{name}_norm", config.rms_norm_eps) if config.qk_norm else None for name in "qk"
+            weights.norm(f"{prefix}{name}_norm", config.rms_norm_eps, config.norm_offset) if config.qk_norm else None
+            for name in "qk"
         )
         self._key_offset_KD: Tensor | None = None
         if config.qkv_bias and not config.qk_norm:  # a norm changes what the bias adds
@@ -96,18 +104,22 @@ class Attention:
     def start_output(
         self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
     ) -> Callable[[], Residual]:
-        """Launches residual + the output projection. The residual may be overwritten."""
+        """Launch residual + the output projection. The residual may be overwritten."""
         return self._out.start_with_residual(attended_THD.flatten(1), residual_TE, next_norm)
+
+    def output(self, attended_THD: Tensor) -> Tensor:
+        """Return the output projection (T, E)."""
+        return self._out(attended_THD.flatten(1))
 
     def traceable(self) -> Attention | None:
         """See `Layer.traceable`."""
         return traceable_parts(self, "_qkv", "_out")
 
     def rotate_and_write(self, qkv_TZ: Tensor, step: ForwardPass) -> Tensor:
-        return (self._rotate_and_write if step.angles is not None else self._rotate_and_write_fused)(qkv_TZ, step)
+        angles = step.angles(self._rotary)
+        return self._rotate_and_write_fused(qkv_TZ, step) if angles is None else self._by_angles(qkv_TZ, step, angles)
 
-    def _rotate_and_write(self, qkv: Tensor, step: ForwardPass) -> Tensor:
-        assert step.angles is not None
+    def _by_angles(self, qkv: Tensor, step: ForwardPass, angles: tuple[Tensor, Tensor]) -> Tensor:
         sizes = (self.num_heads, self._num_kv_heads, self._num_kv_heads)
         qkv = qkv.view(qkv.shape[0], sum(sizes), self.head_dim)
         if self._q_norm is not None and self._k_norm is not None:
@@ -115,7 +127,7 @@ class Attention:
             qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
         else:
             qk, v = qkv.split((sizes[0] + sizes[1], sizes[2]), dim=1)
-        q, k = Rotary.apply(qk, *step.angles).split(sizes[:2], dim=1)
+        q, k = Rotary.apply(qk, *angles).split(sizes[:2], dim=1)
         step.cache.write(self.layer, step.slots_T, k, v)
         return q
 
@@ -124,8 +136,8 @@ class Attention:
             qkv,
             self.num_heads,
             self._num_kv_heads,
-            step.rotary.cos_PD,
-            step.rotary.sin_PD,
+            self._rotary.cos_PD,
+            self._rotary.sin_PD,
             step.batch.positions_T,
             step.batch.slots_T,
             step.cache.layer(self.layer),
@@ -152,31 +164,40 @@ class MLP:
         return self._gated.takes_normed
 
     def start(self, x: Residual, norm: RMSNorm, next_norm: RMSNorm | None = None) -> Callable[[], Residual]:
-        """Launches x + mlp(norm(x)). x may be overwritten."""
+        """Launch x + mlp(norm(x)). x may be overwritten."""
         return self._gated.start_into(self._down, x, norm, next_norm)
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """Return mlp(x), (T, E)."""
+        return self._gated.into(self._down, x_TE)
 
     def traceable(self) -> MLP | None:
         """See `Layer.traceable`."""
         return traceable_parts(self, "_gated", "_down")
 
 
-class DecoderLayer:
-    """Attention and MLP, each with a norm before it and a residual. Without `input_norm` the caller computes the norm
-    of the attention's input."""
+class DecoderLayer(ABC):
+    """Attention and MLP with residuals. A subclass says where the norms are."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str, *, input_norm: bool = True
-    ) -> None:
-        norm = f"{prefix}input_layernorm"
-        self._input_norm = weights.norm(norm, config.rms_norm_eps) if input_norm else None
-        self.attention = Attention(config, layer, weights, f"{prefix}self_attn.")
-        self._post_norm = weights.norm(f"{prefix}post_attention_layernorm", config.rms_norm_eps)
-        self._mlp = MLP(config, weights, f"{prefix}mlp.")
+    attention: Attention
 
     @property
     def first_norm(self) -> RMSNorm | None:
         """The norm of the layer's input. None: the layer computes it itself."""
-        return self._input_norm if self.attention.takes_normed else None
+        return None
+
+    @abstractmethod
+    def queries(self, x_TI: Tensor, step: ForwardPass) -> Tensor:
+        """Return queries (T, H, D): the part before attention. Keys and values are in the cache then."""
+        ...
+
+    @abstractmethod
+    def after_attention(
+        self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
+    ) -> Stages[Residual]:
+        """Compute the part after attention. The residual may be overwritten. `next_norm`: the `first_norm` of the next
+        layer."""
+        ...
 
     def stages(
         self,
@@ -188,15 +209,10 @@ class DecoderLayer:
         next_norm: RMSNorm | None = None,
     ) -> Stages[Residual]:
         """Compute the layer: (T, E), or (R, E) for the selected tokens. `residual_TE`: the residual that the
-        attention's output is added to; None: x. It may be overwritten. `next_norm`: the `first_norm` of the next
-        layer."""
+        attention's output is added to; None: x. It may be overwritten."""
         q_THD = self.queries(x.x_TE, step) if x.normed_TE is None else self.attention.queries(x.normed_TE, step, None)
         residual_TE = x.x_TE if residual_TE is None else residual_TE
         return (yield from self.select(q_THD, residual_TE, step, logits_indices, next_norm))
-
-    def queries(self, x_TI: Tensor, step: ForwardPass) -> Tensor:
-        """The part before attention: queries (T, H, D)."""
-        return self.attention.queries(x_TI, step, self._input_norm)
 
     def select(
         self,
@@ -206,26 +222,66 @@ class DecoderLayer:
         logits_indices: LogitsIndices | None,
         next_norm: RMSNorm | None = None,
     ) -> Stages[Residual]:
-        """The layer's output, from its queries: (T, E), or (R, E) of the selected tokens."""
+        """Return the layer's output, computed from its queries: (T, E), or (R, E) of the selected tokens."""
         plan = None
         if logits_indices is not None:
             q_THD, residual_TE = q_THD[logits_indices.index_R], residual_TE[logits_indices.index_R]
             if q_THD.shape[0] == 0:  # a piece of a prompt: only its keys and values are needed
                 return Residual(residual_TE)
             plan = step.backend.plan(logits_indices.batch)
+        # What attention returns has no name here, so that its memory can be used again in the MLP.
+        return (yield from self.after_attention(step.attend(self.attention, q_THD, plan), residual_TE, next_norm))
+
+    def finish(self, attended_THD: Tensor, residual_TE: Tensor) -> Tensor:
+        """Return the layer's output (T, E): the part after attention at once. The residual may be overwritten."""
+        return completed(self.after_attention(attended_THD, residual_TE)).x_TE
+
+    def traceable(self) -> DecoderLayer | None:
+        """Return the same layer in plain torch operations; see `linears.linear.Layer.traceable`."""
+        return None
+
+
+class PreNormLayer(DecoderLayer):
+    """A layer with a norm before attention and one before the MLP (Llama, Mistral, Qwen). Without `input_norm` the
+    caller computes the norm of the attention's input."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        weights: WeightLoader,
+        prefix: str,
+        rotary: Rotary,
+        *,
+        input_norm: bool = True,
+    ) -> None:
+        norm = f"{prefix}input_layernorm"
+        self._input_norm = weights.norm(norm, config.rms_norm_eps) if input_norm else None
+        self.attention = Attention(config, layer, weights, f"{prefix}self_attn.", rotary)
+        self._post_norm = weights.norm(f"{prefix}post_attention_layernorm", config.rms_norm_eps)
+        self._mlp = MLP(config, weights, f"{prefix}mlp.")
+
+    @property
+    def first_norm(self) -> RMSNorm | None:
+        return self._input_norm if self.attention.takes_normed else None
+
+    def queries(self, x_TI: Tensor, step: ForwardPass) -> Tensor:
+        return self.attention.queries(x_TI, step, self._input_norm)
+
+    def after_attention(
+        self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
+    ) -> Stages[Residual]:
         post_norm = self._post_norm if self._mlp.takes_normed else None
-        # No name for what attention returns: its memory can be used again in the MLP.
-        projected = self.attention.start_output(step.attend(self.attention, q_THD, plan), residual_TE, post_norm)
+        projected = self.attention.start_output(attended_THD, residual_TE, post_norm)
+        del attended_THD
         yield
         computed = self._mlp.start(projected(), self._post_norm, next_norm)
         yield
         return computed()
 
     def finish(self, attended_THD: Tensor, residual_TE: Tensor) -> Tensor:
-        """The part after attention at once, (T, E). The residual may be overwritten."""
         x = self.attention.start_output(attended_THD, residual_TE)()
         return self._mlp.start(x, self._post_norm)().x_TE
 
-    def traceable(self) -> DecoderLayer | None:
-        """See `Layer.traceable`."""
+    def traceable(self) -> PreNormLayer | None:
         return traceable_parts(self, "attention", "_mlp")

@@ -9,7 +9,7 @@ Shape suffixes: W draft vocabulary, V vocabulary of the target.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -71,13 +71,8 @@ def eagle_config(
     `default_aux_layers`.
     """
     layer = layer_prefix(kind)
-    config = replace(
-        config,
-        # A head has one layer and the traits its tensors show, whatever family its config.json names.
-        num_layers=1,
-        sliding_windows=(None,),
-        qk_norm=False,
-        mlp_bias=False,
+    # A head has the traits that its tensors show, whatever family its config.json names.
+    config = config.as_head(
         qkv_bias=f"{layer}self_attn.q_proj.bias" in shapes,
         output_bias=f"{layer}self_attn.o_proj.bias" in shapes,
     )

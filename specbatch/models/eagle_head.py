@@ -23,7 +23,7 @@ from specbatch.attention.interface import AttentionBackend
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.models.decoder import Decoder, PagedModel
-from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
+from specbatch.models.decoder_layer import ForwardPass, PreNormLayer
 from specbatch.models.eagle_config import EagleConfig, layer_prefix, target_ids_of
 from specbatch.models.linears.linear import Residual
 from specbatch.models.stages import completed
@@ -46,7 +46,7 @@ class EagleHead(PagedModel):
         self._norm_before_residual = head.norm_before_residual
         self._embed = weights.embedding(weights.tensor("embed_tokens.weight")) if head.has_embedding else target.embed
         self._fc = weights.fc(head.has_fc_bias)
-        self._layer = DecoderLayer(c, 0, weights, layer_prefix(head.kind), input_norm=False)
+        self._layer = PreNormLayer(c, 0, weights, layer_prefix(head.kind), self.rotary_of(0), input_norm=False)
         self.lm_head = weights.linear("lm_head") if head.has_lm_head else target.lm_head
         # (W,) target token of each draft token; None where the two vocabularies are equal
         self.target_ids: Tensor | None = None
@@ -72,7 +72,7 @@ class EagleHead(PagedModel):
     ) -> Tensor:
         """Hidden states (T, E), or (R, E) of the selected tokens: the next position's features, and what `logits`
         takes. `features_TE` may be overwritten."""
-        step = ForwardPass(batch, self._backend, cache, self._rotary)
+        step = ForwardPass(batch, self._backend, cache)
         embedded = self._embed(tokens_T)
         if self._kind == "eagle3":
             normed = self._hidden_norm(features_TE)

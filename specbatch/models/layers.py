@@ -5,6 +5,8 @@ Shape suffixes: T packed tokens, E hidden size, H heads, D head dimension, P pos
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -12,16 +14,26 @@ from specbatch.kernels import ops_for
 
 
 class RMSNorm:
-    """Root-mean-square layer norm (Zhang and Sennrich 2019)."""
+    """Root-mean-square layer norm (Zhang and Sennrich 2019). `kernels.torch.model.rms_norm` says what a weight in
+    float32 means."""
 
-    def __init__(self, weight_E: Tensor, eps: float) -> None:
+    def __init__(self, weight_E: Tensor, eps: float, ops: ModuleType | None = None) -> None:
+        """Make a norm. `ops`: the kernels of the inputs' dtype; None: those of the weight's."""
         self.weight = weight_E
         self.eps = eps
-        self._rms_norm = ops_for(weight_E.device, weight_E.dtype).rms_norm
+        self._ops = ops or ops_for(weight_E.device, weight_E.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self._rms_norm(x, self.weight, self.eps)
+        y: Tensor = self._ops.rms_norm(x, self.weight, self.eps)
         return y
+
+    def added(self, y_TE: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None) -> tuple[Tensor, Tensor | None]:
+        """Return x = residual + norm(y), and next_norm(x) if there is such a norm, which has the same eps."""
+        next_weight_E = None if next_norm is None else next_norm.weight
+        sums: tuple[Tensor, Tensor | None] = self._ops.add_normed(
+            y_TE, residual_TE, self.weight, self.eps, next_weight_E
+        )
+        return sums
 
 
 class Rotary:

@@ -9,7 +9,6 @@ Shape suffixes: W draft vocabulary, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -20,8 +19,9 @@ from torch import Tensor
 
 from specbatch.errors import ModelError
 from specbatch.models.catalog import RANDOM_PREFIX, random_name
-from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
+from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, expected_eagle_tensors
+from specbatch.models.families.registry import parse_hf_config
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 
@@ -185,9 +185,7 @@ def open_random_eagle_head(
     draft_vocab_size = vocab_size
     if is_reduced:
         draft_vocab_size = REDUCED_DRAFT_VOCAB if vocab_size > REDUCED_DRAFT_VOCAB else vocab_size // 2
-    layer = dataclasses.replace(
-        target, num_layers=1, sliding_windows=(None,), qk_norm=False, qkv_bias=False, output_bias=False
-    )
+    layer = target.as_head()
     shapes = expected_eagle_tensors(
         EagleConfig(
             kind,

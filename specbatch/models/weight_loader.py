@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from specbatch.kernels import ops_for
-from specbatch.models.config import Activation
+from specbatch.kernels.activations import Activation
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.fp8 import (
+    Fp8GatedLinear,
     Fp8Linear,
     Fp8Weight,
     JoinedLinear,
-    SiluGatedLinear,
     expand_scale,
     joined_weights,
     quantise_weight,
@@ -82,8 +82,13 @@ class WeightLoader:
     def embedding(self, weight_VE: Tensor) -> Embedding:
         return Embedding(weight_VE, self._shard)
 
-    def norm(self, name: str, eps: float) -> RMSNorm:
-        return RMSNorm(self.tensor(f"{name}.weight"), eps)
+    def norm(self, name: str, eps: float, offset: float = 0.0) -> RMSNorm:
+        """Make a norm that multiplies by offset + weight. With an offset, the sum is kept in float32 at least."""
+        if not offset:
+            return RMSNorm(self.tensor(f"{name}.weight"), eps)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        weight_E = self.stored(f"{name}.weight").to(device=self.device, dtype=wide)
+        return RMSNorm(weight_E + offset, eps, self._ops)
 
     def linear(self, *names: str, has_bias: bool = False) -> Linear:
         """One layer; several names: layers of the same input, their outputs concatenated."""
@@ -116,10 +121,10 @@ class WeightLoader:
 
     def gated_linear(self, gate: str, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
         if self._is_quantised(gate, up):
-            assert activation == "silu", activation
             if self.device.type == "cuda":
-                return ScaledGatedLinear(self.linear(gate, up, has_bias=has_bias), self._ops)
-            return SiluGatedLinear(self.linear(gate, has_bias=has_bias), self.linear(up, has_bias=has_bias))
+                return ScaledGatedLinear(self.linear(gate, up, has_bias=has_bias), self._ops, activation)
+            layers = self.linear(gate, has_bias=has_bias), self.linear(up, has_bias=has_bias)
+            return Fp8GatedLinear(*layers, activation)
         biases = (self.tensor(f"{gate}.bias"), self.tensor(f"{up}.bias")) if has_bias else None
         return self.new_gated_linear(self.tensor(f"{gate}.weight"), self.tensor(f"{up}.weight"), biases, activation)
 
@@ -190,10 +195,9 @@ class WeightLoader:
     ) -> GatedLinear:
         if is_packable(gate_OI):
             return PackedGatedLinear(gate_OI, up_OI, biases_O, activation)
-        assert activation == "silu", activation  # the one that the kernels fuse
         if self._gemm is not None:
-            return InvariantGatedLinear(gate_OI, up_OI, biases_O, self._gemm)
-        return DenseGatedLinear(gate_OI, up_OI, biases_O, self._ops)
+            return InvariantGatedLinear(gate_OI, up_OI, biases_O, self._gemm, activation)
+        return DenseGatedLinear(gate_OI, up_OI, biases_O, self._ops, activation)
 
 
 def _give_back_memory() -> None:

@@ -308,17 +308,18 @@ def _attention(
     *,
     deterministic: bool,
 ) -> AttentionBackend:
-    sizes, scale = (config.num_heads, config.num_kv_heads, config.head_dim), config.attention_scale
+    sizes = config.num_heads, config.num_kv_heads, config.head_dim
+    scale, soft_cap = config.attention_scale, config.attention_soft_cap
     if name == "triton" and deterministic:
-        backend = InvariantAttention(*sizes, dtype, device, kv_dtype, scale=scale)
+        backend = InvariantAttention(*sizes, dtype, device, kv_dtype, scale=scale, soft_cap=soft_cap)
         backend.check()
         return backend
     if name == "triton":
-        return PagedAttention(*sizes, dtype, device, scale=scale)
+        return PagedAttention(*sizes, dtype, device, scale=scale, soft_cap=soft_cap)
     if name == "flashinfer":
-        return FlashInferAttention(*sizes, dtype, device, kv_dtype, scale=scale)
+        return FlashInferAttention(*sizes, dtype, device, kv_dtype, scale=scale, soft_cap=soft_cap)
     if name == "torch":
-        return TorchAttention(*sizes, device, scale=scale)
+        return TorchAttention(*sizes, device, scale=scale, soft_cap=soft_cap)
     assert_never(name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -46,6 +50,8 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
+# head_dim and query_pre_attn_scalar are independent of the other sizes, as in Gemma 2 27B.
+GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "bos_token_id": 2, "eos_token_id": 1}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -62,6 +68,25 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2-window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=13, max_window_layers=1),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
     "qwen3-bias-tied": Qwen3Config(**SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=True),
+    "gemma": GemmaConfig(**SIZES, head_dim=16),
+    "gemma-untied": GemmaConfig(**SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=False),
+    "gemma2-window": Gemma2Config(
+        **SIZES, **GEMMA, sliding_window=9, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+    ),
+    "gemma2-no-caps": Gemma2Config(
+        **SIZES, **GEMMA, sliding_window=9, attn_logit_softcapping=None, final_logit_softcapping=None
+    ),
+    "gemma3-window": Gemma3TextConfig(**SIZES, **GEMMA, sliding_window=9, sliding_window_pattern=2),
+    "gemma3-linear": Gemma3TextConfig(
+        **SIZES,
+        **GEMMA,
+        sliding_window=13,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
 }
 
 
@@ -87,7 +112,8 @@ PIECES = {"whole": [LENGTH], "chunks": [1, 30, 7, 32], "decode": [40] + [1] * 30
 def test_families(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    # Of the implementations, only eager applies soft caps to scores.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "norm" in key or key.endswith(
@@ -106,7 +132,7 @@ def test_families(name: str, tmp_path: Path) -> None:
             assert float((found - expected).abs().max()) < 1e-4  # seen: 5e-5 at most, logits up to 15
     if "window" in name:
         full = build_decoder(
-            type(checkpoint.config)(**{**vars(checkpoint.config), "sliding_windows": (None,) * 3}),
+            replace(checkpoint.config, sliding_windows=(None,) * 3),
             checkpoint.tensors,
             LENGTH,
             torch.float32,

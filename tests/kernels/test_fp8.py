@@ -55,9 +55,9 @@ def quantised(name: str, x: Tensor, scheme: tuple[float | None, bool]) -> tuple[
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["quantise", "rms_norm_quantised", "silu_mul_quantised"])
+@pytest.mark.parametrize("name", ["quantise", "rms_norm_quantised", "act_mul_quantised"])
 def test_inputs_are_quantised(name: str, scheme: tuple[float | None, bool], size: int, dtype: torch.dtype) -> None:
-    x = random(5, size * (2 if name == "silu_mul_quantised" else 1), dtype=dtype)
+    x = random(5, size * (2 if name == "act_mul_quantised" else 1), dtype=dtype)
     x[1], x[2] = 0.0, x[2] * 100
     found, expected = quantised(name, x, scheme)
     torch.testing.assert_close(found.scale_TG, expected.scale_TG, rtol=1e-5, atol=0.0)
@@ -195,7 +195,7 @@ def test_a_graph_replays_with_new_inputs(tokens: int) -> None:
     def work() -> Tensor:
         x = kernels.rms_norm_quantised(static, weight, 1e-5)
         gate_up = kernels.scaled_linear(**arguments | {"x": x})
-        return torch.cat([part.float() for part in kernels.silu_mul_quantised(gate_up)], dim=1)
+        return torch.cat([part.float() for part in kernels.act_mul_quantised(gate_up)], dim=1)
 
     work()
     torch.cuda.synchronize()

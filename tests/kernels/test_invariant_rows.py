@@ -39,7 +39,7 @@ def test_norm_and_activation(size: int, dtype: torch.dtype) -> None:
     x = torch.randn(1024, 2 * size, device=CUDA).to(dtype)
     weight = torch.randn(size, device=CUDA).to(dtype)
     rows_agree(lambda index: ops.rms_norm(x[index, :size], weight, 1e-6))
-    rows_agree(lambda index: ops.silu_mul(x[index]))
+    rows_agree(lambda index: ops.act_mul(x[index]))
 
 
 @pytest.mark.parametrize("has_norm", [False, True])

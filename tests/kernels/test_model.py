@@ -27,9 +27,9 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul(dtype: torch.dtype) -> None:
+def test_act_mul(dtype: torch.dtype) -> None:
     x = random(3, 2 * 1000, dtype=dtype) * 4
-    close(model.silu_mul(x), reference.silu_mul(x), dtype)
+    close(model.act_mul(x), reference.act_mul(x), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

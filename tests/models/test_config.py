@@ -10,6 +10,9 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -19,8 +22,9 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specbatch.errors import ModelError
-from specbatch.models.config import expected_tensors, parse_hf_config
-from specbatch.models.config_keys import check_keys, unknown_keys
+from specbatch.models.config import expected_tensors
+from specbatch.models.config_keys import unknown_keys
+from specbatch.models.families.registry import FAMILIES, check_family_keys, parse_hf_config
 from specbatch.models.rope import RopeConfig
 
 SIZES: dict[str, Any] = {
@@ -201,19 +205,19 @@ def test_generation_config_replaces_the_end_of_sequence_ids() -> None:
 
 def test_every_key_of_transformers_is_known() -> None:
     """A key that a later version of transformers adds to its classes needs a decision."""
-    for theirs in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config):
+    for theirs in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig, Gemma2Config, Gemma3TextConfig):
         keys = {field.name for field in fields(theirs)} | theirs(**SIZES).to_dict().keys()
-        assert not unknown_keys(dict.fromkeys(keys - {"rope_parameters"}, "a value"), theirs.model_type)
-        raw = theirs(**SIZES).to_dict()
-        check_keys(raw, theirs.model_type)
-        assert unknown_keys(raw, theirs.model_type) == []
+        family = FAMILIES[theirs.model_type]
+        values = dict.fromkeys(keys - {"rope_parameters"}, "a value")
+        assert not unknown_keys(values, family.keys, family.neutral)
+        assert check_family_keys(theirs(**SIZES).to_dict()) == ()
 
 
 def test_unknown_keys_are_those_that_neither_change_nothing_nor_are_applied() -> None:
     rope = {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3, "mrope_section": [1, 2]}}
     extra = {"auto_map": {"AutoModel": "own.Model"}, "alpha": 0.5, "beta": None, "gamma": [], "sliding_window": 9}
-    found = unknown_keys({**LLAMA, **rope, **extra}, "llama")
-    assert found == ["auto_map", "alpha", "sliding_window", "rope_scaling.beta_fast", "rope_scaling.mrope_section"]
+    found = check_family_keys({**LLAMA, **rope, **extra})
+    assert found == ("auto_map", "alpha", "sliding_window", "rope_scaling.beta_fast", "rope_scaling.mrope_section")
 
 
 @pytest.mark.parametrize(

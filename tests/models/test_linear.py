@@ -111,7 +111,7 @@ def test_dense_layers_call_the_fused_operations() -> None:
 
         return call
 
-    names = ("linear", "norm_linear", "gated_linear", "norm_gated_linear", "silu_mul")
+    names = ("linear", "norm_linear", "gated_linear", "norm_gated_linear", "act_mul")
     ops: Any = SimpleNamespace(**{name: recorded(name) for name in names})
     weight_OI, bias_O, x_TI = random(8, 8), random(8, seed=1), random(3, 8, seed=2)
     norm = RMSNorm(random(8, seed=3), 1e-5)
@@ -125,8 +125,8 @@ def test_dense_layers_call_the_fused_operations() -> None:
             gated.with_norm(x_TI, norm),
         ):
             assert y_TO.shape == (3, 8)
-    without_bias = ["linear 2", "norm_linear 4", "linear 3", "gated_linear 2", "norm_gated_linear 4"]
-    with_bias = ["linear 3", "norm_linear 5", "linear 4", *("linear 3", "silu_mul 1") * 2]
+    without_bias = ["linear 2", "norm_linear 4", "linear 3", "gated_linear 3", "norm_gated_linear 5"]
+    with_bias = ["linear 3", "norm_linear 5", "linear 4", *("linear 3", "act_mul 2") * 2]
     assert calls == without_bias + with_bias
 
 

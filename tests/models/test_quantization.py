@@ -21,7 +21,7 @@ from specbatch.kernels.quantised import E4M3_MAX
 from specbatch.kernels.torch.fp8 import quantise
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.fp8 import Fp8Linear, Fp8Weight, SiluGatedLinear, quantise_weight
+from specbatch.models.linears.fp8 import Fp8GatedLinear, Fp8Linear, Fp8Weight, quantise_weight
 from specbatch.models.linears.linear import Residual
 from specbatch.models.linears.packed import PackedLinear
 from specbatch.models.linears.quantization import ON_LOAD, Quantization, chosen, parse_quantization
@@ -193,7 +193,7 @@ def test_layers_of_a_gpu_compute_the_same(inputs: Any, monkeypatch: pytest.Monke
     half = replace(weight, values_OI=values[:100], scale=scale[:100])
     other = replace(weight, values_OI=values[100:], scale=scale[100:])
     narrow = replace(weight, values_OI=values[:, :100].contiguous(), scale=scale[:, :1])
-    gated_cpu = SiluGatedLinear(Fp8Linear(half, None, PackedLinear), Fp8Linear(other, None, PackedLinear))
+    gated_cpu = Fp8GatedLinear(Fp8Linear(half, None, PackedLinear), Fp8Linear(other, None, PackedLinear), "silu")
     gated_gpu = ScaledGatedLinear(ScaledLinear(weight, None, ops, torch.float32), ops)
     assert not gated_gpu.takes_normed, "its norm quantises"
     before = Residual(x)

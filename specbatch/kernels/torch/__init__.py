@@ -4,12 +4,12 @@ from specbatch.kernels.torch.acceptance import accept_chain
 from specbatch.kernels.torch.attention import attend
 from specbatch.kernels.torch.beam import beam_expand, beam_start
 from specbatch.kernels.torch.edits import edit_logits
-from specbatch.kernels.torch.fp8 import quantise, rms_norm_quantised, scaled_linear, silu_mul_quantised
+from specbatch.kernels.torch.fp8 import act_mul_quantised, quantise, rms_norm_quantised, scaled_linear
 from specbatch.kernels.torch.gemm import gated_linear, linear, norm_gated_linear, norm_linear
 from specbatch.kernels.torch.logprobs import logprobs
 from specbatch.kernels.torch.long_sequences import long_sequences
 from specbatch.kernels.torch.mask import tree_mask_bits
-from specbatch.kernels.torch.model import move_slots, rms_norm, rotary_write, silu_mul
+from specbatch.kernels.torch.model import act_mul, add_normed, move_slots, rms_norm, rotary_write, soft_capped
 from specbatch.kernels.torch.ngram import ngram_lookup
 from specbatch.kernels.torch.prefixes import attend_prefixes
 from specbatch.kernels.torch.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
@@ -20,6 +20,9 @@ from specbatch.kernels.torch.workspace import Workspace
 __all__ = [
     "Workspace",
     "accept_chain",
+    "act_mul",
+    "act_mul_quantised",
+    "add_normed",
     "argmax",
     "argmax_and_margin",
     "attend",
@@ -46,8 +49,7 @@ __all__ = [
     "sample",
     "scaled_linear",
     "select_nodes",
-    "silu_mul",
-    "silu_mul_quantised",
+    "soft_capped",
     "span_layout",
     "tree_mask_bits",
     "uniform",

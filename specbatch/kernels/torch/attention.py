@@ -24,6 +24,7 @@ def attend(
     listed: tuple[Tensor, Tensor] | None = None,
     v_scale: float = 1.0,
     prefix: PrefixParts | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Attention output (T, H, D) of new tokens over their sequences' pages; see `PagedBatch` for what is visible.
 
@@ -31,6 +32,7 @@ def attend(
     wrong for nodes of a draft tree, all of which lie in the window of any real model.
     `v_scale`: of the values of an FP8 cache; that of its keys is in `scale`.
     `prefix`: what `attend_prefixes` found for the same queries; None: groups are not looked at. Not with a window.
+    `soft_cap`: scores become cap * tanh(score / cap), as in Gemma 2; None: they stay as they are.
     `num_splits`, `workspace` and `listed` are for the Triton kernel.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -57,6 +59,8 @@ def attend(
     k, v = keys_and_values(kv_2KSD, batch, seq_T, q_THD.dtype)
     q = q_THD.to(k.dtype).view(num_tokens, num_kv_heads, group, head_dim).transpose(0, 1)
     scores = torch.einsum("ktgd,ktld->ktgl", q, k) * scale
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
     scores = scores.masked_fill(~visible[None, :, None], -torch.inf)
     out = torch.einsum("ktgl,ktld->ktgd", torch.softmax(scores, dim=-1), v)
     out = out.transpose(0, 1).reshape(num_tokens, num_heads, head_dim)

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specbatch.kernels.activations import Activation
 from specbatch.kernels.quantised import E4M3_MAX, GROUP, SMALLEST_SCALE, Quantised
-from specbatch.kernels.torch.model import rms_norm, silu_mul
+from specbatch.kernels.torch.model import act_mul, rms_norm
 
 
 def scale_of(wide: Tensor) -> Tensor:
@@ -58,8 +59,10 @@ def rms_norm_quantised(
     return quantise(rms_norm(x_TE, weight_E, eps), static, grouped)
 
 
-def silu_mul_quantised(gate_up_T2I: Tensor, static: float | None = None, grouped: bool = False) -> Quantised:
-    return quantise(silu_mul(gate_up_T2I), static, grouped)
+def act_mul_quantised(
+    gate_up_T2I: Tensor, static: float | None = None, grouped: bool = False, activation: Activation = "silu"
+) -> Quantised:
+    return quantise(act_mul(gate_up_T2I, activation), static, grouped)
 
 
 def scaled_linear(

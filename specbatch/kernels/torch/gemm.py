@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.kernels.torch.model import rms_norm
+from specbatch.kernels.activations import Activation
+from specbatch.kernels.torch.model import activated, rms_norm
 
 
 def linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residual_MO: Tensor | None = None) -> Tensor:
@@ -24,12 +25,14 @@ def norm_linear(
     return F.linear(rms_norm(x_ME, norm_weight_E, eps), weight_OE, bias_O)
 
 
-def gated_linear(x_ME: Tensor, gate_up_2IE: Tensor) -> Tensor:
-    """silu(x G^T) * (x U^T), each step rounded to x's dtype. G is the first half of the weight. Returns (M, I)."""
+def gated_linear(x_ME: Tensor, gate_up_2IE: Tensor, activation: Activation = "silu") -> Tensor:
+    """Return activation(x G^T) * (x U^T), (M, I), each step rounded to x's dtype. G is the first half of the weight."""
     gate_MI, up_MI = F.linear(x_ME, gate_up_2IE).chunk(2, dim=-1)
-    return F.silu(gate_MI) * up_MI
+    return activated(gate_MI, activation) * up_MI
 
 
-def norm_gated_linear(x_ME: Tensor, norm_weight_E: Tensor, eps: float, gate_up_2IE: Tensor) -> Tensor:
-    """gated_linear(rms_norm(x)). Returns (M, I)."""
-    return gated_linear(rms_norm(x_ME, norm_weight_E, eps), gate_up_2IE)
+def norm_gated_linear(
+    x_ME: Tensor, norm_weight_E: Tensor, eps: float, gate_up_2IE: Tensor, activation: Activation = "silu"
+) -> Tensor:
+    """Return gated_linear(rms_norm(x)), (M, I)."""
+    return gated_linear(rms_norm(x_ME, norm_weight_E, eps), gate_up_2IE, activation)

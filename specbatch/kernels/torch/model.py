@@ -20,23 +20,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specbatch.kernels.activations import Activation
+
 _LARGEST_E4M3 = 448.0
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019): computed in float32 at least, rounded to
-    the input's dtype, then scaled, as the reference models do."""
+    """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019), computed in float32 at least.
+
+    The norm is rounded to the input's dtype, then scaled by the weight, as Llama does. A weight in float32 with inputs
+    of a narrower dtype scales before the only rounding, as Gemma does.
+    """
     if x_TE.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
     wide = x_TE.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight_E * wide.to(x_TE.dtype)
+    return (weight_E * (wide if weight_E.dtype == torch.float32 else wide.to(x_TE.dtype))).to(x_TE.dtype)
 
 
-def silu_mul(gate_up_T2I: Tensor) -> Tensor:
-    """silu(gate) * up, (T, I): the activation of a SwiGLU feed-forward (Shazeer 2020)."""
+def add_normed(
+    y_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, next_weight_E: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return x = residual + rms_norm(y), and rms_norm(x) with `next_weight_E` (None: without it): the end of a half of
+    a layer whose outputs have norms (Gemma 2). Each step is rounded."""
+    x_TE = residual_TE + rms_norm(y_TE, weight_E, eps)
+    return x_TE, None if next_weight_E is None else rms_norm(x_TE, next_weight_E, eps)
+
+
+def activated(gate: Tensor, activation: Activation) -> Tensor:
+    """Return the activation of an MLP's gate. "gelu_tanh" is the tanh approximation of GELU (Hendrycks and Gimpel
+    2016)."""
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def act_mul(gate_up_T2I: Tensor, activation: Activation = "silu") -> Tensor:
+    """Return activation(gate) * up, (T, I), of a gated feed-forward (SwiGLU, GeGLU; Shazeer 2020)."""
     gate, up = gate_up_T2I.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return activated(gate, activation) * up
+
+
+def soft_capped(logits_RV: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap) in the dtype of the logits (Gemma 2). The logits may be overwritten."""
+    return torch.tanh(logits_RV / cap) * cap
 
 
 def rotary_write(

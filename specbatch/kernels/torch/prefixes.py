@@ -12,7 +12,14 @@ from specbatch.batch import PagedBatch, PrefixGroups, PrefixParts
 from specbatch.kernels.torch.attention import keys_and_values, sequence_of_tokens
 
 
-def attend_prefixes(q_THD: Tensor, kv_2KSD: Tensor, batch: PagedBatch, scale: float, num_parts: int = 1) -> PrefixParts:
+def attend_prefixes(
+    q_THD: Tensor,
+    kv_2KSD: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    num_parts: int = 1,
+    soft_cap: float | None = None,
+) -> PrefixParts:
     """What each query of a group sees of the tokens that its group shares, in `num_parts` parts that `attend` merges.
     The keys are found by the pages of the group's first sequence. Here all is in the first part."""
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -24,6 +31,8 @@ def attend_prefixes(q_THD: Tensor, kv_2KSD: Tensor, batch: PagedBatch, scale: fl
     visible_TL = torch.arange(k.shape[2], device=q_THD.device) < tokens_B[seq_T][:, None]
     q = q_THD.to(k.dtype).view(num_tokens, -1, group, head_dim).transpose(0, 1)
     scores = torch.einsum("ktgd,ktld->ktgl", q, k) * scale
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
     scores = scores.masked_fill(~visible_TL[None, :, None], -torch.inf)
     peak = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - torch.where(peak == -torch.inf, 0.0, peak))

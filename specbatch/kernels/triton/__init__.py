@@ -4,12 +4,12 @@ from specbatch.kernels.triton.acceptance import accept_chain
 from specbatch.kernels.triton.attention import attend
 from specbatch.kernels.triton.beam import beam_expand, beam_start
 from specbatch.kernels.triton.edits import edit_logits
-from specbatch.kernels.triton.fp8 import quantise, rms_norm_quantised, scaled_linear, silu_mul_quantised
+from specbatch.kernels.triton.fp8 import act_mul_quantised, quantise, rms_norm_quantised, scaled_linear
 from specbatch.kernels.triton.gemm import gated_linear, linear, norm_gated_linear, norm_linear
 from specbatch.kernels.triton.logprobs import logprobs
 from specbatch.kernels.triton.long_sequences import long_sequences
 from specbatch.kernels.triton.mask import tree_mask_bits
-from specbatch.kernels.triton.model import move_slots, rms_norm, rotary_write, silu_mul
+from specbatch.kernels.triton.model import act_mul, add_normed, move_slots, rms_norm, rotary_write, soft_capped
 from specbatch.kernels.triton.ngram import ngram_lookup
 from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
@@ -20,6 +20,9 @@ from specbatch.kernels.triton.workspace import Workspace
 __all__ = [
     "Workspace",
     "accept_chain",
+    "act_mul",
+    "act_mul_quantised",
+    "add_normed",
     "argmax",
     "argmax_and_margin",
     "attend",
@@ -46,8 +49,7 @@ __all__ = [
     "sample",
     "scaled_linear",
     "select_nodes",
-    "silu_mul",
-    "silu_mul_quantised",
+    "soft_capped",
     "span_layout",
     "tree_mask_bits",
     "uniform",

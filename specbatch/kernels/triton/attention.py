@@ -32,9 +32,8 @@ from specbatch.kernels.triton.parts.attention_walk import merge_prefix, walk
 from specbatch.kernels.triton.parts.fp8 import half_queries
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
+from specbatch.kernels.triton.parts.soft_cap import scales
 from specbatch.kernels.triton.workspace import Workspace
-
-LOG2E = 1.4426950408889634
 
 
 @triton.jit
@@ -64,6 +63,7 @@ def _attend(
     prefix_ptr,
     prefix_weights_ptr,
     scale_log2,
+    cap_log2,
     window,
     stride_kv_head,
     stride_table,
@@ -84,6 +84,7 @@ def _attend(
     PREFIX_UNIT: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     PEELED: tl.constexpr,
     IS_FP8: tl.constexpr,
@@ -161,14 +162,14 @@ def _attend(
         seen_by_all = num_seen // BLOCK_N
         acc, odd_acc, maximum, total = walk(
             acc, odd_acc, maximum, total, q, k_base, v_base, table, begin_block, seen_by_all, end, start, query, row_ok,
-            token, position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok, step,
-            D, PAGE, BLOCK_N, HAS_MASK, HAS_WINDOW, PRECISION, PAIRS, True,
+            token, position, mask_ptr, mask_start, mask_words, window, scale_log2, cap_log2, dims, dim_ok, step,
+            D, PAGE, BLOCK_N, HAS_MASK, HAS_WINDOW, HAS_CAP, PRECISION, PAIRS, True,
         )  # fmt: skip
         begin_block += tl.cdiv(tl.maximum(seen_by_all - begin_block, 0), step) * step
     acc, odd_acc, maximum, total = walk(
         acc, odd_acc, maximum, total, q, k_base, v_base, table, begin_block, stop_block, end, start, query, row_ok,
-        token, position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok, step,
-        D, PAGE, BLOCK_N, HAS_MASK, HAS_WINDOW, PRECISION, PAIRS, False,
+        token, position, mask_ptr, mask_start, mask_words, window, scale_log2, cap_log2, dims, dim_ok, step,
+        D, PAGE, BLOCK_N, HAS_MASK, HAS_WINDOW, HAS_CAP, PRECISION, PAIRS, False,
     )  # fmt: skip
     if PAIRS:
         acc = tl.interleave(acc, odd_acc)
@@ -228,6 +229,7 @@ def attend(
     listed: tuple[Tensor, Tensor] | None = None,
     v_scale: float = 1.0,
     prefix: PrefixParts | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """See `kernels/torch/attention.py`. `num_splits`, a power of two, needs a `workspace` if above 1. `listed`: only
     these sequences are split, see `long_sequences`; None: all are."""
@@ -236,7 +238,9 @@ def attend(
     is_fp8 = kv_2KSD.dtype == torch.float8_e4m3fn
     programs, itemsize = len(batch.starts_B) * kv_2KSD.shape[1], q_THD.element_size()
     tile = tile_for(num_rows, head_dim, itemsize, shared_bytes(q_THD), is_fp8=is_fp8, num_programs=programs)
-    return attend_by(tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace, listed, v_scale, prefix)
+    return attend_by(
+        tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace, listed, v_scale, prefix, soft_cap
+    )
 
 
 def attend_by(
@@ -251,6 +255,7 @@ def attend_by(
     listed: tuple[Tensor, Tensor] | None = None,
     v_scale: float = 1.0,
     prefix: PrefixParts | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """`attend` with a given tile. Bits are comparable only between calls with equal tiles and splits."""
     _, num_heads, head_dim = q_THD.shape
@@ -305,7 +310,7 @@ def attend_by(
         prefix_tokens,
         prefix_sums,
         prefix_weights,
-        scale * LOG2E,
+        *scales(scale, soft_cap),
         window or 0,
         kv_2KSD.stride(1),
         batch.page_table_BP.stride(0),
@@ -326,6 +331,7 @@ def attend_by(
         PREFIX_UNIT=PREFIX_UNIT,
         HAS_MASK=has_mask,
         HAS_WINDOW=window is not None,
+        HAS_CAP=soft_cap is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         PEELED=(tile.peeled or has_mask) and window is None,
         IS_FP8=is_fp8,

@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.activations import Activation
 from specbatch.kernels.quantised import GROUP, SMALLEST_SCALE, Quantised
+from specbatch.kernels.triton.parts.elementwise import gate_and_up, scaled_norm
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.scaled import ops as scaled
 from specbatch.kernels.triton.scaled.tile import scaled_tile_for
@@ -76,21 +78,21 @@ def _rms_norm_quantised(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     ok = columns < SIZE
-    w = tl.load(weight + columns, mask=ok, other=0.0).to(tl.float32)
+    w = tl.load(weight + columns, mask=ok, other=0.0)
     await_former(PDL)
     dtype: tl.constexpr = x.dtype.element_ty
     v = tl.load(x + row * SIZE + columns, mask=ok, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(v * v, 0) / SIZE + eps)
-    y = ((v * scale).to(dtype).to(tl.float32) * w).to(dtype).to(tl.float32)
+    y = scaled_norm(v * scale, w, dtype).to(tl.float32)
     _store_quantised(y, columns, SIZE, values, scales, row, static, BLOCK, GROUP, STATIC)
 
 
 @triton.jit
-def _silu_mul_quantised(
-    x, values, scales, static, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
-    PDL: tl.constexpr,
+def _act_mul_quantised(
+    x, values, scales, static, ACTIVATION: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    STATIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_silu_mul` in model.py before it is quantised. SIZE: of the gate, and of the result."""
+    """Compute `_act_mul` of model.py and quantise it. SIZE: the size of the gate, and of the result."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     ok = columns < SIZE
@@ -98,8 +100,7 @@ def _silu_mul_quantised(
     dtype: tl.constexpr = x.dtype.element_ty
     gate = tl.load(x + row * 2 * SIZE + columns, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * SIZE + SIZE + columns, mask=ok, other=0.0).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    y = (activated * up).to(dtype).to(tl.float32)
+    y = gate_and_up(gate, up, ACTIVATION, dtype).to(tl.float32)
     _store_quantised(y, columns, SIZE, values, scales, row, static, BLOCK, GROUP, STATIC)
 
 
@@ -113,12 +114,18 @@ def rms_norm_quantised(
     return _launch(_rms_norm_quantised, x_TE, x_TE.shape[1], (weight_E, eps), static, grouped)
 
 
-def silu_mul_quantised(gate_up_T2I: Tensor, static: float | None = None, grouped: bool = False) -> Quantised:
-    return _launch(_silu_mul_quantised, gate_up_T2I, gate_up_T2I.shape[1] // 2, (), static, grouped)
+def act_mul_quantised(
+    gate_up_T2I: Tensor, static: float | None = None, grouped: bool = False, activation: Activation = "silu"
+) -> Quantised:
+    size = gate_up_T2I.shape[1] // 2
+    return _launch(_act_mul_quantised, gate_up_T2I, size, (), static, grouped, ACTIVATION=activation)
 
 
-def _launch(kernel, x: Tensor, size: int, norm: tuple, static: float | None, grouped: bool) -> Quantised:
-    """`norm`: its weight and its eps, or nothing. One program for each token."""
+def _launch(
+    kernel, x: Tensor, size: int, norm: tuple, static: float | None, grouped: bool, **constants: str
+) -> Quantised:
+    """Launch one program for each token. `norm`: the norm's weight and its eps, or nothing. `constants`: further
+    constants of the kernel."""
     num_tokens = x.shape[0]
     num_groups = triton.cdiv(size, GROUP) if grouped and static is None else 1
     values = torch.empty(num_tokens, size, dtype=torch.float8_e4m3fn, device=x.device)
@@ -132,7 +139,7 @@ def _launch(kernel, x: Tensor, size: int, norm: tuple, static: float | None, gro
         launch(
             kernel, (num_tokens,),
             x.contiguous(), *weight, values, scales, 1.0 if static is None else static, *rest,
-            SIZE=size, BLOCK=block, GROUP=GROUP if grouped else 0, STATIC=static is not None, PDL=pdl,
+            **constants, SIZE=size, BLOCK=block, GROUP=GROUP if grouped else 0, STATIC=static is not None, PDL=pdl,
             num_warps=warps, **launch_options(pdl),
         )  # fmt: skip
     return Quantised(values, scales)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.kernels.triton.model import rms_norm, silu_mul
+from specbatch.kernels.activations import Activation
+from specbatch.kernels.triton.model import act_mul, rms_norm
 from specbatch.kernels.triton.parts.shared_memory import like_hopper
 from specbatch.kernels.triton.skinny import ops as skinny
 from specbatch.kernels.triton.skinny.tile import is_skinny
@@ -32,16 +33,18 @@ def norm_linear(
     return F.linear(rms_norm(x_ME, norm_weight_E, eps), weight_OE, bias_O)
 
 
-def gated_linear(x_ME: Tensor, gate_up_2IE: Tensor) -> Tensor:
+def gated_linear(x_ME: Tensor, gate_up_2IE: Tensor, activation: Activation = "silu") -> Tensor:
     if _is_skinny(x_ME, gate_up_2IE):
-        return skinny.gated_linear(x_ME, gate_up_2IE)
-    return silu_mul(F.linear(x_ME, gate_up_2IE))
+        return skinny.gated_linear(x_ME, gate_up_2IE, activation)
+    return act_mul(F.linear(x_ME, gate_up_2IE), activation)
 
 
-def norm_gated_linear(x_ME: Tensor, norm_weight_E: Tensor, eps: float, gate_up_2IE: Tensor) -> Tensor:
+def norm_gated_linear(
+    x_ME: Tensor, norm_weight_E: Tensor, eps: float, gate_up_2IE: Tensor, activation: Activation = "silu"
+) -> Tensor:
     if _is_skinny(x_ME, gate_up_2IE):
-        return skinny.norm_gated_linear(x_ME, norm_weight_E, eps, gate_up_2IE)
-    return silu_mul(F.linear(rms_norm(x_ME, norm_weight_E, eps), gate_up_2IE))
+        return skinny.norm_gated_linear(x_ME, norm_weight_E, eps, gate_up_2IE, activation)
+    return act_mul(F.linear(rms_norm(x_ME, norm_weight_E, eps), gate_up_2IE), activation)
 
 
 def _is_skinny(x_MI: Tensor, weight_OI: Tensor) -> bool:

@@ -40,10 +40,9 @@ from specbatch.kernels.triton.parts.invariant_steps import (
     store_split,
 )
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
+from specbatch.kernels.triton.parts.soft_cap import scales
 from specbatch.kernels.triton.tree_paths import TreePaths
 from specbatch.kernels.triton.workspace import Workspace
-
-_LOG2E = 1.4426950408889634
 
 
 @triton.jit
@@ -59,11 +58,13 @@ def _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8: tl.constexpr):
 def _attend(
     q_ptr, out_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, query_starts_ptr, positions_ptr,
     mask_starts_ptr, limits_ptr, leaves_ptr, paths_ptr, bounds_ptr, ranks_ptr, listed_ptr,
-    partial_ptr, sums_ptr, counter_ptr, scale_log2, window, stride_kv_head, stride_table, num_bits, num_seqs, v_scale,
+    partial_ptr, sums_ptr, counter_ptr, scale_log2, cap_log2, window, stride_kv_head, stride_table, num_bits,
+    num_seqs, v_scale,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDS: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr,
     MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, ONES: tl.constexpr, FLAT: tl.constexpr, HAS_TREE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, IS_FP8: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, IS_FP8: tl.constexpr, HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     await_former(PDL)
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
@@ -161,7 +162,7 @@ def _attend(
             split_acc, split_total, split_maximum = add_block(
                 split_acc, split_total, split_maximum, q, k_base, v_base,
                 slots_of(table, block, columns, BLOCK_N, PAGE), row_ok, row_ok, row_ok,
-                scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, True,
+                scale_log2, cap_log2, dims, dim_ok, D, BLOCK_N, HAS_CAP, PRECISION, True,
             )  # fmt: skip
     for last in range(split, stop_split):
         split_low, split_high = tl.load(bounds_ptr + last), tl.load(bounds_ptr + last + 1)
@@ -173,7 +174,7 @@ def _attend(
                 split_acc, split_total, split_maximum = add_block(
                     split_acc, split_total, split_maximum, q, k_base, v_base,
                     slots_of(table, block, columns, BLOCK_N, PAGE), row_ok, row_ok, row_ok,
-                    scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, True,
+                    scale_log2, cap_log2, dims, dim_ok, D, BLOCK_N, HAS_CAP, PRECISION, True,
                 )  # fmt: skip
             next_block = stop_now
         stop_shared = tl.cdiv(tl.minimum(num_shared, high), BLOCK_N)
@@ -185,7 +186,7 @@ def _attend(
             sees = sees_any(limit, oldest, block * BLOCK_N, block * BLOCK_N + BLOCK_N)
             split_acc, split_total, split_maximum = add_block(
                 split_acc, split_total, split_maximum, q, k_base, v_base, slots, key_ok, visible, sees,
-                scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, False,
+                scale_log2, cap_log2, dims, dim_ok, D, BLOCK_N, HAS_CAP, PRECISION, False,
             )  # fmt: skip
         if HAS_TREE:
             first_own = tl.maximum(low, num_shared) // BLOCK_N
@@ -206,7 +207,7 @@ def _attend(
                     sees = on_path & sees_any(limit, oldest, block * BLOCK_N, block * BLOCK_N + BLOCK_N)
                     split_acc, split_total, split_maximum = add_block(
                         split_acc, split_total, split_maximum, q, k_base, v_base, slots, key_ok, visible, sees,
-                        scale_log2, dims, dim_ok, D, BLOCK_N, PRECISION, False,
+                        scale_log2, cap_log2, dims, dim_ok, D, BLOCK_N, HAS_CAP, PRECISION, False,
                     )  # fmt: skip
         if PARTS > 1 and parts > 1:
             store_split(
@@ -255,6 +256,7 @@ def attend(
     scale: float,
     window: int | None = None,
     v_scale: float = 1.0,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """As `kernels/torch/attention.py`. `paths`: of a batch with a mask. `listed`: the long sequences, see
     `long_sequences`; None: all have `splits.parts` programs. `bounds`: int32, the first key of each split, a power of
@@ -282,12 +284,12 @@ def attend(
         batch.positions_T, batch.starts_B if batch.mask_starts_B is None else batch.mask_starts_B,
         limits, leaves, nodes, bounds, *(listed or (batch.starts_B, batch.starts_B)),
         *workspace.reserve(tiles, splits.max_splits, rows, block_d),
-        scale * _LOG2E, window or 0, kv_2KSD.stride(1), batch.page_table_BP.stride(0), nodes.stride(0), num_seqs,
-        v_scale,
+        *scales(scale, soft_cap), window or 0, kv_2KSD.stride(1), batch.page_table_BP.stride(0), nodes.stride(0),
+        num_seqs, v_scale,
         NUM_HEADS=num_heads, GROUP=group, D=head_dim, BLOCK_D=block_d, PAGE=batch.page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BOUNDS=bounds.shape[0], PARTS=splits.parts,
         LISTED=listed is not None, MAX_SPLITS=splits.max_splits, ROWS=rows, ONES=num_ones(tile), FLAT=tile.block_m < 64,
-        HAS_TREE=paths is not None, HAS_WINDOW=window is not None,
+        HAS_TREE=paths is not None, HAS_WINDOW=window is not None, HAS_CAP=soft_cap is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         IS_FP8=is_fp8, HALF=is_fp8 and tile.fp8 != "widen", PDL=pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options,

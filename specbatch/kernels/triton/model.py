@@ -11,9 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.activations import Activation
+from specbatch.kernels.triton.parts.elementwise import gate_and_up, scaled_norm
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 
 _PLANES = 32  # (layer, key or value, head) triples of one program that moves a slot
+
+
+@triton.jit
+def _normed(x, weight, eps, E: tl.constexpr, dtype: tl.constexpr):
+    """Compute the norm of a row in float32, with the roundings of the reference kernel."""
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / E + eps)
+    return scaled_norm(x * scale, weight, dtype)
 
 
 @triton.jit
@@ -24,10 +33,7 @@ def _rms_norm(x_ptr, weight_ptr, y_ptr, eps, E: tl.constexpr, BLOCK: tl.constexp
     weight = tl.load(weight_ptr + columns, mask=ok, other=0.0)
     await_former(PDL)
     x = tl.load(x_ptr + row * E + columns, mask=ok, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / E + eps)
-    # Rounded before it is scaled, as the reference models do.
-    y = (x * scale).to(y_ptr.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)
-    tl.store(y_ptr + row * E + columns, y.to(y_ptr.dtype.element_ty), mask=ok)
+    tl.store(y_ptr + row * E + columns, _normed(x, weight, eps, E, y_ptr.dtype.element_ty), mask=ok)
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -47,7 +53,72 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _silu_mul(x_ptr, y_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_normed(
+    y_ptr, residual_ptr, weight_ptr, next_weight_ptr, x_ptr, normed_ptr, eps,
+    E: tl.constexpr, BLOCK: tl.constexpr, HAS_NEXT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * E
+    columns = tl.arange(0, BLOCK)
+    ok = columns < E
+    dtype = x_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + columns, mask=ok, other=0.0)
+    if HAS_NEXT:
+        next_weight = tl.load(next_weight_ptr + columns, mask=ok, other=0.0)
+    await_former(PDL)
+    y = tl.load(y_ptr + at + columns, mask=ok, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + at + columns, mask=ok, other=0.0).to(tl.float32)
+    x = (residual + _normed(y, weight, eps, E, dtype).to(tl.float32)).to(dtype)
+    tl.store(x_ptr + at + columns, x, mask=ok)
+    if HAS_NEXT:
+        tl.store(normed_ptr + at + columns, _normed(x.to(tl.float32), next_weight, eps, E, dtype), mask=ok)
+
+
+def add_normed(
+    y_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, next_weight_E: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    num_rows, size = y_TE.shape
+    assert y_TE.is_contiguous()
+    assert residual_TE.is_contiguous()
+    x = torch.empty_like(y_TE)
+    normed = None if next_weight_E is None else torch.empty_like(y_TE)
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        pdl = dependent_launch(y_TE)
+        launch(
+            _add_normed, (num_rows,),
+            y_TE, residual_TE, weight_E, weight_E if next_weight_E is None else next_weight_E,
+            x, x if normed is None else normed, eps,
+            E=size, BLOCK=block, HAS_NEXT=normed is not None, PDL=pdl, num_warps=min(8, max(1, block // 512)),
+            **launch_options(pdl),
+        )  # fmt: skip
+    return x, normed
+
+
+@triton.jit
+def _soft_capped(x_ptr, size, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_former(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0)
+    # tanh(z) = 1 - 2 / (1 + exp(2 z)); each step is rounded as in the reference kernel.
+    z = (x.to(tl.float32) / cap).to(x.dtype).to(tl.float32)
+    tanh = (1.0 - 2.0 / (1.0 + tl.exp(2.0 * z))).to(x.dtype).to(tl.float32)
+    tl.store(x_ptr + at, (tanh * cap).to(x.dtype), mask=at < size)
+
+
+def soft_capped(logits_RV: Tensor, cap: float) -> Tensor:
+    assert logits_RV.is_contiguous()
+    size = logits_RV.numel()
+    if size:
+        pdl = dependent_launch(logits_RV)
+        launch(
+            _soft_capped, (triton.cdiv(size, 2048),), logits_RV, size, cap, BLOCK=2048, PDL=pdl, num_warps=4,
+            **launch_options(pdl),
+        )  # fmt: skip
+    return logits_RV
+
+
+@triton.jit
+def _act_mul(x_ptr, y_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     await_former(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -55,22 +126,22 @@ def _silu_mul(x_ptr, y_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     dtype = y_ptr.dtype.element_ty
     gate = tl.load(x_ptr + row * 2 * size + columns, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * size + size + columns, mask=ok, other=0.0).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(y_ptr + row * size + columns, (activated * up).to(dtype), mask=ok)
+    tl.store(y_ptr + row * size + columns, gate_and_up(gate, up, ACTIVATION, dtype), mask=ok)
 
 
-def silu_mul(gate_up_T2I: Tensor) -> Tensor:
+def act_mul(gate_up_T2I: Tensor, activation: Activation = "silu") -> Tensor:
     num_rows, width = gate_up_T2I.shape
     y = torch.empty(num_rows, width // 2, dtype=gate_up_T2I.dtype, device=gate_up_T2I.device)
     if num_rows:
         block = min(2048, triton.next_power_of_2(width // 2))
         pdl = dependent_launch(gate_up_T2I)
         launch(
-            _silu_mul,
+            _act_mul,
             (num_rows, triton.cdiv(width // 2, block)),
             gate_up_T2I,
             y,
             width // 2,
+            ACTIVATION=activation,
             BLOCK=block,
             PDL=pdl,
             num_warps=4,
@@ -138,12 +209,12 @@ def _rotary_write(
     low_ok = low < half
     if HAS_NORM:
         scale = 1.0 / tl.sqrt_rn((tl.sum(y1 * y1, 1) + tl.sum(y2 * y2, 1)) / D + eps)
-        wq1 = tl.load(q_norm_ptr + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
-        wq2 = tl.load(q_norm_ptr + half + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
-        wk1 = tl.load(k_norm_ptr + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
-        wk2 = tl.load(k_norm_ptr + half + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
-        y1 = ((y1 * scale[:, None]).to(dtype).to(tl.float32) * tl.where(is_query, wq1, wk1)).to(dtype).to(tl.float32)
-        y2 = ((y2 * scale[:, None]).to(dtype).to(tl.float32) * tl.where(is_query, wq2, wk2)).to(dtype).to(tl.float32)
+        wq1 = tl.load(q_norm_ptr + low, mask=low_ok, other=0.0)[None, :]
+        wq2 = tl.load(q_norm_ptr + half + low, mask=low_ok, other=0.0)[None, :]
+        wk1 = tl.load(k_norm_ptr + low, mask=low_ok, other=0.0)[None, :]
+        wk2 = tl.load(k_norm_ptr + half + low, mask=low_ok, other=0.0)[None, :]
+        y1 = scaled_norm(y1 * scale[:, None], tl.where(is_query, wq1, wk1), dtype).to(tl.float32)
+        y2 = scaled_norm(y2 * scale[:, None], tl.where(is_query, wq2, wk2), dtype).to(tl.float32)
     position = tl.load(positions_ptr + token)
     cos1 = tl.load(cos_ptr + position * D + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
     cos2 = tl.load(cos_ptr + position * D + half + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]

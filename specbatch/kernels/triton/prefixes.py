@@ -20,12 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from specbatch.batch import PREFIX_UNIT, PagedBatch, PrefixParts
-from specbatch.kernels.triton.attention import LOG2E
 from specbatch.kernels.triton.parts.attention_tile import Tile, padded, prefix_tile_for
 from specbatch.kernels.triton.parts.attention_walk import walk
 from specbatch.kernels.triton.parts.fp8 import half_queries
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
+from specbatch.kernels.triton.parts.soft_cap import scales
 
 _PROGRAMS = 264  # two for each multiprocessor of an H200; it changes no bit
 
@@ -33,10 +33,10 @@ _PROGRAMS = 264  # two for each multiprocessor of an H200; it changes no bit
 @triton.jit
 def _attend_prefixes(
     q_ptr, k_ptr, v_ptr, table_ptr, query_starts_ptr, sizes_ptr, firsts_ptr, tokens_ptr, members_ptr,
-    sums_ptr, weights_ptr, scale_log2, stride_kv_head, stride_table, num_rows,
+    sums_ptr, weights_ptr, scale_log2, cap_log2, stride_kv_head, stride_table, num_rows,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, UNIT: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     await_former(PDL)
@@ -81,8 +81,8 @@ def _attend_prefixes(
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             acc, _, maximum, total = walk(
                 acc, acc, maximum, total, q, k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride, table,
-                first_block, stop_block, tokens, 0, query, row_ok, query, query, sizes_ptr, 0, 0, 0, scores_scale, dims,
-                dim_ok, 1, D, PAGE, BLOCK_N, False, False, PRECISION, False, True,
+                first_block, stop_block, tokens, 0, query, row_ok, query, query, sizes_ptr, 0, 0, 0, scores_scale,
+                cap_log2, dims, dim_ok, 1, D, PAGE, BLOCK_N, False, False, HAS_CAP, PRECISION, False, True,
             )  # fmt: skip
             row = part * num_rows + at
             tl.store(sums_ptr + row[:, None] * BLOCK_D + dims[None, :], acc, mask=row_ok[:, None])
@@ -90,16 +90,30 @@ def _attend_prefixes(
             tl.store(weights_ptr + row * 2 + 1, total, mask=row_ok)
 
 
-def attend_prefixes(q_THD: Tensor, kv_2KSD: Tensor, batch: PagedBatch, scale: float, num_parts: int = 1) -> PrefixParts:
+def attend_prefixes(
+    q_THD: Tensor,
+    kv_2KSD: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    num_parts: int = 1,
+    soft_cap: float | None = None,
+) -> PrefixParts:
     """See `kernels/torch/prefixes.py`."""
     _, num_heads, head_dim = q_THD.shape
     rows = batch.max_queries * (num_heads // kv_2KSD.shape[1])
     tile = prefix_tile_for(rows, head_dim, q_THD.element_size(), shared_bytes(q_THD))
-    return attend_prefixes_by(tile, _PROGRAMS, q_THD, kv_2KSD, batch, scale, num_parts)
+    return attend_prefixes_by(tile, _PROGRAMS, q_THD, kv_2KSD, batch, scale, num_parts, soft_cap)
 
 
 def attend_prefixes_by(
-    tile: Tile, programs: int, q_THD: Tensor, kv_2KSD: Tensor, batch: PagedBatch, scale: float, num_parts: int
+    tile: Tile,
+    programs: int,
+    q_THD: Tensor,
+    kv_2KSD: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    num_parts: int,
+    soft_cap: float | None = None,
 ) -> PrefixParts:
     """`attend_prefixes` with a given tile and number of programs."""
     (num_tokens, num_heads, head_dim), num_kv_heads = q_THD.shape, kv_2KSD.shape[1]
@@ -115,11 +129,11 @@ def attend_prefixes_by(
     launch(
         _attend_prefixes, (min(programs, max_jobs),),
         q_THD, kv_2KSD[0], kv_2KSD[1], batch.page_table_BP, batch.query_starts, groups.sizes_G, groups.firsts_G,
-        groups.tokens_G, groups.members_B, sums, weights, scale * LOG2E, kv_2KSD.stride(1),
+        groups.tokens_G, groups.members_B, sums, weights, *scales(scale, soft_cap), kv_2KSD.stride(1),
         batch.page_table_BP.stride(0), num_tokens * num_heads,
         NUM_HEADS=num_heads, GROUP=num_heads // num_kv_heads, QUERIES=batch.max_queries, D=head_dim, BLOCK_D=block_d,
         PAGE=batch.page_size, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PARTS=num_parts, UNIT=PREFIX_UNIT,
-        NUM_GROUPS=num_groups, BLOCK_G=triton.next_power_of_2(num_groups),
+        NUM_GROUPS=num_groups, BLOCK_G=triton.next_power_of_2(num_groups), HAS_CAP=soft_cap is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         HALF=tile.fp8 != "widen", PDL=pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(pdl),

@@ -14,8 +14,8 @@ import torch
 from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown, tensor_problems
-from specbatch.models.config import ModelConfig, expected_tensors, parse_hf_config
-from specbatch.models.config_keys import check_keys, unknown_keys
+from specbatch.models.config import ModelConfig, expected_tensors
+from specbatch.models.families.registry import FAMILIES, check_family_keys, parse_hf_config
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
 from specbatch.models.formats.gguf_config import gguf_model_config
@@ -73,7 +73,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if is_there(generation_file) else {}
     config = parse_hf_config(raw, generation)
-    check_keys(raw, config.model_type)
+    ignored = check_family_keys(raw)
     modelopt_file = path / "hf_quant_config.json"
     modelopt = read_json(modelopt_file) if is_there(modelopt_file) else None
     quantization = parse_quantization(raw, modelopt)
@@ -82,7 +82,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
         config = dataclasses.replace(config, tie_word_embeddings=False)
     _check_tensors(path, config, tensors, quantization)
     kv_scales = read_kv_scales(tensors, config.num_layers) if has_fp8_cache(raw, modelopt) else ()
-    ignored = tuple(unknown_keys(raw, config.model_type))
     return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales, generation, ignored)
 
 
@@ -98,21 +97,19 @@ def check_no_adapter(path: Path) -> None:
         )
 
 
-_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-
 def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"{path}: architectures must be a list of names, not {shown(names)}")
-    unknown = [name for name in names if name not in _ARCHITECTURES]
+    known = [name for family in FAMILIES.values() for name in family.architectures]
+    unknown = [name for name in names if name not in known]
     if unknown:
         draft_head = any("eagle" in name.lower() for name in unknown)
         raise ModelError(
             f"{path}: architecture {shown(unknown[0])} is not supported",
             hint="this is a draft head: set it as speculation.draft, with speculation.method eagle or eagle3"
             if draft_head
-            else f"supported architectures: {', '.join(_ARCHITECTURES)}",
+            else f"supported architectures: {', '.join(known)}",
         )
 
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, flag, mapping, shown, whole_number
-from specbatch.models.config import ModelConfig, parse_hf_config
+from specbatch.models.config import ModelConfig
 from specbatch.models.config_keys import check_keys
 from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, layer_prefix, target_ids_of
+from specbatch.models.families.registry import parse_hf_config
 from specbatch.models.formats.checkpoint import Checkpoint, check_no_adapter
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.tensor_files import (
@@ -137,7 +138,7 @@ class _HeadJson:
     def check_supported(self, target: ModelConfig, modelopt: Mapping[str, Any] | None) -> None:
         """Raises ModelError for a value that is not supported. `modelopt`: the head's `hf_quant_config.json`."""
         for part in self._parts.values():
-            check_keys(part)
+            check_keys(part, read=())
             if parse_quantization(part, modelopt) is not None:
                 raise ModelError("the draft head is quantised, which is not supported", hint=_OTHER_HEAD)
         fixed = {**_FIXED, "target_hidden_size": target.hidden_size, "speculators_model_type": self._kind}

@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specbatch.kernels.activations import Activation
 from specbatch.kernels.quantised import E4M3_MAX, GROUP
 from specbatch.kernels.torch.fp8 import quantise, quantise_part, scale_of
+from specbatch.kernels.torch.model import activated
 from specbatch.models.linears.linear import GatedLinear, Linear
 from specbatch.models.linears.quantization import InputScales
 from specbatch.parallel.group import Group
@@ -118,18 +120,18 @@ class JoinedLinear(Linear):
         return torch.cat([part(x_TI) for part in self._parts], dim=1)
 
 
-class SiluGatedLinear(GatedLinear):
-    """silu(gate) * up of two layers."""
+class Fp8GatedLinear(GatedLinear):
+    """activation(gate) * up of two layers."""
 
-    def __init__(self, gate: Linear, up: Linear) -> None:
-        self._gate, self._up = gate, up
+    def __init__(self, gate: Linear, up: Linear, activation: Activation) -> None:
+        self._gate, self._up, self._activation = gate, up, activation
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return _silu(self._gate(x_TI)) * self._up(x_TI)
+        return _activated(self._gate(x_TI), self._activation) * self._up(x_TI)
 
 
-def _silu(x_TI: Tensor) -> Tensor:
-    """An element's bits do not depend on where it lies in x."""
+def _activated(x_TI: Tensor, activation: Activation) -> Tensor:
+    """Compute an activation such that an element's bits do not depend on where it lies in x."""
     flat = x_TI.reshape(-1)
     padded = F.pad(flat, (0, -len(flat) % _VECTORS))
-    return torch.cat([F.silu(part) for part in padded.split(_SHARE)])[: len(flat)].view(x_TI.shape)
+    return torch.cat([activated(part, activation) for part in padded.split(_SHARE)])[: len(flat)].view(x_TI.shape)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
+from specbatch.kernels.activations import Activation
 from specbatch.kernels.cublaslt import Algorithm, CublasLt
 from specbatch.models.linears.linear import GatedLinear, Linear
 
@@ -35,7 +36,7 @@ class InvariantGemm:
         from specbatch.kernels.triton.skinny.tile import MAX_TOKENS
 
         self._max_skinny = MAX_TOKENS
-        self._silu_mul = ops_for(device, dtype).silu_mul
+        self._act_mul = ops_for(device, dtype).act_mul
         self._skinny, self._skinny_gated = invariant_linear, invariant_gated_linear
         self._library = CublasLt(device, dtype, unsplit=True)
         self._algorithms: dict[tuple[int, int, int], Algorithm] = {}
@@ -68,14 +69,14 @@ class InvariantGemm:
             return self._skinny(x_TI, weight_OI, residual_TO)
         return residual_TO + self(x_TI, weight_OI)
 
-    def gated(self, x_TI: Tensor, gate_up_OI: Tensor) -> Tensor:
-        """silu(x G^T) * (x U^T), each step rounded."""
+    def gated(self, x_TI: Tensor, gate_up_OI: Tensor, activation: Activation = "silu") -> Tensor:
+        """Return activation(x G^T) * (x U^T), each step rounded."""
         if x_TI.shape[0] and self._is_skinny(x_TI, gate_up_OI):
-            return self._skinny_gated(x_TI, gate_up_OI)
-        return self.silu_mul(self(x_TI, gate_up_OI))
+            return self._skinny_gated(x_TI, gate_up_OI, activation)
+        return self.act_mul(self(x_TI, gate_up_OI), activation)
 
-    def silu_mul(self, gate_up_TO: Tensor) -> Tensor:
-        y_TO: Tensor = self._silu_mul(gate_up_TO)
+    def act_mul(self, gate_up_TO: Tensor, activation: Activation) -> Tensor:
+        y_TO: Tensor = self._act_mul(gate_up_TO, activation)
         return y_TO
 
     def _is_skinny(self, x_TI: Tensor, weight_OI: Tensor) -> bool:
@@ -117,15 +118,20 @@ class InvariantLinear(Linear):
 
 class InvariantGatedLinear(GatedLinear):
     def __init__(
-        self, gate_OI: Tensor, up_OI: Tensor, biases_O: tuple[Tensor, Tensor] | None, gemm: InvariantGemm
+        self,
+        gate_OI: Tensor,
+        up_OI: Tensor,
+        biases_O: tuple[Tensor, Tensor] | None,
+        gemm: InvariantGemm,
+        activation: Activation = "silu",
     ) -> None:
         gate_up_OI = torch.cat((gate_OI, up_OI))
-        self._weight, self._gemm = gate_up_OI, gemm
+        self._weight, self._gemm, self._activation = gate_up_OI, gemm, activation
         self._both = None if biases_O is None else InvariantLinear(gate_up_OI, torch.cat(biases_O), gemm)
         if self._both is None:
-            gemm.check(gate_up_OI, lambda x_TI: gemm.gated(x_TI, gate_up_OI))
+            gemm.check(gate_up_OI, lambda x_TI: gemm.gated(x_TI, gate_up_OI, activation))
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         if self._both is not None:
-            return self._gemm.silu_mul(self._both(x_TI))
-        return self._gemm.gated(x_TI, self._weight)
+            return self._gemm.act_mul(self._both(x_TI), self._activation)
+        return self._gemm.gated(x_TI, self._weight, self._activation)

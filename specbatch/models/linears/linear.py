@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from specbatch.kernels import ops_for
+from specbatch.kernels.activations import Activation
 from specbatch.models.layers import RMSNorm
 
 
@@ -82,6 +83,10 @@ class GatedLinear(Layer, Protocol):
         of `Linear.start_with_residual`."""
         return down.start_with_residual(self.after_norm(x, norm), x.x_TE, next_norm)
 
+    def into(self, down: Linear, x_TI: Tensor) -> Tensor:
+        """Return down(this layer of x): the whole feed-forward without norm and residual."""
+        return down(self(x_TI))
+
 
 class DenseLinear(Linear):
     """A linear layer without quantization. `ops`: the result of `kernels.ops_for`. They fuse the norm and the residual
@@ -110,23 +115,30 @@ class DenseGatedLinear(GatedLinear):
     """The gated pair of linear layers of an MLP. `ops`: see `DenseLinear`. They fuse the activation and, without a
     bias, the GEMM and the norm with it."""
 
-    def __init__(self, gate_OI: Tensor, up_OI: Tensor, biases_O: tuple[Tensor, Tensor] | None, ops: ModuleType) -> None:
+    def __init__(
+        self,
+        gate_OI: Tensor,
+        up_OI: Tensor,
+        biases_O: tuple[Tensor, Tensor] | None,
+        ops: ModuleType,
+        activation: Activation = "silu",
+    ) -> None:
         self._weight = torch.cat((gate_OI, up_OI))
         self._bias = None if biases_O is None else torch.cat(biases_O)
-        self._ops = ops
+        self._ops, self._activation = ops, activation
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         y_TO: Tensor
         if self._bias is None:
-            y_TO = self._ops.gated_linear(x_TI, self._weight)
+            y_TO = self._ops.gated_linear(x_TI, self._weight, self._activation)
         else:
-            y_TO = self._ops.silu_mul(self._ops.linear(x_TI, self._weight, self._bias))
+            y_TO = self._ops.act_mul(self._ops.linear(x_TI, self._weight, self._bias), self._activation)
         return y_TO
 
     def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
         if self._bias is not None:
             return self(norm(x_TI))
-        y_TO: Tensor = self._ops.norm_gated_linear(x_TI, norm.weight, norm.eps, self._weight)
+        y_TO: Tensor = self._ops.norm_gated_linear(x_TI, norm.weight, norm.eps, self._weight, self._activation)
         return y_TO
 
     def traceable(self) -> DenseGatedLinear:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.models.config import Activation
+from specbatch.kernels.activations import Activation
 from specbatch.models.linears.linear import GatedLinear, Linear
 
 # The smallest block. A single token is computed as a block of this size, at the same cost: weights are streamed from
@@ -66,10 +66,11 @@ class PackedGatedLinear(GatedLinear):
         return _in_blocks(self._block, x_TI, self._gate.settings.blocks)  # gate and up have one size
 
     def _block(self, x_RI: Tensor) -> Tensor:
-        return self._up.times(x_RI, self._gate(x_RI, self._activation))
+        return self._up.times(x_RI, self._gate(x_RI, *self._activation))
 
 
-_ONEDNN_NAMES: Mapping[Activation, str] = {"silu": "swish"}
+# oneDNN's name of an activation, and of its algorithm.
+_ONEDNN_NAMES: Mapping[Activation, tuple[str, str]] = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}
 
 
 class _PackedGemm:
@@ -81,10 +82,10 @@ class _PackedGemm:
         self._bias = bias_O
         self.settings = _settle(in_features, out_features, torch.get_num_threads())
 
-    def __call__(self, x_RI: Tensor, activation: str = "none") -> Tensor:
+    def __call__(self, x_RI: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
         """Compute the GEMM with oneDNN's activation of the result, fused."""
         with _threads(self.settings.threads_for(torch.get_num_threads())):
-            return torch.ops.mkldnn._linear_pointwise(x_RI, self._weight, self._bias, activation, [], "")
+            return torch.ops.mkldnn._linear_pointwise(x_RI, self._weight, self._bias, activation, [], algorithm)
 
     def times(self, x_RI: Tensor, factor_RO: Tensor) -> Tensor:
         """The result multiplied elementwise by `factor_RO`, fused."""

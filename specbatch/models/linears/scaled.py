@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from specbatch.kernels.activations import Activation
 from specbatch.kernels.quantised import Quantised
 from specbatch.kernels.torch.fp8 import quantise_part
 from specbatch.models.layers import RMSNorm
@@ -50,9 +51,9 @@ class ScaledLinear(Linear):
     def with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Tensor:
         return self._multiply(self._quantised(x_TI), residual_TO)
 
-    def of_gate_and_up(self, gate_up_T2I: Tensor, residual_TO: Tensor) -> Tensor:
-        """residual + the layer of silu(gate) * up."""
-        return self._multiply(self._ops.silu_mul_quantised(gate_up_T2I, *self._scheme), residual_TO)
+    def of_gate_and_up(self, gate_up_T2I: Tensor, activation: Activation, residual_TO: Tensor | None = None) -> Tensor:
+        """Return residual + the layer of activation(gate) * up."""
+        return self._multiply(self._ops.act_mul_quantised(gate_up_T2I, *self._scheme, activation), residual_TO)
 
     def _quantised(self, x_TI: Tensor) -> Quantised:
         if self._input_ranks is not None:
@@ -71,22 +72,27 @@ class ScaledLinear(Linear):
 class ScaledGatedLinear(GatedLinear):
     """`both`: gate and up as one layer of which at least a part is in FP8."""
 
-    def __init__(self, both: Linear, ops: ModuleType) -> None:
-        self._both, self._ops = both, ops
+    def __init__(self, both: Linear, ops: ModuleType, activation: Activation = "silu") -> None:
+        self._both, self._ops, self._activation = both, ops, activation
         self.takes_normed = both.takes_normed
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        y_TO: Tensor = self._ops.silu_mul(self._both(x_TI))
+        y_TO: Tensor = self._ops.act_mul(self._both(x_TI), self._activation)
         return y_TO
 
     def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
-        y_TO: Tensor = self._ops.silu_mul(self._both.with_norm(x_TI, norm))
+        y_TO: Tensor = self._ops.act_mul(self._both.with_norm(x_TI, norm), self._activation)
         return y_TO
 
     def start_into(
         self, down: Linear, x: Residual, norm: RMSNorm, next_norm: RMSNorm | None = None
     ) -> Callable[[], Residual]:
         if isinstance(down, ScaledLinear):
-            y_TO = down.of_gate_and_up(self._both.after_norm(x, norm), x.x_TE)
+            y_TO = down.of_gate_and_up(self._both.after_norm(x, norm), self._activation, x.x_TE)
             return lambda: Residual(y_TO)
         return super().start_into(down, x, norm, next_norm)
+
+    def into(self, down: Linear, x_TI: Tensor) -> Tensor:
+        if isinstance(down, ScaledLinear):
+            return down.of_gate_and_up(self._both(x_TI), self._activation)
+        return super().into(down, x_TI)

@@ -15,7 +15,8 @@ from gguf import GGMLQuantizationType as Q
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from specbatch.errors import ModelError
-from specbatch.models.config import expected_tensors, parse_hf_config
+from specbatch.models.config import expected_tensors
+from specbatch.models.families.registry import parse_hf_config
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.gguf import GgufFile
 from specbatch.models.formats.gguf_config import gguf_model_config

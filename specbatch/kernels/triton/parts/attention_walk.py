@@ -7,14 +7,15 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.triton.parts.fp8 import unpack_pairs
+from specbatch.kernels.triton.parts.soft_cap import capped
 
 
 @triton.jit
 def walk(
     acc, odd_acc, maximum, total, q, k_base, v_base, table, first_block, stop_block, end, start, query, row_ok, token,
-    position, mask_ptr, mask_start, mask_words, window, scale_log2, dims, dim_ok, step,
+    position, mask_ptr, mask_start, mask_words, window, scale_log2, cap_log2, dims, dim_ok, step,
     D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
     ALL_VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """Merges every `step`-th block of keys in [first_block, stop_block). ALL_VISIBLE: each of their keys, to each row,
@@ -34,6 +35,8 @@ def walk(
         k_ptrs = k_base + slots[None, :] * D + dims[:, None]
         k = tl.load(k_ptrs, mask=dim_ok[:, None] & (ALL_VISIBLE | key_ok[None, :]), other=0.0).to(q.dtype)
         scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+        if HAS_CAP:
+            scores = capped(scores, cap_log2)
         if not ALL_VISIBLE:
             if HAS_MASK:
                 bit = keys - mask_start

@@ -7,12 +7,14 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.triton.parts.fp8 import operand
+from specbatch.kernels.triton.parts.soft_cap import capped
 
 
 @triton.jit
 def add_block(
-    acc, total, maximum, q, k_base, v_base, slots, key_ok, visible, sees, scale_log2, dims, dim_ok,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, ALL_VISIBLE: tl.constexpr,
+    acc, total, maximum, q, k_base, v_base, slots, key_ok, visible, sees, scale_log2, cap_log2, dims,
+    dim_ok, D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    ALL_VISIBLE: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys and values of `slots`. Rows that do not `sees` any of them keep their bits."""
     k_ok, v_ok = dim_ok[:, None], dim_ok[None, :]
@@ -20,6 +22,8 @@ def add_block(
         k_ok, v_ok = k_ok & key_ok[None, :], v_ok & key_ok[:, None]
     k = operand(tl.load(k_base + slots[None, :] * D + dims[:, None], mask=k_ok, other=0.0), q)
     scores = tl.dot(q, k, input_precision=PRECISION) * scale_log2
+    if HAS_CAP:
+        scores = capped(scores, cap_log2)
     if not ALL_VISIBLE:
         scores = tl.where(visible, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.triton.parts.elementwise import scaled_norm
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 
 BLOCK_BYTES = 4096
@@ -167,8 +168,7 @@ def _one_shot_norm(
     tl.store(out_ptr + at, y)
     y = y.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(y * y, 1), 0) / (ROW_BLOCKS * BLOCK) + eps)
-    normed = (y * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)  # rounded before it is scaled, as `_rms_norm`
-    tl.store(normed_ptr + at, normed.to(dtype))
+    tl.store(normed_ptr + at, scaled_norm(y * scale, weight, dtype))
     tl.store(counts_ptr + first + blocks, numbers)
 
 

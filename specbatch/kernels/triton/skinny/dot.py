@@ -6,8 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specbatch.kernels.triton.parts.elementwise import gate_and_up
 from specbatch.kernels.triton.parts.launch import await_former
-from specbatch.kernels.triton.skinny.parts import gate_and_up, load_weights, normalised, prefetch_rows, rounded
+from specbatch.kernels.triton.skinny.parts import load_weights, normalised, prefetch_rows, rounded
 
 
 @triton.jit
@@ -40,9 +41,9 @@ def _x_tile(
 def dot_kernel(
     y, x, weight, operand, norm_weight, bias, residual, partial, M, stride_x, eps,
     OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-    STAGES: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, NORM_BLOCK: tl.constexpr, EARLY: tl.constexpr,
-    PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, NORM_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1, on the tensor cores: the tile of weights is the
     first operand, x transposed the second. `operand` describes the weight if TMA. Grid: OUT / BLOCK_O * SPLITS;
@@ -106,7 +107,7 @@ def dot_kernel(
         mask = mask_m & (offs_o < OUT)[:, None]
         if GATED:
             gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_O, BLOCK_M)), (1, 2, 0)))
-            tl.store(y + at, gate_and_up(gate, up, dtype), mask=mask)
+            tl.store(y + at, gate_and_up(gate, up, ACTIVATION, dtype), mask=mask)
         else:
             b = acc
             r = acc
@@ -120,7 +121,8 @@ def dot_kernel(
 @triton.jit(do_not_specialize=["M"])
 def combine_kernel(
     y, partial, bias, residual, M, OUT: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Sums `partial` (S, M, OUT), or (S, M, 2, OUT) if GATED, over its splits in order. Grid: (M, OUT / BLOCK)."""
     m = tl.program_id(0)
@@ -137,7 +139,7 @@ def combine_kernel(
         if GATED:
             up += tl.load(partial + at + OUT, mask=mask, other=0.0)
     if GATED:
-        out = gate_and_up(acc, up, dtype)
+        out = gate_and_up(acc, up, ACTIVATION, dtype)
     else:
         b = acc
         r = acc

@@ -6,8 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specbatch.kernels.triton.parts.elementwise import gate_and_up
 from specbatch.kernels.triton.parts.launch import await_former
-from specbatch.kernels.triton.skinny.parts import gate_and_up, load_weights, normalised, prefetch_rows, rounded
+from specbatch.kernels.triton.skinny.parts import load_weights, normalised, prefetch_rows, rounded
 
 
 @triton.jit
@@ -88,14 +89,14 @@ def _fma_step(
 @triton.jit
 def _finish_row(
     m, acc, acc_up, y, bias, residual, offs_o, M, OUT: tl.constexpr,
-    GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Reduces and stores one row of `fma_kernel`."""
     mask = offs_o < tl.where(m < M, OUT, 0)
     dtype: tl.constexpr = y.dtype.element_ty
     total = tl.sum(acc, 1)
     if GATED:
-        out = gate_and_up(total, tl.sum(acc_up, 1), dtype)
+        out = gate_and_up(total, tl.sum(acc_up, 1), ACTIVATION, dtype)
     else:
         b = total
         r = total
@@ -111,8 +112,9 @@ def _finish_row(
 def fma_kernel(
     y, x, weight, norm_weight, bias, residual, M, stride_x, eps,
     OUT: tl.constexpr, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
-    STAGES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    NORM_BLOCK: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, NORM_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y (M, OUT) from x (M, IN) and weights (OUT, IN), or (2 OUT, IN) if GATED, on the ordinary units.
     Grid: OUT / BLOCK_O."""
@@ -171,6 +173,6 @@ def fma_kernel(
             a0, a1, u0, u1, w, up, x0, x1, norm_weight, s0, s1, offs,
             SIZE, BLOCK_M, dtype, NORM, GATED, PACKED, EVEN_I, ACC_SHAPE,
         )  # fmt: skip
-    _finish_row(0, a0, u0, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
+    _finish_row(0, a0, u0, y, bias, residual, offs_o, M, OUT, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
     if BLOCK_M > 1:
-        _finish_row(1, a1, u1, y, bias, residual, offs_o, M, OUT, GATED, HAS_BIAS, HAS_RESIDUAL)
+        _finish_row(1, a1, u1, y, bias, residual, offs_o, M, OUT, GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)

@@ -24,6 +24,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from specbatch.kernels.activations import Activation
 from specbatch.kernels.triton.model import rms_norm
 from specbatch.kernels.triton.parts.launch import has_dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
@@ -52,9 +53,9 @@ def invariant_linear(x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor | None
     return linear(x_MI, weight_OI, None, residual_MO, _invariant_tile(x_MI, weight_OI))
 
 
-def invariant_gated_linear(x_ME: Tensor, gate_up_2IE: Tensor) -> Tensor:
-    """As `gated_linear`, for at most MAX_TOKENS tokens: with the bits of `invariant_linear` and `silu_mul`."""
-    return gated_linear(x_ME, gate_up_2IE, _invariant_tile(x_ME, gate_up_2IE))
+def invariant_gated_linear(x_ME: Tensor, gate_up_2IE: Tensor, activation: Activation = "silu") -> Tensor:
+    """Compute `gated_linear` of at most MAX_TOKENS tokens, with the bits of `invariant_linear` and `act_mul`."""
+    return gated_linear(x_ME, gate_up_2IE, activation, _invariant_tile(x_ME, gate_up_2IE))
 
 
 def _invariant_tile(x_MI: Tensor, weight_OI: Tensor) -> GemmTile:
@@ -76,18 +77,25 @@ def norm_linear(
     return _multiply(x_ME, norm_weight_E, eps, weight_OE, bias_O, None, False, tile)
 
 
-def gated_linear(x_ME: Tensor, gate_up_2IE: Tensor, tile: GemmTile | None = None) -> Tensor:
-    """silu(x G^T) * (x U^T), each step rounded to x's dtype. G is the first half of the weight. Returns (M, I)."""
+def gated_linear(
+    x_ME: Tensor, gate_up_2IE: Tensor, activation: Activation = "silu", tile: GemmTile | None = None
+) -> Tensor:
+    """Return activation(x G^T) * (x U^T), (M, I), each step rounded to x's dtype. G is the first half of the weight."""
     tile = tile or _tile_for(x_ME, gate_up_2IE)
-    return _multiply(x_ME, None, 0.0, gate_up_2IE, None, None, True, tile)
+    return _multiply(x_ME, None, 0.0, gate_up_2IE, None, None, True, tile, activation)
 
 
 def norm_gated_linear(
-    x_ME: Tensor, norm_weight_E: Tensor, eps: float, gate_up_2IE: Tensor, tile: GemmTile | None = None
+    x_ME: Tensor,
+    norm_weight_E: Tensor,
+    eps: float,
+    gate_up_2IE: Tensor,
+    activation: Activation = "silu",
+    tile: GemmTile | None = None,
 ) -> Tensor:
-    """gated_linear(rms_norm(x)). Returns (M, I)."""
+    """Return gated_linear(rms_norm(x)), (M, I)."""
     tile = tile or _tile_for(x_ME, gate_up_2IE)
-    return _multiply(x_ME, norm_weight_E, eps, gate_up_2IE, None, None, True, tile)
+    return _multiply(x_ME, norm_weight_E, eps, gate_up_2IE, None, None, True, tile, activation)
 
 
 def _tile_for(x_MI: Tensor, weight_OI: Tensor) -> GemmTile:
@@ -109,6 +117,7 @@ def _multiply(
     residual_MO: Tensor | None,
     gated: bool,
     tile: GemmTile,
+    activation: Activation = "silu",
 ) -> Tensor:
     num_tokens, size = x_MI.shape
     assert num_tokens <= tile.block_m, (num_tokens, tile)
@@ -118,7 +127,7 @@ def _multiply(
     assert weight.is_contiguous(), weight.stride()
     assert residual_MO is None or residual_MO.is_contiguous()
     num_out = weight.shape[0] // 2 if gated else weight.shape[0]
-    if norm_weight_I is not None and not tile.fuse_norm:
+    if norm_weight_I is not None and not (tile.fuse_norm and norm_weight_I.dtype == x_MI.dtype):
         x_MI, norm_weight_I = rms_norm(x_MI, norm_weight_I, eps), None
     y_MO = torch.empty((num_tokens, num_out), dtype=x_MI.dtype, device=x_MI.device)
     block_o = tile.block_o // 2 if gated else tile.block_o
@@ -135,9 +144,9 @@ def _multiply(
             fma_kernel, (tiles,),
             y_MO, x_MI, weight, norm_weight_I, bias_O, residual_MO, num_tokens, x_MI.stride(0), eps,
             OUT=num_out, IN=size, BLOCK_M=tile.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
-            STAGES=tile.num_stages, NORM=norm_weight_I is not None, GATED=gated, HAS_BIAS=bias_O is not None,
-            HAS_RESIDUAL=residual_MO is not None, NORM_BLOCK=norm_block, EARLY=tile.early, PREFETCH=prefetch,
-            THREADS=threads, PDL=tile.pdl, num_warps=tile.num_warps, **options,
+            STAGES=tile.num_stages, NORM=norm_weight_I is not None, GATED=gated, ACTIVATION=activation,
+            HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, NORM_BLOCK=norm_block,
+            EARLY=tile.early, PREFETCH=prefetch, THREADS=threads, PDL=tile.pdl, num_warps=tile.num_warps, **options,
         )  # fmt: skip
         return y_MO
     parts = 2 if gated else 1
@@ -153,7 +162,7 @@ def _multiply(
         dot_kernel, (tiles * tile.splits,),
         y_MO, x_MI, weight, operand, norm_weight_I, bias_O, residual_MO, partial, num_tokens, x_MI.stride(0), eps,
         OUT=num_out, IN=size, BLOCK_M=tile.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
-        STAGES=tile.num_stages, SPLITS=tile.splits, NORM=norm_weight_I is not None, GATED=gated,
+        STAGES=tile.num_stages, SPLITS=tile.splits, NORM=norm_weight_I is not None, GATED=gated, ACTIVATION=activation,
         HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, TMA=tile.tma, NORM_BLOCK=norm_block,
         EARLY=tile.early, PREFETCH=prefetch, THREADS=threads, PDL=tile.pdl, num_warps=tile.num_warps, **options,
     )  # fmt: skip
@@ -161,7 +170,7 @@ def _multiply(
         launch(
             combine_kernel, (num_tokens, triton.cdiv(num_out, _COMBINE_BLOCK)),
             y_MO, partial, bias_O, residual_MO, num_tokens, OUT=num_out, SPLITS=tile.splits, GATED=gated,
-            HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, BLOCK=_COMBINE_BLOCK, PDL=tile.pdl,
-            num_warps=4, **options,
+            ACTIVATION=activation, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None,
+            BLOCK=_COMBINE_BLOCK, PDL=tile.pdl, num_warps=4, **options,
         )  # fmt: skip
     return y_MO

@@ -36,7 +36,7 @@ def prefetch_rows(
 
 @triton.jit
 def normalised(x, scale, weight, dtype: tl.constexpr):
-    """x * scale rounded to dtype, times the norm's weight, rounded again; all in float32 but the result."""
+    """Return x * scale rounded to dtype, times the norm's weight, rounded again; all in float32 but the result."""
     return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype)
 
 
@@ -49,14 +49,6 @@ def rounded(acc, bias, residual, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.conste
     if HAS_RESIDUAL:
         y = (residual.to(tl.float32) + y.to(tl.float32)).to(dtype)
     return y
-
-
-@triton.jit
-def gate_and_up(gate, up, dtype: tl.constexpr):
-    """silu(gate) * up with every step rounded."""
-    g = gate.to(dtype).to(tl.float32)
-    silu = (g / (1.0 + tl.exp(-g))).to(dtype).to(tl.float32)
-    return (silu * up.to(dtype).to(tl.float32)).to(dtype)
 
 
 @triton.jit

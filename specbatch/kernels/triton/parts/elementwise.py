@@ -1,0 +1,29 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Norms and activations of single elements, with the roundings of the reference kernels (Triton)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scaled_norm(x, weight, dtype: tl.constexpr):
+    """Multiply a norm's float32 values by its weight. They are rounded to `dtype` first, as in Llama, unless the weight
+    is in float32, as in Gemma."""
+    if weight.dtype == tl.float32:
+        return (x * weight).to(dtype)
+    else:
+        return (x.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def gate_and_up(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+    """Compute activation(gate) * up; each step is rounded."""
+    g = gate.to(dtype).to(tl.float32)
+    z = g
+    if ACTIVATION == "gelu_tanh":
+        # 0.5 (1 + tanh(u)) is sigmoid(2 u), with u = sqrt(2 / pi) (g + 0.044715 g^3).
+        z = 1.5957691216057308 * (g + 0.044715 * g * g * g)
+    activated = (g / (1.0 + tl.exp(-z))).to(dtype).to(tl.float32)
+    return (activated * up.to(dtype).to(tl.float32)).to(dtype)

@@ -1,0 +1,40 @@
+"""The parts of a model family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder_layer import DecoderLayer, PreNormLayer
+from specbatch.models.families.hf_config import HfConfig
+from specbatch.models.layers import Rotary
+from specbatch.models.weight_loader import WeightLoader
+
+
+class MakeLayer(Protocol):
+    def __call__(
+        self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str, rotary: Rotary
+    ) -> DecoderLayer:
+        """Make layer number `layer`, counted from 0. The names of its tensors begin with `prefix`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of config.json.
+
+    architectures: the names that `architectures` of config.json may have.
+    read: the function that reads a config.json.
+    keys: the keys that `read` reads in addition to those of `config_keys.APPLIED`.
+    neutral: keys that transformers' class of this family does not have, with the values that change nothing. They
+    replace those of `config_keys`.
+    layer: the class of the layers.
+    """
+
+    architectures: tuple[str, ...]
+    read: Callable[[HfConfig], ModelConfig]
+    keys: frozenset[str] = frozenset()
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    layer: MakeLayer = PreNormLayer

@@ -1,0 +1,152 @@
+"""Typed access to a Hugging Face `config.json`. Its errors name the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specbatch.errors import ModelError
+from specbatch.kernels.activations import Activation
+from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, flag, norm_eps, number, shown, whole_number
+from specbatch.models.config import ModelConfig
+from specbatch.models.rope import RopeConfig, parse_rope
+
+WINDOW_HINT = "make layer_types and the sliding window of config.json agree; see the model's page"
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Our name of an activation, by its names in config.json.
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class HfConfig:
+    """A `config.json` and, for the end-of-sequence ids, a `generation_config.json`, both already parsed."""
+
+    def __init__(self, raw: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> None:
+        self.raw, self.generation = raw, generation or {}
+        self.model_type: str = raw["model_type"]
+
+    def size(self, key: str, at_most: int = MAX_SIZE) -> int:
+        value = self.optional_size(key, at_most)
+        if value is None:
+            raise ModelError(f"config.json has no {key!r}")
+        return value
+
+    def optional_size(self, key: str, at_most: int = MAX_SIZE) -> int | None:
+        value = self.raw.get(key)
+        return None if value is None else whole_number(value, f"config.json: {key}", at_most=at_most)
+
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        """Return a number, or None for null. `default`: the value of a key that is not there."""
+        value = self.raw.get(key, default)
+        return None if value is None else number(value, f"config.json: {key}")
+
+    def positive_number(self, key: str, default: float | None = None) -> float | None:
+        value = self.optional_number(key, default)
+        if value is not None and value <= 0:
+            raise ModelError(f"config.json: {key} is {value:g}; it must be above 0")
+        return value
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        value = self.raw.get(key)
+        return default if value is None else flag(value, f"config.json: {key}")
+
+    def num_layers(self) -> int:
+        return self.size("num_hidden_layers", MAX_LAYERS)
+
+    def activation(self, *keys: str, only: Sequence[str], default: str = "silu") -> Activation:
+        """Return the activation that the first of these keys names. `only`: the names that the family may have."""
+        found: object = next((self.raw[key] for key in keys if self.raw.get(key) is not None), default)
+        if not isinstance(found, str) or found not in only:
+            raise ModelError(f"{keys[0]} {shown(found)} is not supported", hint=f"supported: {', '.join(only)}")
+        return _ACTIVATIONS[found]
+
+    def layer_types(self, num_layers: int) -> list[str] | None:
+        """Return `layer_types`, checked; None: there are none."""
+        types = self.raw.get("layer_types")
+        if types is None:
+            return None
+        if not isinstance(types, list) or len(types) != num_layers:
+            raise ModelError(f"config.json: layer_types must be a list of {num_layers} layers, not {shown(types)}")
+        for kind in types:
+            if kind not in _LAYER_TYPES:
+                raise ModelError(
+                    f"config.json: layer type {shown(kind)} is not supported",
+                    hint=f"supported layer types: {', '.join(_LAYER_TYPES)}",
+                )
+        return types
+
+    def windows(self, num_layers: int, window: int | None, why_none: str, first: int = 0) -> tuple[int | None, ...]:
+        """Return the sliding window of each layer.
+
+        `layer_types` decides where it is given, as in transformers; otherwise the layers from `first` on have it.
+        `why_none`: the reason why `window` is None, for the error if a layer type asks for one.
+        """
+        types = self.layer_types(num_layers)
+        if types is None:
+            types = [
+                "full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)
+            ]
+        if "sliding_attention" in types and window is None:
+            raise ModelError(f"config.json: layer_types has sliding_attention, but {why_none}", hint=WINDOW_HINT)
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+    def model_config(
+        self,
+        windows: tuple[int | None, ...],
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        max_position: int,
+        eos: int | None = None,
+        rope: RopeConfig | None = None,
+        tied: bool = False,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        mlp_bias: bool = False,
+        qk_norm: bool = False,
+        activation: Activation = "silu",
+        **traits: Any,
+    ) -> ModelConfig:
+        """Read what all families have. The first group of arguments are defaults of transformers' config class for keys
+        that are not there (None: the number of heads; hidden_size / heads; no end of a sequence). `rope`: the rotary
+        embedding if the family reads it itself. `traits`: further fields of `ModelConfig`."""
+        hidden_size, num_heads = self.size("hidden_size"), self.size("num_attention_heads")
+        if "head_dim" in self.raw:
+            head_dim = self.optional_size("head_dim")
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ModelError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
+            head_dim = hidden_size // num_heads
+        max_position = self.optional_size("max_position_embeddings") or max_position
+        rope = rope or parse_rope(self.raw, max_position)
+        # As in transformers, generation_config.json replaces what config.json says.
+        ids = _token_ids(self.generation.get("eos_token_id"), "generation_config.json")
+        ids = ids or _token_ids(self.raw.get("eos_token_id", eos), "config.json")
+        return ModelConfig(
+            model_type=self.model_type,
+            vocab_size=self.size("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=self.size("intermediate_size"),
+            num_layers=len(windows),
+            num_heads=num_heads,
+            num_kv_heads=self.optional_size("num_key_value_heads") or num_kv_heads or num_heads,
+            head_dim=head_dim,
+            rms_norm_eps=norm_eps(self.raw.get("rms_norm_eps", 1e-6), "config.json: rms_norm_eps"),
+            rope=rope,
+            max_position_embeddings=rope.context_length(max_position, "config.json: max_position_embeddings"),
+            tie_word_embeddings=self.flag("tie_word_embeddings", default=tied),
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            mlp_bias=mlp_bias,
+            qk_norm=qk_norm,
+            sliding_windows=windows,
+            eos_token_ids=tuple(dict.fromkeys(ids)),
+            activation=activation,
+            **traits,
+        ).checked("config.json")
+
+
+def _token_ids(value: object, file: str) -> list[int]:
+    """Return `eos_token_id`, which may be absent, one id or a list of ids, as a list."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    numbers = [whole_number(i, f"{file}: eos_token_id", at_least=-1) for i in ids]
+    return [i for i in numbers if i >= 0]  # some configs write -1 for "none"

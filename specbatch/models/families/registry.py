@@ -1,0 +1,50 @@
+"""The families of models, by `model_type` of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specbatch.errors import ModelError
+from specbatch.models.checks import shown
+from specbatch.models.config import ModelConfig
+from specbatch.models.config_keys import check_keys, unknown_keys
+from specbatch.models.families.family import Family
+from specbatch.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from specbatch.models.families.hf_config import HfConfig
+from specbatch.models.families.llama import LLAMA, MISTRAL
+from specbatch.models.families.qwen import QWEN2, QWEN3
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+}
+
+
+def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | None = None) -> ModelConfig:
+    """Read a `config.json` (and, for the end-of-sequence ids, a `generation_config.json`), both already parsed.
+
+    Raise ModelError for model types, activations and rope types that no family has, for missing or inconsistent sizes,
+    and for values of a wrong type or out of range. (`quantization.py` reads how it is quantised.)
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ModelError(
+            f"model_type {shown(model_type)} is not supported", hint=f"supported model types: {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    check_keys(config, family.keys)
+    return family.read(HfConfig(config, generation_config))
+
+
+def check_family_keys(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Raise ModelError for a key of a model's `config.json` that changes the computation and that its family does not
+    have. Return the keys that are neither applied nor known to change nothing."""
+    family = FAMILIES[config["model_type"]]
+    check_keys(config, family.keys, family.neutral, config["model_type"])
+    return tuple(unknown_keys(config, family.keys, family.neutral))
