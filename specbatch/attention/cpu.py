@@ -1,14 +1,14 @@
 """Attention in plain torch operations, for any device, and *bitwise invariant* on CPU in float32.
 
-A token's output has the same bits however the batch, the prompt chunks, a prefix hit or a draft tree cut the sequences.
-That is what makes speculative output equal plain output exactly, and a resumed file equal an uninterrupted one:
+A token's output has the same bits however the batch, the prompt chunks, a prefix hit or a draft tree divide the
+sequences. So speculative output is exactly equal to plain output, and a resumed file to an uninterrupted one:
 
-- the keys that a query sees are put in order of position and processed in chunks of a fixed size at fixed positions,
-  each with a softmax of its own, merged in order (split-KV, as in FlashDecoding); a chunk past the end of a sequence
-  adds an exact zero. A node of a draft tree sees its ancestors where plain decoding would have them, wherever their
-  slots are;
-- the number of query rows of a matrix product is padded, because BLAS libraries use another summation order for a
-  handful of rows (matrix-vector kernels) and one and the same from there on.
+- The keys that a query sees are put in order of position and processed in chunks of a fixed size at fixed positions.
+  Each chunk has a separate softmax, and chunks are merged in order (split-KV, as in FlashDecoding). A chunk past the
+  end of a sequence adds an exact zero. A node of a draft tree sees its ancestors at the positions of plain decoding,
+  wherever their slots are.
+- The number of query rows of a GEMM is padded, because BLAS libraries use another summation order for few rows
+  (matrix-vector kernels), and the same order for all larger numbers.
 
 Shape suffixes as in `interface.py`; further: n sequences of a group, G query heads for each key/value head, C keys of a
 chunk, R = Q * G rows.
@@ -27,14 +27,14 @@ from specbatch.batch import PagedBatch, slots_of
 from specbatch.cache.pages import KVCache, KVScales
 from specbatch.kernels.torch.model import as_bytes
 
-CHUNK = 256  # keys; part of the result's bits, never a function of the batch
+CHUNK = 256  # keys of a chunk; the result's bits depend on it, so it must not depend on the batch
 MAX_GROUPED_QUERIES = 64  # sequences with more new tokens than this are not padded to each other
-MASKED = -1e30  # finite, so that a chunk without any visible key leaves no NaN; exp() turns it into an exact zero
+MASKED = -1e30  # It is finite, so that a chunk without visible keys gives no NaN. exp() turns it into an exact zero.
 
 
 class _Member(NamedTuple):
-    """A sequence of a batch, with packed tokens [first, first + num_tokens), and its keys, those
-    included."""
+    """A sequence of a batch, with packed tokens [first, first + num_tokens). `kv_len`: the number of its keys, with
+    those of these tokens."""
 
     number: int
     first: int
@@ -49,7 +49,7 @@ class _Chunk:
 
     number: int
     num_sequences: int
-    per_query: bool  # the queries of one sequence see different keys here (branches of a tree)
+    per_query: bool  # True: the queries of one sequence see different keys here (branches of a tree)
     slots: Tensor  # int64, (num_sequences * C,), or (num_sequences * Q * C,) if per query
     biases: dict[int | None, Tensor | None] = field(default_factory=dict)  # sliding window -> additive mask
 
@@ -59,17 +59,17 @@ class _Group:
     """Sequences that are computed together, longest first."""
 
     num_sequences: int
-    num_queries: int  # padded
+    num_queries: int  # the number of queries of a sequence, padding included
     query_index: Tensor  # (n * Q,) rows of the packed batch; padding repeats a real row
-    output_rows: Tensor  # packed rows ...
-    output_index: Tensor  # ... and where in the flattened (n, Q) output they are found
-    num_visible: Tensor  # (n, Q): a query sees the keys of positions [0, num_visible), its own being the last
+    output_rows: Tensor  # the rows of the packed batch that the group computes
+    output_index: Tensor  # the index of these rows in the flattened (n, Q) output
+    num_visible: Tensor  # (n, Q): a query sees the keys of positions [0, num_visible), the last of which is its own
     chunks: list[_Chunk]
 
 
 class TorchAttention:
-    """See the module's text. `num_heads` is a multiple of `num_kv_heads`. `scale` None: head_dim ** -0.5. `chunk`: keys
-    of a chunk; a run has one value, as it decides the result's bits."""
+    """The backend `torch`, see the module's text. `num_heads` is a multiple of `num_kv_heads`. `scale` None: head_dim
+    ** -0.5. `chunk`: the keys of a chunk; a run has one value, because the result's bits depend on it."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class TorchAttention:
         self._head_dim = head_dim
         self._scale = head_dim**-0.5 if scale is None else scale
         self._soft_cap = soft_cap
-        # Observed with MKL: up to 5 rows differ at head_dim 128, up to 10 at 256. test_invariance.py watches it.
+        # With MKL, up to 5 rows have other bits at head_dim 128, and up to 10 at 256. test_invariance.py checks this.
         self._min_rows = max(8, head_dim // 16)
         self._device = device
         self._chunk = chunk
 
     def plan(self, batch: PagedBatch) -> list[_Group]:
-        """Reads lengths on the host."""
+        """Plan a forward pass. The host reads the lengths."""
         starts_B = batch.starts_B.tolist()
         ends = (batch.query_starts if batch.host_query_starts is None else batch.host_query_starts).tolist()
         grouped: list[_Member] = []
@@ -126,7 +126,7 @@ class TorchAttention:
             prefix_lens = [member.kv_len for member in members]
             visible_nQ = (kv_len_n - count_n)[:, None] + 1 + query
         else:
-            # Keys before this one are the same for all queries of the sequence that see them.
+            # Keys before this one are visible to all queries of the sequence.
             prefix_n = batch.mask_starts_B[number_n].long()
             prefix_lens = prefix_n.tolist()
             num_masked = max(m.kv_len - prefix for m, prefix in zip(members, prefix_lens, strict=True))
@@ -203,7 +203,7 @@ class TorchAttention:
             if chunk.number == 0:
                 merged, peak, total = out, lse, torch.ones_like(lse)
                 continue
-            # Merge by weights exp(lse): of a chunk without a visible key the weight is exactly zero.
+            # Chunks are merged with weights exp(lse). The weight of a chunk without a visible key is exactly zero.
             new_peak = torch.maximum(peak[:, :m], lse)
             old, new = torch.exp(peak[:, :m] - new_peak), torch.exp(lse - new_peak)
             total[:, :m] = total[:, :m] * old + new
@@ -228,19 +228,21 @@ class TorchAttention:
         with_lse: bool,
         may_hold_nan: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Attention over one chunk (b, r, D), and the log of its sum of exponentials (b, r)."""
+        """Compute attention over one chunk (b, r, D), and the logarithm of its sum of exponentials (b, r)."""
         rows = q_brD.shape[1]
         padding = self._min_rows - rows
-        if padding > 0:  # single queries; a group's rows are enough already
+        if padding > 0:  # true for single queries; a group has enough rows
             q_brD = F.pad(q_brD, (0, 0, 0, padding))
         scores = torch.bmm(q_brD, k_bCD.transpose(1, 2))
         if self._soft_cap is not None:
             scores = torch.tanh(scores / self._soft_cap) * self._soft_cap
         if bias is not None:
-            # (m, Q, C) for queries times heads of one sequence, (m * Q, 1, C) for single queries
+            # The bias has the shape (m, Q, C) for queries times heads of one sequence, (m * Q, 1, C) for single
+            # queries.
             part = scores[:, :rows].view(self._num_kv_heads, bias.shape[0], bias.shape[1], self._per_head, -1)
             if may_hold_nan:
-                # The same bits, several times slower: what is added to a NaN leaves it one. (Values are finite always.)
+                # This gives the same bits, but takes several times as long. A sum would not replace a NaN. (Values are
+                # always finite.)
                 part.masked_fill_((bias < 0)[:, :, None], MASKED)
             else:
                 part += bias[:, :, None]
@@ -249,7 +251,8 @@ class TorchAttention:
         return (out[:, :rows], lse[:, :rows]) if padding > 0 else (out, lse)
 
     def _bias(self, group: _Group, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask of a chunk, computed once for all layers; None where every query sees every key."""
+        """Return the additive mask of a chunk, which is computed once for all layers. Return None if every query sees
+        every key."""
         if window not in chunk.biases:
             m = chunk.num_sequences
             limits = group.num_visible[:m, :, None]
@@ -267,20 +270,20 @@ class TorchAttention:
 
 
 def _bits(words_nQW: Tensor, count: int) -> Tensor:
-    """The first `count` bits of words of 32, as bool (n, Q, count)."""
+    """Return the first `count` bits of words of 32 bits, as bool (n, Q, count)."""
     bits = (words_nQW[..., None] >> torch.arange(32, device=words_nQW.device)) & 1
     return bits.flatten(2)[:, :, :count].bool()
 
 
 def _per_query(slots_nL: Tensor, seen_nQM: Tensor, prefix_n: Tensor, low: int, size: int) -> Tensor:
-    """(n, Q, C): the slots that each query sees, in order of position, in the chunk of `size` keys that starts at
-    `low`: those before `prefix_n`, then the masked ones that it sees (nodes come after their parents, so this is by
-    depth)."""
+    """Return the slots (n, Q, C) that each query sees, in order of position, in the chunk of `size` keys that starts at
+    `low`. These are the slots before `prefix_n`, then the masked ones that the query sees, which are in order of depth,
+    because nodes come after their parents."""
     num_sequences, num_queries, num_masked = seen_nQM.shape
     masked = prefix_n[:, None] + torch.arange(num_masked, device=slots_nL.device)
     own_nM = slots_nL.gather(1, masked.clamp(max=slots_nL.shape[1] - 1))
     place = prefix_n[:, None, None] + seen_nQM.cumsum(2) - 1 - low
-    place = torch.where(seen_nQM & (place >= 0) & (place < size), place, size)  # one more, for what is not here
+    place = torch.where(seen_nQM & (place >= 0) & (place < size), place, size)  # index `size` takes slots of other chunks
     part = torch.zeros((num_sequences, num_queries, size + 1), dtype=torch.int64, device=slots_nL.device)
     part[:, :, :size] = slots_nL[:, None, low : low + size]
     return part.scatter_(2, place, own_nM[:, None].expand_as(place))[:, :, :size]

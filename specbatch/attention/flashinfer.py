@@ -1,16 +1,17 @@
-"""FlashInfer's paged kernels over a `PagedBatch` (Ye et al. 2025, https://github.com/flashinfer-ai/flashinfer).
+"""Attention by FlashInfer's paged kernels over a `PagedBatch` (Ye et al. 2025,
+https://github.com/flashinfer-ai/flashinfer).
 
 FlashInfer plans on the host, and here lengths are on the device only. But with one split of the keys, its "fa2" prefill
 kernel reads a sequence's length on the device (`paged_kv_t::get_length`), and a plan is the list of (sequence, tile of
-queries) pairs: it follows the numbers of new tokens, which the host has. So a plan is made once for each shape of
-a round and stays true while lengths change, under a captured graph as well; prompts are planned chunk by chunk.
+queries) pairs. It depends on the numbers of new tokens, which the host has. So a plan is made once for each shape of
+a round and stays right while lengths change, also in a captured graph. Prompts are planned chunk by chunk.
 
-Read in FlashInfer 0.6.11, and relied on:
+The backend relies on these facts, which were read in the source of FlashInfer 0.6.11:
 
 - Every sequence has a whole row of the page table, `indptr[b] = b * P`, so its length is (P - 1) * page_size +
   last_page_len[b], in unsigned arithmetic: a negative last_page_len is right, and nothing else reads it.
-- What the kernel reads is looked up in the wrapper at `run`: the `_REPLACED` are replaced after `plan`. The wrapper's
-  own CUDA-graph mode is no use: it pads the list of pairs, and without splits nothing masks the padding.
+- `run` takes the kernel's arguments from attributes of the wrapper: those of `_REPLACED` are replaced after `plan`. The
+  wrapper's own CUDA-graph mode cannot be used: it pads the list of pairs, and without splits nothing masks the padding.
 - `plan` stages the list in page-locked memory and does not wait for the copy. The list of prompts is staged in a ring.
 - The kernel reads lengths before it waits for its predecessor, so it is not launched ahead of time (`enable_pdl`).
 
@@ -34,17 +35,17 @@ from specbatch.kernels import ops_for
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 _REPLACED = ("_paged_kv_indices_buf", "_paged_kv_last_page_len_buf", "_custom_mask_buf", "_mask_indptr_buf")
-_RING = 4  # plans of prompts whose copies may be under way
+_RING = 4  # the most plans of prompts whose copies may be under way
 
 
 class _Planner:
-    """A wrapper of FlashInfer and where its plan is staged."""
+    """A wrapper of FlashInfer, and the memory in which its plan is staged."""
 
     def __init__(self, device: torch.device) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self._device = device
-        self._splits = torch.empty(16, dtype=torch.uint8, device=device)  # there are none to keep
+        self._splits = torch.empty(16, dtype=torch.uint8, device=device)  # a workspace for splits, of which there are none
         self._num_bytes = 0
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self.wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(self._splits, "HND", backend="fa2")
@@ -55,7 +56,8 @@ class _Planner:
             )
 
     def plan(self, query_starts: np.ndarray, batch: PagedBatch, num_bytes: int, **geometry: Any) -> None:
-        """`num_bytes`: enough for the list of pairs; the wrapper's own 8 MiB are too many for one a shape."""
+        """Plan a batch. `num_bytes`: enough memory for the list of pairs; the wrapper's default of 8 MiB is too much
+        for each shape."""
         if self._copied is not None:
             self._copied.synchronize()
         if num_bytes > self._num_bytes:
@@ -64,7 +66,8 @@ class _Planner:
             )
             self._num_bytes = num_bytes
         num_seqs, num_pages = batch.page_table_BP.shape
-        # Page-locked, so that no copy waits for the device. Lengths are bounds: no plan depends on them.
+        # The arrays are page-locked, so that no copy waits for the device. Lengths are bounds: plans do not depend on
+        # them.
         ones = np.ones(num_seqs, dtype=np.int32)
         self.wrapper.plan(
             self._host(query_starts.astype(np.int32)),
@@ -88,7 +91,7 @@ class _Planner:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One forward pass."""
+    """The plan of one forward pass."""
 
     planner: _Planner
     page_size: int
@@ -99,8 +102,8 @@ class _Plan:
 
 
 class FlashInferAttention:
-    """`num_heads` is a multiple of `num_kv_heads`; `head_dim` and `dtype` are among HEAD_DIMS and DTYPES. Sliding
-    windows are not supported."""
+    """The backend `flashinfer`. `num_heads` is a multiple of `num_kv_heads`; `head_dim` and `dtype` are among HEAD_DIMS
+    and DTYPES. Sliding windows are not supported."""
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class FlashInferAttention:
         scale: float | None = None,
         soft_cap: float | None = None,
     ) -> None:
-        """`kv_dtype`: of the cache; None: `dtype`. `scale` None: head_dim ** -0.5."""
+        """`kv_dtype`: the dtype of the cache; None: `dtype`. `scale` None: head_dim ** -0.5."""
         self._device = device
         self._group = num_heads // num_kv_heads
         self._geometry = {
@@ -133,8 +136,8 @@ class FlashInferAttention:
         self._is_compiled = False  # FlashInfer compiles at its first plan
 
     def plan(self, layout: PagedBatch) -> _Plan:
-        """Without `host_query_starts`, each sequence has `max_queries` new tokens; such a shape must have been planned
-        once before it is captured in a graph."""
+        """Plan a forward pass. Without `host_query_starts`, each sequence has `max_queries` new tokens. Such a shape
+        must be planned once before it is captured in a graph."""
         num_pages, size = layout.page_table_BP.shape[1], layout.page_size
         pages = layout.page_table_BP.view(-1)
         if layout.host_query_starts is not None:
@@ -180,7 +183,7 @@ class FlashInferAttention:
 
     def _plan_into(self, planner: _Planner, layout: PagedBatch, query_starts: np.ndarray) -> None:
         num_seqs = len(query_starts) - 1
-        # Three numbers a pair, whose tile has 16 rows at least, and one a sequence.
+        # The list has three numbers for each pair, whose tile has at least 16 rows, and one for each sequence.
         num_pairs = int(query_starts[-1]) * self._group // 16 + num_seqs
         try:
             planner.plan(query_starts, layout, 12 * num_pairs + 4 * num_seqs + 256, **self._geometry)
@@ -206,7 +209,7 @@ class FlashInferAttention:
             setattr(wrapper, name, tensor)
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         wrapper.run(q_THD, (k, v), out=out, enable_pdl=False)
-        for name in _REPLACED:  # kept, they would keep memory that the graphs of other batch sizes share
+        for name in _REPLACED:  # otherwise they would hold memory that the graphs of other batch sizes share
             setattr(wrapper, name, None)
         return out
 

@@ -1,7 +1,7 @@
-"""What a forward pass gives an attention backend, and what a backend does with it.
+"""The interface between a forward pass and an attention backend.
 
-A forward pass processes T packed tokens of B sequences: see `batch.PagedBatch`. A decode step, a chunk of a
-prompt, a tree to verify and one level of a draft tree are one case.
+A forward pass computes T packed tokens of B sequences: see `batch.PagedBatch`. A round of plain decoding, a chunk of a
+prompt, a tree to verify and one level of a draft tree are the same case.
 
 Shape suffixes: T packed tokens, H query heads, D head dimension.
 """
@@ -17,13 +17,13 @@ from specbatch.cache.pages import KVCache
 
 
 class AttentionBackend(Protocol):
-    """One backend instance serves one model (its head counts are fixed)."""
+    """An attention backend. An instance serves one model, because its numbers of heads are fixed."""
 
     def plan(self, batch: PagedBatch) -> Any:
-        """Prepare one forward pass. The result is passed to `attend` for every layer."""
+        """Prepare one forward pass, and return a plan for `attend` of every layer."""
         ...
 
     def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
-        """Attention output (T, H, D). New keys and values are in `layer` of the cache already. `window`: sliding window
-        in tokens (a query at position p sees positions > p - window), None for full attention."""
+        """Compute the attention output (T, H, D). New keys and values are already in `layer` of the cache. `window`:
+        the sliding window in tokens (a query at position p sees positions > p - window); None: full attention."""
         ...

@@ -1,6 +1,7 @@
-"""Attention of a deterministic run on CUDA: a token's bits do not depend on what is computed with it.
+"""Attention of a deterministic run on CUDA: a token's bits do not depend on the tokens that are computed with it.
 
-`kernels/triton/invariant_attention.py` says how. Here is decided which programs compute a launch, which changes no bit.
+`kernels/triton/invariant_attention.py` explains how. This module decides which programs compute a launch, which changes
+no bit.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class InvariantAttention:
         soft_cap: float | None = None,
         tile: Tile | None = None,
     ) -> None:
-        # Triton exists where CUDA does, and need not exist elsewhere.
+        # Triton is imported here, because it need not be installed on hosts without CUDA.
         from specbatch.kernels import triton as ops
         from specbatch.kernels.triton import invariant_attention, tree_paths
         from specbatch.kernels.triton.parts import attention_splits
@@ -75,7 +76,8 @@ class InvariantAttention:
         return out
 
     def check(self) -> None:
-        """Check on this card that tokens have the same bits in launches of several kinds. Raises ModelError."""
+        """Check on this card that tokens have the same bits in launches of several kinds. It raises ModelError if they
+        have not."""
         heads, kv_heads, total, page = self._num_kv_heads * self._group, self._num_kv_heads, 600, 64
         device = self._bounds.device
         generator = torch.Generator(device).manual_seed(0)
@@ -88,7 +90,7 @@ class InvariantAttention:
         pages = torch.arange(10, dtype=torch.int32, device=device)
 
         def attend(*starts: int, count: int, tree: bool = False) -> Tensor:
-            """`count` tokens from each of `starts` on. `tree`: as the nodes of a path."""
+            """Compute `count` tokens from each of `starts` on. `tree`: they are the nodes of a path."""
             tokens = torch.cat([torch.arange(start, start + count, device=device) for start in starts])
             starts_B = torch.tensor(starts, dtype=torch.int32, device=device)
             ends = torch.arange(len(starts) + 1, dtype=torch.int32, device=device) * count
@@ -100,7 +102,7 @@ class InvariantAttention:
             return self.attend(self.plan(batch), q_THD[tokens], cache, 0, None)  # type: ignore[arg-type]
 
         expected = attend(0, count=total)
-        many = [255] * (1 + 512 // kv_heads)  # as many as have one program each
+        many = [255] * (1 + 512 // kv_heads)  # so many that each has one program
         for name, starts, count, tree in (
             ("of one token", [599], 1, False),
             ("of many sequences", many, 1, False),

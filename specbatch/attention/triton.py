@@ -1,6 +1,6 @@
-"""Attention without host planning, over a `PagedBatch`: lengths, page tables and masks are read on the device.
+"""Attention over a `PagedBatch` without planning on the host: lengths, page tables and masks are read on the device.
 
-Backend `triton` is this with Triton's kernel. With the reference kernel it runs on a CPU, for tests.
+The backend `triton` is this with Triton's kernel. With the reference kernel it runs on a CPU, for tests.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
 
-# Few splits leave multiprocessors idle, many cost more to merge. Measured on an H200 by
-# `scripts/bench/tune_attention.py`. Constants: results must not depend on the card.
+# Few splits leave multiprocessors idle, and many cost more to merge. The numbers were measured on an H200 by
+# `scripts/bench/tune_attention.py`. They are constants, because results must not depend on the card.
 _MAX_PROGRAMS = 512
-# Of 17 to 32 rows. In bfloat16, 512 take 1.09 to 1.19 of the time (docs/bench/2026-11-26-h200-attention-32.json).
+# The limit for 17 to 32 rows. In bfloat16, 512 programs take 1.09 to 1.19 of the time
+# (docs/bench/2026-11-26-h200-attention-32.json).
 _MAX_PROGRAMS_32 = 256
 _MAX_SPLITS = 8
 _MAX_SPLITS_SMALL, _SMALL_PROGRAMS = 16, 4
-_MAX_ROWS = 64  # (new token, query head) pairs of one program
-# Where no sequence is split, those of at least this many tokens are, as many as the workspace holds. Measured by
-# `scripts/bench/bench_long_rows.py` on an H200: a layer of 255 rows of 1k tokens and one of 100k takes 0.44 ms instead
-# of 2.45; 256 rows of 1k cost 0.2% more (5% with 4 queries each), and nothing in runs without long rows.
+_MAX_ROWS = 64  # the most (new token, query head) pairs of one program
+# In a batch without splits, sequences of at least this number of tokens are split, up to the size of the workspace.
+# `scripts/bench/bench_long_rows.py` measured it on an H200: a layer of 255 rows of 1k tokens and one of 100k takes 0.44
+# ms instead of 2.45. 256 rows of 1k take 0.2% longer (5% with 4 queries each), and not longer in runs without long
+# rows.
 LONG_TOKENS: int | None = 8192
 WORKSPACE_ROWS = _MAX_PROGRAMS * _MAX_ROWS
 
 
-# Of the tokens that a group shares: more parts keep more multiprocessors busy, and leave more sums to merge. Not
-# measured yet: `scripts/bench/bench_cascade.py` compares.
+# Parts of the tokens that a group shares. More parts keep more multiprocessors busy, but leave more sums to merge. The
+# numbers are not measured yet; `scripts/bench/bench_cascade.py` compares them.
 _MAX_PREFIX_PARTS, _PREFIX_ROWS, _PREFIX_PROGRAMS = 8, 128, 256
 
 
@@ -42,9 +44,9 @@ class _Plan(NamedTuple):
 
 
 class PagedAttention:
-    """`num_heads` is a multiple of `num_kv_heads`. Splits follow the number of sequences, which is fixed in a captured
-    graph, never their lengths. `scale` None: head_dim ** -0.5. `long_tokens`: in a large batch, sequences of as many
-    tokens are split, too; None: they are not."""
+    """The backend `triton`. `num_heads` is a multiple of `num_kv_heads`. The number of splits depends on the number of
+    sequences, which is fixed in a captured graph, and not on their lengths. `scale` None: head_dim ** -0.5.
+    `long_tokens`: the least tokens of a sequence that is split in a large batch, too; None: none is split there."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class PagedAttention:
 
 
 def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
-    """Splits of each sequence's keys: a power of two, more for fewer sequences."""
+    """Return the number of splits of each sequence's keys: a power of two, more for fewer sequences."""
     programs = num_seqs * num_kv_heads * -(-num_rows // _MAX_ROWS)
     max_programs = _MAX_PROGRAMS_32 if 16 < num_rows <= 32 else _MAX_PROGRAMS
     splits = 1
@@ -104,13 +106,13 @@ def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
 
 
 def num_long(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
-    """Sequences of a batch without splits that can be split as far as possible all the same."""
+    """Return the number of sequences that can have the most splits in a batch whose other sequences are not split."""
     programs = num_kv_heads * -(-num_rows // _MAX_ROWS)
     return min(num_seqs, _MAX_PROGRAMS // (programs * _MAX_SPLITS))
 
 
 def num_prefix_parts(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
-    """Parts of what groups share: a power of two, more for fewer sequences and fewer rows."""
+    """Return the number of parts of the tokens that groups share: a power of two, more for fewer sequences and rows."""
     programs, parts = num_kv_heads * -(-num_seqs * num_rows // _PREFIX_ROWS), 1
     while parts < _MAX_PREFIX_PARTS and parts * 2 * programs <= _PREFIX_PROGRAMS:
         parts *= 2

@@ -1,10 +1,11 @@
-"""GEMMs of cuBLASLt by an algorithm that the caller chooses, through ctypes: torch offers no choice.
+"""GEMMs of cuBLASLt by an algorithm that the caller chooses. They are called through ctypes, because torch offers no
+choice.
 
-Which algorithm torch takes depends on the number of tokens and on the library's version. A pinned one gives the same
+The algorithm that torch takes depends on the number of tokens and on the library's version. A fixed one gives the same
 bits at every start.
 
-Names and numbers are those of cublasLt.h (CUDA 12 and 13). Everything row-major here is column-major there: Y^T (O, M)
-= W (O, I) X^T (I, M), the weight transposed.
+Names and numbers are those of cublasLt.h (CUDA 12 and 13). A row-major matrix here is column-major there: Y^T (O, M)
+= W (O, I) X^T (I, M), with the weight transposed.
 
 Shape suffixes: M tokens, I input features, O output features.
 """
@@ -28,7 +29,7 @@ _CONFIG_SPLITS, _CONFIG_REDUCTION = 2, 3
 
 
 class Algorithm(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t; its first 64 bytes are the algorithm."""
+    """The type cublasLtMatmulHeuristicResult_t. Its first 64 bytes are the algorithm."""
 
     _fields_ = [
         ("algo", c_uint64 * 8),
@@ -41,9 +42,9 @@ class Algorithm(ctypes.Structure):
 
 class CublasLt:
     """The library, and a workspace for launches in order on one stream at a time. `dtype` is bfloat16 or float16.
-    `unsplit`: only algorithms that add up the input features in one part.
+    `unsplit`: use only algorithms that add the input features in one part.
 
-    Raises OSError where the library is missing, RuntimeError where it refuses.
+    It raises OSError if the library is missing, and RuntimeError if it refuses a call.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, unsplit: bool = False) -> None:
@@ -69,7 +70,8 @@ class CublasLt:
         _check(self._lib.cublasLtMatmulPreferenceSetAttribute(self._preference, attribute, byref(value), size))
 
     def algorithms(self, num_tokens: int, num_out: int, num_in: int) -> list[Algorithm]:
-        """What the library's heuristic proposes, its favourite first: the same list for the same library and GPU."""
+        """List the algorithms that the library's heuristic proposes, the best first. The same library and GPU give the
+        same list."""
         weight, x, y = self._layouts(num_tokens, num_out, num_in)
         found, count = (Algorithm * _MAX_ALGORITHMS)(), c_int()
         _check(
@@ -83,8 +85,8 @@ class CublasLt:
     def multiply(
         self, algorithm: Algorithm, x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor | None = None
     ) -> Tensor:
-        """x W^T + residual, (M, O), by one of the `algorithms` for this size. The sum is written over the residual, and
-        rounded once."""
+        """Return x W^T + residual, (M, O), by one of the `algorithms` for this size. The sum is written over the
+        residual, and rounded once."""
         (num_tokens, num_in), num_out = x_MI.shape, weight_OI.shape[0]
         y_MO = x_MI.new_empty((num_tokens, num_out)) if residual_MO is None else residual_MO
         assert all(t.is_contiguous() for t in (x_MI, weight_OI, y_MO)), (x_MI.stride(), weight_OI.stride())
@@ -126,7 +128,7 @@ class CublasLt:
         return value.value
 
     def _layouts(self, num_tokens: int, num_out: int, num_in: int) -> tuple[c_void_p, c_void_p, c_void_p]:
-        """Of the weight, x and y. Made once for each size; a few bytes each."""
+        """Return the layouts of the weight, x and y. They are made once for each size, and have a few bytes each."""
         size = num_tokens, num_out, num_in
         if size not in self._known_layouts:
             made = []
@@ -142,12 +144,12 @@ _ONE, _ZERO = c_float(1.0), c_float(0.0)
 
 
 def library_version() -> int:
-    """Of the library that torch has loaded. Raises OSError where it is missing."""
+    """Return the version of the library that torch has loaded. It raises OSError if the library is missing."""
     return int(_load().cublasLtGetVersion())
 
 
 def _load() -> ctypes.CDLL:
-    """The library that torch has loaded: the same file, by the same name."""
+    """Return the library that torch has loaded, by its file name."""
     major = (torch.version.cuda or "").split(".")[0]
     lib = ctypes.CDLL(f"libcublasLt.so.{major}")
     handle, out = c_void_p, POINTER(c_void_p)

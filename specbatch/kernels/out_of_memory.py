@@ -1,4 +1,4 @@
-"""Which errors mean that memory is full."""
+"""The errors that mean that memory is full."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _TEXTS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory has run out, of the device or of the host: in `error`, or in what it was raised over (a capture
-    that breaks off for it may end with another error)."""
+    """Return whether `error`, or an error that led to it, says that the memory of the device or of the host has run
+    out. (A capture that breaks off for this reason can end with another error.)"""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True

@@ -1,4 +1,4 @@
-"""Which drafts are accepted: the walk down a tree, and rejection sampling of a chain.
+"""Acceptance of drafts: the walk down a tree, and rejection sampling of a chain.
 
 Shape suffixes as in `sampling.py`.
 """
@@ -13,20 +13,20 @@ from specbatch.kernels.torch.sampling import draw
 
 
 def accept_path(tokens_BN: Tensor, parents_BN: Tensor, choice_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """The accepted path: from the root to the child that holds the target's own choice, until there is
-    none.
+    """Find the accepted path. It goes from the root to the child that holds the target's own choice, and so on until
+    there is no such child.
 
     `choice_BN` is the target's argmax or sample at every node. `parents_BN` is -1 at the root, node 0, and -2 at
-    nodes that are padding; a parent comes before its children, and siblings hold distinct tokens.
+    nodes that are padding. A parent comes before its children, and siblings hold distinct tokens.
 
-    Returns (path_BN, num_path_B), int64: the accepted nodes from the root down, padded with 0, and their number,
+    Return (path_BN, num_path_B), int64: the accepted nodes from the root down, padded with 0, and their number,
     1 .. N. The next token is `choice_BN` at the last of them.
     """
     num_nodes = tokens_BN.shape[1]
     nodes = torch.arange(num_nodes, device=tokens_BN.device)
     ancestor = parents_BN.clamp(min=0)
     kept = (nodes == 0) | ((parents_BN >= 0) & (tokens_BN == choice_BN.gather(1, ancestor)))
-    # A node is accepted if all nodes up to the root are the choice of the one above; each turn doubles the reach.
+    # A node is accepted if it and all its ancestors are the choice at their parent. Each turn doubles the distance.
     for _ in range((num_nodes - 1).bit_length()):
         kept = kept & kept.gather(1, ancestor)
         ancestor = ancestor.gather(1, ancestor)
@@ -45,22 +45,22 @@ def accept_chain(
     u_residual_BD: Tensor,
     u_sample_BN: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rejection sampling of a chain (`verify._accept_chain`; Leviathan et al. 2023, Chen et al. 2023): draft i, drawn
-    from q_i, is accepted while u * q_i(x) < p_i(x); the first rejected one is replaced by a draw from max(p_i - q_i,
-    0); after all `num_drafts_B` were accepted the next token is drawn from p.
+    """Accept drafts of a chain by rejection sampling (Leviathan et al. 2023, Chen et al. 2023). Draft i, drawn from
+    q_i, is accepted as long as u * q_i(x) < p_i(x). The first rejected draft is replaced by a draw from max(p_i - q_i,
+    0). If all `num_drafts_B` drafts are accepted, the next token is drawn from p.
 
-    drafts_BD: target token ids. q_BDW: the distributions that they were drawn from, over draft tokens, of which
-    `target_ids_W` gives the (distinct) target ids; None: draft ids are target ids, W <= V. p_BNV: the target's
-    distribution after each node; N = D + 1, node i + 1 is draft i. u_accept, u_residual: float64 draws for the token
-    of draft i, u_sample: for the token after node n, that is [.., i] belongs to position num_computed_tokens + i + 1
-    in all three. Rows of temperature 0 have a one-hot p, and accept exactly the drafts that are the
-    target's argmax, whatever their q.
+    `drafts_BD`: target token ids. `q_BDW`: the distributions from which they were drawn, over draft tokens.
+    `target_ids_W`: the (distinct) target ids of draft tokens; None: draft ids are target ids, W <= V. `p_BNV`: the
+    target's distribution after each node; N = D + 1, and node i + 1 is draft i. `u_accept_BD`, `u_residual_BD`: float64
+    draws for the token of draft i. `u_sample_BN`: those for the token after node i. In all three, [.., i] belongs to
+    position num_computed_tokens + i + 1. Rows of temperature 0 have a one-hot p, and accept exactly the drafts that are
+    the target's argmax, whatever their q.
 
-    Where q_i is NaN (see `distribution`), draft i is rejected and the token drawn from p_i. Where p is NaN at the end
-    of the path, the token is NO_TOKEN.
+    If q_i is NaN (see `distribution`), draft i is rejected and the token is drawn from p_i. If p is NaN at the end of
+    the path, the token is NO_TOKEN.
 
-    Returns (num_path_B, next_token_B, num_broken_B), int64: 1 + the number of accepted drafts, the token after them,
-    and the number of drafts whose q is NaN (of temperature 0: none, for it does not matter there).
+    Return (num_path_B, next_token_B, num_broken_B), int64: 1 + the number of accepted drafts, the token after them,
+    and the number of drafts whose q is NaN (0 for temperature 0, where q is not read).
     """
     num_drafts, vocab = drafts_BD.shape[1], p_BNV.shape[2]
     q_BDV = widen(q_BDW, target_ids_W, vocab)
@@ -78,7 +78,7 @@ def accept_chain(
     first_rejected_B1 = last_B1.clamp(max=num_drafts - 1)
     p_BV = _row(p_BNV, last_B1).double()
     residual = (p_BV - _row(q_BDV, first_rejected_B1).double()).clamp(min=0.0)
-    # No residual: p = q up to rounding, a rejection that happens with probability zero.
+    # Without a residual, p = q up to rounding, and a rejection has probability zero.
     usable = rejected_B1 & ~greedy_B1 & (residual.sum(dim=1, keepdim=True) > 0.0)
     usable &= ~broken_BD.gather(1, first_rejected_B1)
     u = torch.where(rejected_B1, u_residual_BD.gather(1, first_rejected_B1), u_sample_BN.gather(1, last_B1))
@@ -87,7 +87,7 @@ def accept_chain(
 
 
 def widen(q_BDW: Tensor, target_ids_W: Tensor | None, vocab: int) -> Tensor:
-    """Distributions over draft tokens as such over the target's vocabulary (B, D, V)."""
+    """Return distributions over draft tokens as distributions over the target's vocabulary (B, D, V)."""
     if target_ids_W is None:
         return torch.nn.functional.pad(q_BDW, (0, vocab - q_BDW.shape[2]))
     wide = q_BDW.new_zeros((*q_BDW.shape[:2], vocab))
@@ -95,5 +95,5 @@ def widen(q_BDW: Tensor, target_ids_W: Tensor | None, vocab: int) -> Tensor:
 
 
 def _row(x_BMV: Tensor, index_B1: Tensor) -> Tensor:
-    """(B, V): of each sequence the row at its index."""
+    """Return the row of each sequence at its index, (B, V)."""
     return x_BMV.gather(1, index_B1[:, :, None].expand(-1, -1, x_BMV.shape[2]))[:, 0]

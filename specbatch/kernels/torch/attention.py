@@ -26,12 +26,13 @@ def attend(
     prefix: PrefixParts | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Attention output (T, H, D) of new tokens over their sequences' pages; see `PagedBatch` for what is visible.
+    """Compute the attention output (T, H, D) of new tokens over their sequences' pages. `PagedBatch` says which keys a
+    token sees.
 
     `window`: a query at position p sees keys at positions > p - window; a key's position is its slot's index, which is
     wrong for nodes of a draft tree, all of which lie in the window of any real model.
-    `v_scale`: of the values of an FP8 cache; that of its keys is in `scale`.
-    `prefix`: what `attend_prefixes` found for the same queries; None: groups are not looked at. Not with a window.
+    `v_scale`: the scale of the values of an FP8 cache; the scale of its keys is in `scale`.
+    `prefix`: the result of `attend_prefixes` for the same queries; None: there are no groups. It needs full attention.
     `soft_cap`: scores become cap * tanh(score / cap), as in Gemma 2; None: they stay as they are.
     `num_splits`, `workspace` and `listed` are for the Triton kernel.
     """
@@ -71,7 +72,8 @@ def attend(
 
 
 def _merged(own_THD: Tensor, lse_TH: Tensor, prefix: PrefixParts) -> Tensor:
-    """Attention over a sequence's own keys, with the logarithms of its sums of exponentials, and over its prefix."""
+    """Merge attention over a sequence's own keys, with the logarithms of its sums of exponentials, and over its
+    prefix."""
     peaks_PTH, totals_PTH = prefix.weights_PTH2.unbind(-1)
     peak_TH = torch.maximum(lse_TH, peaks_PTH.amax(0))
     own_TH, shares_PTH = torch.exp(lse_TH - peak_TH), torch.exp(peaks_PTH - peak_TH)
@@ -80,15 +82,15 @@ def _merged(own_THD: Tensor, lse_TH: Tensor, prefix: PrefixParts) -> Tensor:
 
 
 def sequence_of_tokens(batch: PagedBatch, num_tokens: int) -> Tensor:
-    """(T,) int64, the sequence of each new token."""
+    """Return the sequence of each new token, (T,) int64."""
     tokens = torch.arange(num_tokens, device=batch.query_starts.device)
     seq_T = torch.searchsorted(batch.query_starts[1:].contiguous(), tokens, right=True)
     return seq_T.clamp_(max=batch.starts_B.shape[0] - 1)
 
 
 def keys_and_values(kv_2KSD: Tensor, batch: PagedBatch, seq_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(K, T, L, D) each, for queries of type `dtype`: for each token those in all pages of a sequence, in float32 at
-    least."""
+    """Return keys and values, (K, T, L, D) each, for queries of `dtype`: for each token those in all pages of sequence
+    `seq_T`, in float32 at least."""
     num_seqs, max_pages = batch.page_table_BP.shape
     keys_L = torch.arange(max_pages * batch.page_size, device=seq_T.device)
     slots = slots_of(batch.page_table_BP, batch.page_size, keys_L.expand(num_seqs, -1))

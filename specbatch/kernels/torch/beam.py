@@ -14,8 +14,8 @@ from specbatch.batch import Beam, Candidates
 def beam_start(
     scores_BK: Tensor, ids_BK: Tensor, target_ids_W: Tensor | None, num_candidates: int, num_words: int
 ) -> tuple[Candidates, Beam]:
-    """The first step of a tree: its branches are the first K of `num_candidates` candidates. `ids_BK` are draft tokens,
-    `target_ids_W` their target tokens; None: the same."""
+    """Begin a tree. Its branches are the first K of `num_candidates` candidates. `ids_BK`: draft tokens.
+    `target_ids_W`: the target token of each draft token; None: they are the same."""
     batch, k = ids_BK.shape
     device = ids_BK.device
     tokens = ids_BK if target_ids_W is None else target_ids_W[ids_BK]
@@ -39,11 +39,11 @@ def beam_expand(
     target_ids_W: Tensor | None,
     step: int,
 ) -> Beam:
-    """Step 1, 2, .. of a tree (EAGLE-2, Li et al. 2024): the K children of each of K branches
-    become candidates (in place), and the K of the highest cumulative score the next branches, the earlier of equals
+    """Do step 1, 2, .. of a tree (EAGLE-2, Li et al. 2024). The K children of each of K branches become candidates (in
+    place). The K of them with the highest cumulative score become the next branches; of equal ones the earlier comes
     first.
 
-    step_scores_BKK, step_ids_BKK: log-probabilities (float32) and draft tokens (int64) of each branch's children.
+    `step_scores_BKK`, `step_ids_BKK`: log-probabilities (float32) and draft tokens (int64) of each branch's children.
     `target_ids_W` as in `beam_start`.
     """
     batch, k = beam.scores_BK.shape
@@ -68,7 +68,7 @@ def beam_expand(
 
 
 def _own_bits(bit_BK: Tensor, num_words: int) -> Tensor:
-    """(B, K, W) int32 with one bit each; none where it lies past the words."""
+    """Return words (B, K, W) int32 with one bit set for each branch, or none if it is past the words."""
     words = torch.arange(num_words, device=bit_BK.device)
     own = torch.where((bit_BK >> 5)[:, :, None] == words, (1 << (bit_BK & 31))[:, :, None], 0)
     return torch.where(own >= 2**31, own - 2**32, own).int()  # bit 31 is the sign

@@ -1,6 +1,6 @@
 """Changes to the target's logits by the rules of requests, in plain torch.
 
-Tokens are counted as integers, and all else is computed element by element: nothing depends on the batch.
+Tokens are counted as integers, and all else is computed element by element, so results do not depend on the batch.
 
 Shape suffixes: B requests, N tree nodes, V vocabulary, L tokens of a text, W words of a mask, K entries, M tokens of a
 bad word before its last.
@@ -35,7 +35,8 @@ def edit_logits(logits_TV: Tensor, nodes: TreeNodes, rules: RuleBuffers, tokens_
 
 
 def _paths(nodes: TreeNodes) -> tuple[Tensor, Tensor]:
-    """(B, N) int64 depths; (B, N, N) bool: node j lies on the path to node n (itself included); not of the root."""
+    """Return the depths (B, N) int64, and (B, N, N) bool, which says whether node j is on the path to node n, n itself
+    included but the root not."""
     batch, num_nodes = nodes.tokens_BN.shape
     index = torch.arange(num_nodes, device=nodes.tokens_BN.device)
     if nodes.mask_BNW is None:
@@ -63,7 +64,7 @@ def _forbid(rules: RuleBuffers, line_B: Tensor, position_BN: Tensor, x_BNV: Tens
 def _bad_words_begun(
     rules: RuleBuffers, nodes: TreeNodes, depths_BN: Tensor, sees_BNN: Tensor, tokens_SL: Tensor
 ) -> Tensor:
-    """(B, N, K) bool: the output up to a node ends with all but the last token of a bad word."""
+    """Return (B, N, K) bool: whether the output up to a node ends with all but the last token of a bad word."""
     starts_BKM, line_B11 = rules.bad_starts_SCM[nodes.req_idx_B], nodes.req_idx_B[:, None, None]
     # The tokens of the path, the node's own first: nodes, and then what is written before the drafts.
     depth_BNM = depths_BN[:, :, None] - torch.arange(starts_BKM.shape[2], device=depths_BN.device)
@@ -77,7 +78,7 @@ def _bad_words_begun(
 
 
 def _change_values(rules: RuleBuffers, nodes: TreeNodes, sees_BNN: Tensor, tokens_SL: Tensor, x_BNV: Tensor) -> None:
-    """Biases and penalties."""
+    """Apply biases and penalties."""
     line_B, num_nodes = nodes.req_idx_B, x_BNV.shape[1]
     biases_BNK = rules.biases_SK[line_B].to(x_BNV.dtype)[:, None].expand(-1, num_nodes, -1)
     x_BNV.scatter_add_(2, rules.bias_ids_SK[line_B][:, None].expand(-1, num_nodes, -1), biases_BNK)
@@ -94,14 +95,15 @@ def _change_values(rules: RuleBuffers, nodes: TreeNodes, sees_BNN: Tensor, token
     penalties_B311 = rules.penalties_S3[line_B].to(x_BNV.dtype)[:, :, None, None]
     tokens_BNN = nodes.tokens_BN[:, None].expand(-1, num_nodes, -1).clamp(min=0)
     before_BNN = x_BNV.gather(2, tokens_BNN)
-    # First the tokens of the text, as if a path had no drafts. A token that is there twice is written twice, equally.
+    # The tokens of the text come first, as if a path had no drafts. A token that is in the text twice is written twice
+    # with the same value.
     text_BL = torch.where(is_text_BL, text_BL, text_BL[:, :1])
     text_BNL, output_B1L = text_BL[:, None].expand(-1, num_nodes, -1), num_output_BV.gather(1, text_BL)[:, None]
     here = torch.ones_like(output_B1L, dtype=torch.bool)
     x_BNV.scatter_(2, text_BNL, _penalised(x_BNV.gather(2, text_BNL), here, output_B1L, penalties_B311))
-    # Then the tokens of the tree, from what their logits were.
+    # The tokens of the tree come next. They start from the logits before this.
     is_same_BNN = nodes.tokens_BN[:, :, None] == nodes.tokens_BN[:, None]
-    on_path_BNN = (sees_BNN[:, :, :, None] & is_same_BNN[:, None]).sum(2)  # of each node's token, at each node
+    on_path_BNN = (sees_BNN[:, :, :, None] & is_same_BNN[:, None]).sum(2)  # how often each node's token is on the path to each node
     in_text_BNN, output_BNN = (
         counts.gather(1, tokens_BNN[:, 0])[:, None] + on_path_BNN for counts in (num_text_BV, num_output_BV)
     )
@@ -109,7 +111,7 @@ def _change_values(rules: RuleBuffers, nodes: TreeNodes, sees_BNN: Tensor, token
 
 
 def _penalised(x: Tensor, in_text: Tensor, num_output: Tensor, penalties_B311: Tensor) -> Tensor:
-    """Logits under repetition, frequency and presence penalties (as transformers and vLLM compute them)."""
+    """Return logits with repetition, frequency and presence penalties, as transformers and vLLM compute them."""
     repetition, frequency, presence = penalties_B311.unbind(1)
     factor = torch.where(in_text, repetition, 1.0)
     x = torch.where(x > 0, x / factor, x * factor)

@@ -1,5 +1,5 @@
-"""Sampling filters for one row at a time, on a CPU: the same bits as `distribution` gives a batch of rows, without what
-a row does not need. (A batch on a GPU computes all filters for all rows: its shapes are fixed.)
+"""Sampling filters for one row at a time, on a CPU. A row gets the bits that `distribution` gives a batch of rows, but
+only the filters that it needs are computed. (On a GPU all filters are computed for all rows, because shapes are fixed.)
 
 Shape suffixes: V vocabulary.
 """
@@ -13,7 +13,7 @@ _PART = 1 << 14
 
 
 def filtered(logits_V: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Probabilities (V,), float64, of a positive temperature: see `distribution`. The logits are finite."""
+    """Compute probabilities (V,), float64, for a positive temperature; see `distribution`. The logits are finite."""
     wide = logits_V.double()
     # The peak is taken off first: divided by a tiny temperature it would overflow.
     scaled = (wide - wide.max()) / temperature
@@ -29,24 +29,24 @@ def filtered(logits_V: Tensor, temperature: float, top_k: int, top_p: float, min
 
 
 def total(p_V: Tensor) -> Tensor:
-    """The sum, in parts so short that one thread computes each: torch shares longer ones among its threads, and then
-    bits depend on their number."""
+    """Compute the sum in parts that are so short that one thread computes each. Torch divides longer sums among its
+    threads, and then bits depend on the number of threads."""
     return torch.stack([part.sum() for part in p_V.split(_PART)]).sum()
 
 
 def _most_likely(p_V: Tensor, top_p: float) -> Tensor:
-    """The tokens that reach `top_p`, in order of probability and then of id; 0 elsewhere. Tokens below (1 - top_p) / V
-    have less than 1 - top_p together, so the others reach it: hardly ever all have to be sorted."""
+    """Keep the tokens that reach `top_p`, in order of probability and then of id, and set the others to 0. Tokens below
+    (1 - top_p) / V have less than 1 - top_p together, so the others reach `top_p`, and all tokens are rarely sorted."""
     likely = (p_V >= (1.0 - top_p) / p_V.shape[0]).nonzero()[:, 0]
     kept, reaches = _sorted_prefix(p_V, likely, top_p)
-    if not reaches:  # by a rounding
+    if not reaches:  # because of a rounding
         kept, _ = _sorted_prefix(p_V, torch.arange(p_V.shape[0]), top_p)
     return torch.zeros_like(p_V).index_copy_(0, kept, p_V[kept])
 
 
 def _sorted_prefix(p_V: Tensor, ids: Tensor, top_p: float) -> tuple[Tensor, bool]:
-    """Those of `ids` (ascending) that are needed to reach `top_p`, and whether they do."""
+    """Return those of `ids` (ascending) that are needed to reach `top_p`, and whether they reach it."""
     ordered, index = torch.sort(p_V[ids], descending=True, stable=True)
     before = ordered.cumsum(0) - ordered
-    count = int((before < top_p).sum())  # it never falls
+    count = int((before < top_p).sum())  # `before` never falls
     return ids[index[:count]], count < len(ids)

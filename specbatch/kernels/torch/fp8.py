@@ -21,17 +21,18 @@ from specbatch.kernels.torch.model import act_mul, rms_norm
 
 
 def scale_of(wide: Tensor) -> Tensor:
-    """Of float32 numbers: makes the largest of the last dimension 448; one value there."""
+    """Return the scales of float32 numbers, with which the largest of the last dimension becomes 448. That dimension
+    has one element in the result."""
     return _scale_for(wide.abs().amax(dim=-1, keepdim=True))
 
 
 def _scale_for(largest: Tensor) -> Tensor:
-    # Of a number as the divisor, CUDA takes the reciprocal: a last bit may differ from a CPU's.
+    # The divisor is a tensor: CUDA multiplies by the reciprocal of a number, so a last bit could differ from a CPU's.
     return (largest / torch.full_like(largest, E4M3_MAX)).clamp(min=SMALLEST_SCALE)
 
 
 def quantise(x_TI: Tensor, static: float | None = None, grouped: bool = False) -> Quantised:
-    """x in FP8. A token with a NaN or an infinite value becomes NaN."""
+    """Return x in FP8. A token with a NaN or an infinite value becomes NaN."""
     num_tokens, width = x_TI.shape
     wide = x_TI.float()
     padded = F.pad(wide, (0, -width % GROUP)) if grouped else wide
@@ -39,15 +40,15 @@ def quantise(x_TI: Tensor, static: float | None = None, grouped: bool = False) -
     scale = scale_of(parts_TGI) if static is None else wide.new_full((num_tokens, 1, 1), static)
     # The clamp comes first: torch before 2.13 rounds to NaN what E4M3 cannot hold.
     scaled = (parts_TGI * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX)
-    if static is not None:  # else the scale of an infinite value is infinite, and their product NaN
+    if static is not None:  # otherwise the scale of an infinite value is infinite, and their product is NaN
         scaled = scaled.masked_fill(parts_TGI.isinf(), torch.nan)
     values_TI = scaled.to(torch.float8_e4m3fn).flatten(1)[:, :width]
     return Quantised(values_TI.contiguous(), scale.squeeze(-1))
 
 
 def quantise_part(x_TI: Tensor, largest_over_ranks: Callable[[Tensor], Tensor]) -> Quantised:
-    """As `quantise`, of tokens of which each rank has some features: the scale is that of the whole token.
-    `largest_over_ranks`: of the largest magnitudes (T, 1) that each rank has."""
+    """Quantise tokens of which each rank has some features. The scale is that of the whole token. `largest_over_ranks`:
+    returns the largest of the ranks' magnitudes (T, 1)."""
     wide = x_TI.float()
     scale = _scale_for(largest_over_ranks(wide.abs().amax(dim=1, keepdim=True)))
     return Quantised((wide * (1.0 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale)
@@ -74,9 +75,9 @@ def scaled_linear(
     residual_TO: Tensor | None = None,
     invariant: bool = False,
 ) -> Tensor:
-    """x W^T + bias, rounded to `dtype`, then + residual, rounded again; (T, O). `weight_OI`: E4M3 numbers. `scale_OG`:
-    float32, (O, 1), or (O, G) where inputs are grouped. The sum may be written over the residual. `invariant`: a
-    token's bits do not depend on the number of tokens."""
+    """Return x W^T + bias, rounded to `dtype`, then + residual, rounded again; (T, O). `weight_OI`: E4M3 numbers.
+    `scale_OG`: float32, (O, 1), or (O, G) if inputs are grouped. The sum may be written over the residual.
+    `invariant`: a token's bits do not depend on the number of tokens."""
     wide, weight = x.values_TI.float(), weight_OI.float()
     if scale_OG.shape[1] > 1:
         y = F.linear(wide * _spread(x.scale_TG, wide), weight * _spread(scale_OG, weight))
@@ -87,5 +88,5 @@ def scaled_linear(
 
 
 def _spread(scale: Tensor, values: Tensor) -> Tensor:
-    """Scales of groups, one for each feature."""
+    """Return the scale of each feature from the scales of groups."""
     return scale.repeat_interleave(GROUP, 1)[:, : values.shape[1]]

@@ -1,4 +1,4 @@
-"""GEMMs with what surrounds them (norm, bias, residual, gate), in plain torch.
+"""GEMMs with the operations around them (norm, bias, residual, gate), in plain torch.
 
 Shape suffixes: M tokens, E hidden size (input of a norm), I input features, O output features.
 """
@@ -13,7 +13,7 @@ from specbatch.kernels.torch.model import activated, rms_norm
 
 
 def linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residual_MO: Tensor | None = None) -> Tensor:
-    """x W^T + bias, rounded to x's dtype, then + residual, rounded again. Returns (M, O)."""
+    """Return x W^T + bias, rounded to x's dtype, then + residual, rounded again; (M, O)."""
     y_MO = F.linear(x_MI, weight_OI, bias_O)
     return y_MO if residual_MO is None else residual_MO + y_MO
 
@@ -21,7 +21,7 @@ def linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residu
 def norm_linear(
     x_ME: Tensor, norm_weight_E: Tensor, eps: float, weight_OE: Tensor, bias_O: Tensor | None = None
 ) -> Tensor:
-    """linear(rms_norm(x)). Returns (M, O)."""
+    """Return linear(rms_norm(x)), (M, O)."""
     return F.linear(rms_norm(x_ME, norm_weight_E, eps), weight_OE, bias_O)
 
 

@@ -1,6 +1,6 @@
 """Log-probabilities of chosen and of the most likely tokens.
 
-Shape suffixes as in `sampling.py`; T rows of logits, R of them selected.
+Shape suffixes as in `sampling.py`; T rows of logits, R selected rows.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from specbatch.kernels.torch.sampling import argmax
 
-_PART_ROWS = 32  # computed at once: their log-probabilities of the whole vocabulary are in memory
+_PART_ROWS = 32  # rows computed at once, whose log-probabilities of the whole vocabulary are in memory
 
 
 def logprobs(logits_TV: Tensor, index_R: Tensor, tokens_R: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Natural-log probabilities by rows `index_R` (int64) of the logits, before temperature and filters.
+    """Compute natural-log probabilities of rows `index_R` (int64) of the logits, before temperature and filters.
 
-    Returns (R, 1 + K) in float32 (in float64 of float64 logits): those of `tokens_R` (int64), and of the K most likely
-    tokens, the first the most likely; and these tokens' ids (R, K), int64. K is `num_top`, or V if that is less. Of
-    equal logits the lower id comes first, whatever K is.
+    Return values (R, 1 + K) in float32 (in float64 for float64 logits): those of `tokens_R` (int64), and those of the K
+    most likely tokens, the most likely first. Also return these tokens' ids (R, K), int64. K is `num_top`, or V if that
+    is less. Of equal logits the lower id comes first, for every K.
     """
     num_top = min(num_top, logits_TV.shape[1])
     values, ids = [], []
@@ -32,11 +32,12 @@ def logprobs(logits_TV: Tensor, index_R: Tensor, tokens_R: Tensor, num_top: int)
 
 
 def _most_likely(logits_RV: Tensor, num_top: int) -> Tensor:
-    """(R, K) ids. torch.topk alone leaves open which of equal logits it takes, and in which order."""
+    """Return the ids (R, K) of the most likely tokens. torch.topk alone does not define which of equal logits it takes,
+    and in which order."""
     if logits_RV.device.type == "cpu":
         values, ids = logits_RV.topk(num_top, dim=-1)
         if bool(((logits_RV >= values[:, -1:]).sum(dim=1) == num_top).all()):  # no equal logit is left out
             ids = ids.sort(dim=1).values
             return ids.gather(1, logits_RV.gather(1, ids).sort(dim=1, descending=True, stable=True).indices)
-    # Of fixed shapes, for CUDA graphs: the Triton kernels are faster.
+    # This has fixed shapes, as CUDA graphs need. The Triton kernels are faster.
     return logits_RV.sort(dim=1, descending=True, stable=True).indices[:, :num_top]

@@ -1,6 +1,6 @@
-"""Which sequences of a batch are much longer than the others can be expected to be, in plain torch.
+"""The list of a batch's long sequences, in plain torch.
 
-Shape suffixes: B sequences, K listed.
+Shape suffixes: B sequences, K listed sequences.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def long_sequences(starts_B: Tensor, query_starts: Tensor, min_tokens: int, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` sequences of at least `min_tokens` tokens, new ones included. Returns the index of each
-    sequence in their list, (B,) int32, -1: it is not listed; and the list, (K,) int32, -1 where it has ended."""
+    """List the first `count` sequences of at least `min_tokens` tokens, new ones included. Return the index of each
+    sequence in the list, (B,) int32, -1 if it is not listed; and the list, (K,) int32, -1 after its end."""
     lengths_B = starts_B + query_starts[1:] - query_starts[:-1]
     index_B = torch.where(lengths_B >= min_tokens, (lengths_B >= min_tokens).cumsum(0) - 1, -1)
     index_B = torch.where(index_B < count, index_B, -1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def tree_mask_bits(mask_TW: Tensor, mask_starts_B: Tensor, starts_B: Tensor, num_queries: int, max_keys: int) -> Tensor:
-    """The mask of a `PagedBatch` as FlashInfer's kernels read one: a bit for each pair of query and key, (B, Z) uint8.
+    """Return the mask of a `PagedBatch` in FlashInfer's format: a bit for each pair of query and key, (B, Z) uint8.
 
     Bit q * L + k of sequence b, from the least significant bit of its first byte, says whether query q sees slot k,
     where L = starts[b] + num_queries is the number of the sequence's keys, at most `max_keys`. Each sequence has Z =

@@ -18,19 +18,19 @@ def ngram_lookup(
     max_match: int,
     num_drafts: int,
 ) -> tuple[Tensor, Tensor]:
-    """N-gram drafts (prompt lookup, Saxena 2023): the continuation of the last earlier occurrence of the longest
-    suffix of min_match to max_match tokens; over the drafted tokens themselves where it reaches the text's end.
+    """Draft by n-grams (prompt lookup, Saxena 2023). The drafts are the continuation of the last earlier occurrence of
+    the longest suffix of min_match to max_match tokens. At the end of the text they go on with the drafts themselves.
 
-    tokens_SL: int32, the tokens of each request, of which the first `num_tokens_S` count. req_idx_B: the request index
-    of each sequence. limit_S: the longest that each text can become, which bounds the drafts.
+    `tokens_SL`: int32, the tokens of each request, of which the first `num_tokens_S` count. `req_idx_B`: the request
+    index of each sequence. `limit_S`: the maximum length of each text, which limits the drafts.
 
-    Returns (drafts_BD, num_drafts_B), int64, D = num_drafts: drafts padded with 0, none where there is no occurrence.
+    Return (drafts_BD, num_drafts_B), int64, D = num_drafts: drafts padded with 0, and none if there is no occurrence.
     """
     history = tokens_SL[req_idx_B]
     length_B1 = num_tokens_S[req_idx_B].long()[:, None]
     width = history.shape[1]
-    ends = torch.arange(width, device=history.device)  # of an occurrence: the index of the token after it
-    # (B, L): how many tokens before `end` equal the text's last ones, up to max_match.
+    ends = torch.arange(width, device=history.device)  # the end of an occurrence: the index of the token after it
+    # (B, L): the number of tokens before `end` that equal the text's last ones, up to max_match.
     matched = torch.zeros_like(history, dtype=torch.int64)
     running = (ends >= 1) & (ends < length_B1)
     for back in range(1, max_match + 1):

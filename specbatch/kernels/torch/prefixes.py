@@ -20,8 +20,9 @@ def attend_prefixes(
     num_parts: int = 1,
     soft_cap: float | None = None,
 ) -> PrefixParts:
-    """What each query of a group sees of the tokens that its group shares, in `num_parts` parts that `attend` merges.
-    The keys are found by the pages of the group's first sequence. Here all is in the first part."""
+    """Compute attention of each query of a group to the tokens that its group shares, in `num_parts` parts that
+    `attend` merges. The keys are found by the pages of the group's first sequence. Here the first part has all of
+    them."""
     num_tokens, num_heads, head_dim = q_THD.shape
     assert batch.groups is not None
     group = num_heads // kv_2KSD.shape[1]
@@ -45,11 +46,12 @@ def attend_prefixes(
 
 
 def _firsts(groups: PrefixGroups) -> tuple[Tensor, Tensor]:
-    """Of each sequence, the first sequence of its group (any, if it is in none), and what they share."""
+    """Return for each sequence the first sequence of its group (any, if it is in no group), and the number of shared
+    tokens."""
     ends_G = groups.sizes_G.cumsum(0)
     index_B = torch.arange(len(groups.members_B), device=ends_G.device)
     group_B = torch.searchsorted(ends_G, index_B, right=True).clamp(max=len(ends_G) - 1)
-    # What is not a member's goes to one line more.
+    # Values that belong to no member are written to one additional line.
     member_B = torch.where(index_B < ends_G[-1], groups.members_B, len(index_B)).long()
     first_B = groups.members_B[groups.firsts_G[group_B].clamp(max=len(index_B) - 1)].long()
     zeros = torch.zeros(len(index_B) + 1, dtype=torch.int64, device=ends_G.device)

@@ -1,7 +1,7 @@
 """Random numbers, sampling and draws, in plain torch.
 
-On CUDA every function has fixed output shapes and reads nothing back to the host, so a whole round can be captured in
-one CUDA graph. On a CPU, what a row does not need is left out.
+On CUDA every function has fixed output shapes, and the host reads nothing, so a whole round can be captured in one CUDA
+graph. On a CPU, only the filters that a row needs are computed.
 
 Shape suffixes, here and in `acceptance`, `tree` and `ngram`: R rows of logits, V vocabulary, W draft vocabulary (of
 probabilities) or words (of masks), B sequences, N tree nodes, D = N - 1 drafts of a chain, K = topk, C candidates, S
@@ -19,29 +19,31 @@ from specbatch.batch import LOWEST_LOGIT, NO_TOKEN
 from specbatch.kernels.torch.filters import filtered
 
 _MASK32 = 0xFFFFFFFF
-_MAX_BLOCK = 256  # of a vocabulary, a power of 2: its search for the largest value is vectorised
+_MAX_BLOCK = 256  # the largest block of a vocabulary, a power of 2; torch vectorises the maximum of a block
 
 
 def finite_peak(peak_R: Tensor) -> Tensor:
-    """(R,) bool: whether rows of logits with these largest values (NaN where one is NaN) are *finite*: no NaN, no +inf,
-    and not all of them masked. A single -inf is a token that never comes, and legal."""
+    """Return (R,) bool: whether rows of logits with these largest values (NaN if one is NaN) are *finite*. They are if
+    they have no NaN and no +inf, and not all of them are masked. A single -inf is legal: it is a token that may not
+    come."""
     return is_possible(peak_R) & (peak_R < torch.inf)
 
 
 def is_possible(logits: Tensor) -> Tensor:
-    """Not masked. In float32: bfloat16 would round the bound."""
+    """Return whether logits are not masked. They are compared in float32, because bfloat16 would round the bound."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) > LOWEST_LOGIT
 
 
 def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
-    """(R,) int64: the lowest index among the largest values of each row; `otherwise` where a row is not finite."""
+    """Return (R,) int64: the lowest index among the largest values of each row; `otherwise` for rows that are not
+    finite."""
     peak, best, _, _ = _blockwise_max(logits_RV)
     return torch.where(finite_peak(peak), best, otherwise)
 
 
 def argmax_and_margin(logits_RV: Tensor, otherwise: int = 0) -> tuple[Tensor, Tensor]:
-    """(R,) int64: as `argmax`; and (R,) float32: its *margin*, by how much the second largest value is smaller. Logits
-    of bfloat16 and float16 are subtracted in float32. The margin is infinite where there is no second value, or where
+    """Return `argmax`, and its *margin*, (R,) float32: the difference of the largest and the second largest value.
+    Logits in bfloat16 and float16 are subtracted in float32. The margin is infinite if there is no second value, or if
     the row is not finite."""
     peak, best, peaks_RC, block_RK = _blockwise_max(logits_RV)
     block_size = block_RK.shape[1]
@@ -54,8 +56,8 @@ def argmax_and_margin(logits_RV: Tensor, otherwise: int = 0) -> tuple[Tensor, Te
 
 
 def _blockwise_max(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each row: its largest value and the lowest index of that; the largest values of its C blocks; and a copy of
-    the K values of the block with the largest. On a CPU this takes a fifth of the time of `max` with an index."""
+    """Return for each row its largest value and the lowest index of it, the largest values of its C blocks, and a copy
+    of the K values of the block with the largest. On a CPU this takes a fifth of the time of `max` with an index."""
     blocks_RCK = logits_RV.unflatten(1, (-1, math.gcd(logits_RV.shape[1], _MAX_BLOCK)))
     peaks_RC = blocks_RCK.amax(dim=-1)
     block_R1 = peaks_RC.max(dim=-1, keepdim=True).indices
@@ -66,8 +68,7 @@ def _blockwise_max(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
-    """(R,) float64 draws from [0, 1) with 53 bits; as `draft.rng.uniform` bit for bit (Philox4x32-10, Salmon et al.,
-    SC 2011).
+    """Return draws (R,) float64 from [0, 1) with 53 bits, by Philox4x32-10 (Salmon et al., SC 2011).
 
     All arguments are int64 and broadcast against each other; 64-bit seeds and streams past 2^63 - 1 are held as
     negative numbers. `purpose` is a `draft.rng.Draw`.
@@ -85,18 +86,20 @@ def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tens
 
 
 def _multiply32(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a product of 32-bit numbers. By halves: the whole product overflows int64's sign."""
+    """Return the high and the low 32 bits of a product of 32-bit numbers. It is computed by halves, because the whole
+    product overflows int64's sign."""
     low = (x & 0xFFFF) * factor
     high = (x >> 16) * factor + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
 
 
 def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """Probabilities (R, V), float32 (on a CPU float64), after temperature, top-k (0: off), top-p (1: off) and min-p (0:
-    off), in this order, each on what the one before it left. Where the temperature is 0, all mass lies on the argmax.
-    All of a row is NaN where its logits are not finite.
+    """Compute probabilities (R, V), float32 (on a CPU float64), after temperature, top-k (0: off), top-p (1: off) and
+    min-p (0: off), in this order. Each filter applies to the tokens that the one before it has left. For temperature 0
+    the argmax has probability 1. A row is NaN if its logits are not finite.
 
-    Tokens that tie with the k-th of top-k stay; of top-p the smallest set that reaches p, ties broken by id.
+    Top-k keeps all tokens that tie with the k-th. Top-p keeps the smallest set that reaches p; of equal tokens the
+    lower id comes first.
     """
     if logits_RV.device.type == "cpu":
         params = zip(*(values.tolist() for values in (temperature_R, top_k_R, top_p_R, min_p_R)), strict=True)
@@ -106,7 +109,7 @@ def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_
 
 
 def _one_row(logits_V: Tensor, best: int, params: tuple[float, int, float, float]) -> Tensor:
-    """`distribution` of a row, on a CPU. `best`: its argmax."""
+    """Compute `distribution` for one row, on a CPU. `best`: the row's argmax."""
     if best == NO_TOKEN:
         return torch.full_like(logits_V, torch.nan, dtype=torch.float64)
     if params[0] > 0:
@@ -119,7 +122,7 @@ def _one_row(logits_V: Tensor, best: int, params: tuple[float, int, float, float
 def distributions(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor
 ) -> Tensor:
-    """As `distribution`, in float64, by the same operations whatever the rows ask for: a CUDA graph may hold it."""
+    """Compute `distribution` in float64, by the same operations for all rows, so that a CUDA graph can hold it."""
     vocab = logits_RV.shape[1]
     greedy_R1 = (temperature_R == 0)[:, None]
     wide = logits_RV.double()
@@ -155,15 +158,15 @@ def draw(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
     # The first token after the quantile. Not by binary search: a parallel sum can fall by a rounding.
     hit = positive & (cdf > uniform_R[:, None] * cdf[:, -1:])
     ids = torch.arange(p_RV.shape[1], device=p_RV.device)
-    last = torch.where(positive, ids, 0).amax(dim=-1)  # where u * total was rounded up to the total
+    last = torch.where(positive, ids, 0).amax(dim=-1)  # the token if u * total is rounded up to the total
     return torch.where(hit, ids, last[:, None]).amin(dim=-1)
 
 
 def sample(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
-    """(R,) int64: the argmax where the temperature is 0, else the token at quantile u (float64) of `distribution`, by
-    ascending id; never one of probability zero. NO_TOKEN where the logits are not finite."""
+    """Return (R,) int64: the argmax if the temperature is 0, else the token at quantile u (float64) of `distribution`,
+    by ascending id. It never has probability zero. It is NO_TOKEN if the logits are not finite."""
     best = argmax(logits_RV, NO_TOKEN)
     if logits_RV.device.type == "cpu":
         tokens = best.clone()

@@ -29,9 +29,9 @@ def span_layout(
     num_written_B: Tensor | None = None,
     mask_start: int = 0,
 ) -> Spans:
-    """Where `num_queries` new tokens of each sequence lie: token q in slot length + start + q of its pages, at position
-    length + position + q * position_stride, or with `depths_BQ` (int64) length + position + depth. Written are those of
-    live sequences (done_B = 0), and of these the first `num_written_B`. mask_starts_B is length + mask_start.
+    """Lay out `num_queries` new tokens of each sequence. Token q is in slot length + start + q of its pages, at
+    position length + position + q * position_stride, or with `depths_BQ` (int64) at length + position + depth. The
+    first `num_written_B` tokens of live sequences (done_B = 0) are written. mask_starts_B is length + mask_start.
 
     `length_B`, `done_B` and `num_written_B` are int64 and may be columns of a wider table.
     """
@@ -71,22 +71,23 @@ def commit_round(
     num_broken_B: Tensor | None = None,
     margin_BN: Tensor | None = None,
 ) -> Committed:
-    """Acceptance and commit of a round: choose the path, advance the requests, make the round output, list what has to
-    move.
+    """Accept and commit a round: choose the path, advance the requests, make the round output, and list the slots that
+    have to move.
 
-    Acceptance: with `choice_BN`, the target's own token at every node, from the root to the child that holds the
-    choice, until there is none: down the tree of `parents_BN` (see `accept_path`), else along a chain, of
-    which `num_nodes_B` nodes are real (None: all). What the path is may also be given: `num_path_B` nodes of `path_BN`
-    (None: of the chain). The token after the path is the choice at its end, else `next_token_B`.
+    Acceptance: `choice_BN` is the target's own token at every node. The path goes from the root to the child that holds
+    the choice, until there is none: down the tree of `parents_BN` (see `accept_path`), else along a chain, of which
+    `num_nodes_B` nodes are real (None: all). The path can also be given: `num_path_B` nodes of `path_BN` (None: of the
+    chain). The token after the path is the choice at its end, else `next_token_B`.
 
-    Commit, of live requests only: `ints_SF` (in place) gets the new length and root, and is marked done if a new token
-    within the limit is one of `eos_K` (unless it is to be ignored) or a stop token, or if the limit is reached. The new
-    tokens are written after the root in `tokens_SL` (in place; L = 0: no tokens are kept). If the token after the path
-    is NO_TOKEN, the request is done, and what is still computed for it sees token 0. `num_broken_B` goes to the output,
-    and so does `margin_BN` (float32, after each node) of the path's nodes; None, and past the path: infinite.
+    Commit, for live requests only: `ints_SF` (in place) gets the new length and root. It is marked done if a new token
+    within the limit is a stop token or one of `eos_K` (unless the request ignores these), or if the limit is reached.
+    The new tokens are written after the root in `tokens_SL` (in place; L = 0: no tokens are kept). If the token after
+    the path is NO_TOKEN, the request is done, and later computations for it see token 0. `num_broken_B` goes to the
+    output, and so does `margin_BN` (float32, after each node) for the path's nodes. Without it, and past the path,
+    margins are infinite.
 
-    All integers are int64 but tokens_SL and page_table_SP, int32. `req_idx_B`: each sequence's line of the tables; only
-    one that is done may repeat.
+    All integers are int64, except tokens_SL and page_table_SP, which are int32. `req_idx_B`: each sequence's line of
+    the tables; only a sequence that is done may repeat.
     """
     batch, num_nodes = tokens_BN.shape
     assert max_path <= num_nodes, f"a path of {max_path} in a tree of {num_nodes}"
@@ -118,7 +119,8 @@ def commit_round(
     stops = ints[:, None, Field.STOP :]
     ends = ((eos | (tokens[:, :, None] == stops).any(dim=2)) & counted).any(dim=1)
     new = ints.clone()
-    # At most the limit: a round that is launched already runs once more from here, without effect.
+    # The length stays below the limit, because a round that is already launched runs once more from here, without
+    # effect.
     new[:, Field.LENGTH] = torch.minimum(length + num_path_B, ints[:, Field.LIMIT] - 1)
     new[:, Field.ROOT] = next_token_B
     new[:, Field.DONE] = (ends | failed | (num_path_B >= room)).long()
@@ -127,7 +129,7 @@ def commit_round(
     if max_length:
         index = length[:, None] + 1 + offset
         kept = on_path & live[:, None] & (index < max_length)
-        # What is not kept writes the request's first token over itself; no round changes it.
+        # Tokens that are not kept write the request's first token over itself; no round changes it.
         index = torch.where(kept, index, 0)
         value = torch.where(kept, tokens, tokens_SL[req_idx_B, 0].long()[:, None])
         tokens_SL.index_put_((req_idx_B[:, None].expand_as(index), index), value.int())

@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most likely draft tokens of each row: log-softmax values (R, K) float32, descending, and ids (R, K) int64;
-    of equal logits the lower id comes first. The first k ids, all -inf, where the logits are not finite. 1 <= k <= 32,
-    k <= W."""
+    """Return the k most likely draft tokens of each row: log-softmax values (R, K) float32, descending, and ids (R, K)
+    int64. Of equal logits the lower id comes first. If the logits are not finite, these are the first k ids, all with
+    -inf. 1 <= k <= 32, k <= W."""
     ids = logits_RW.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     log_p = torch.log_softmax(logits_RW, dim=-1, dtype=torch.promote_types(logits_RW.dtype, torch.float32))
     return unbroken_drafts(log_p.gather(1, ids).float(), ids)
 
 
 def unbroken_drafts(scores_RK: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """`scores_RK` and `ids_RK` of the most likely drafts, where a row without finite logits, whose log-softmax is NaN,
-    has the first ids, all of them -inf. A tree of NaN would have children that are kept without their parents."""
+    """Return `scores_RK` and `ids_RK`, in which a row without finite logits, whose log-softmax is NaN, has the first
+    ids with -inf. A tree of NaN would keep children without their parents."""
     broken = scores_RK.isnan()
     first = torch.arange(scores_RK.shape[-1], device=scores_RK.device)
     return torch.where(broken, -torch.inf, scores_RK), torch.where(broken, first, ids_RK)
@@ -29,15 +29,15 @@ def unbroken_drafts(scores_RK: Tensor, ids_RK: Tensor) -> tuple[Tensor, Tensor]:
 def select_nodes(
     root_B: Tensor, tokens_BC: Tensor, scores_BC: Tensor, parents_BC: Tensor, num_draft_tokens: int, num_steps: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tree to verify, as EAGLE-2 chooses it (Li et al. 2024): the root and the num_draft_tokens - 1 candidates of
-    the highest cumulative score, the earlier of equals first, in the candidates' order.
+    """Choose the tree to verify, as EAGLE-2 does (Li et al. 2024): the root and the num_draft_tokens - 1 candidates
+    with the highest cumulative scores, in the candidates' order. Of equal scores the earlier candidate is chosen.
 
-    `parents_BC` is each candidate's parent, a candidate, or -1 for the root. It has a smaller index, and at least the
-    score. No candidate is deeper than `num_steps`.
+    `parents_BC` is each candidate's parent: a candidate, or -1 for the root. A parent has a smaller index, and at least
+    the same score. No candidate is deeper than `num_steps`.
 
-    Returns (tokens_BN, parents_BN, depths_BN, mask_BNW): int64, parents -1 at the root, depths 0 there; and int32,
-    W = ceil(N / 32): bit j & 31 of word j >> 5 of mask_BNW[b, i] says that node i sees node j, its ancestors and
-    itself.
+    Return (tokens_BN, parents_BN, depths_BN, mask_BNW). The first three are int64; the root has parent -1 and depth 0.
+    The mask is int32, W = ceil(N / 32): bit j & 31 of word j >> 5 of mask_BNW[b, i] says that node i sees node j. A
+    node sees its ancestors and itself.
     """
     batch, device = tokens_BC.shape[0], tokens_BC.device
     chosen = scores_BC.sort(dim=1, descending=True, stable=True).indices[:, : num_draft_tokens - 1].sort(dim=1).values
@@ -52,7 +52,7 @@ def select_nodes(
     mask = own.expand(batch, -1, -1)
     depths = (nodes > 0).long().expand(batch, -1)
     ancestor = parents.clamp(min=0)
-    for _ in range(num_steps.bit_length()):  # each turn doubles the reach
+    for _ in range(num_steps.bit_length()):  # each turn doubles the distance
         mask = mask | mask.gather(1, ancestor[:, :, None].expand_as(mask))
         depths = depths + depths.gather(1, ancestor)
         ancestor = ancestor.gather(1, ancestor)

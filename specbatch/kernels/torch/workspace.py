@@ -1,4 +1,4 @@
-"""What the programs of one launch of attention share: nothing, in plain torch."""
+"""The memory that the programs of one launch of attention share. In plain torch there is none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Workspace:
-    """What the Triton kernel of `attend` needs between launches. This one needs nothing."""
+    """A workspace with the interface of the Triton kernel's. It holds no memory."""
 
     def __init__(self, device: torch.device, rows: int, head_dim: int) -> None:
         pass
