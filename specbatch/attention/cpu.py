@@ -283,7 +283,7 @@ def _per_query(slots_nL: Tensor, seen_nQM: Tensor, prefix_n: Tensor, low: int, s
     masked = prefix_n[:, None] + torch.arange(num_masked, device=slots_nL.device)
     own_nM = slots_nL.gather(1, masked.clamp(max=slots_nL.shape[1] - 1))
     place = prefix_n[:, None, None] + seen_nQM.cumsum(2) - 1 - low
-    place = torch.where(seen_nQM & (place >= 0) & (place < size), place, size)  # index `size` takes slots of other chunks
+    place = torch.where(seen_nQM & (place >= 0) & (place < size), place, size)  # `size`: slots of other chunks
     part = torch.zeros((num_sequences, num_queries, size + 1), dtype=torch.int64, device=slots_nL.device)
     part[:, :, :size] = slots_nL[:, None, low : low + size]
     return part.scatter_(2, place, own_nM[:, None].expand_as(place))[:, :, :size]

@@ -102,7 +102,7 @@ class InvariantAttention:
             return self.attend(self.plan(batch), q_THD[tokens], cache, 0, None)  # type: ignore[arg-type]
 
         expected = attend(0, count=total)
-        many = [255] * (1 + 512 // kv_heads)  # so many that each has one program
+        many = [255] * (1 + 512 // kv_heads)  # enough sequences that each has one program
         for name, starts, count, tree in (
             ("of one token", [599], 1, False),
             ("of many sequences", many, 1, False),

@@ -103,7 +103,7 @@ def _change_values(rules: RuleBuffers, nodes: TreeNodes, sees_BNN: Tensor, token
     x_BNV.scatter_(2, text_BNL, _penalised(x_BNV.gather(2, text_BNL), here, output_B1L, penalties_B311))
     # The tokens of the tree come next. They start from the logits before this.
     is_same_BNN = nodes.tokens_BN[:, :, None] == nodes.tokens_BN[:, None]
-    on_path_BNN = (sees_BNN[:, :, :, None] & is_same_BNN[:, None]).sum(2)  # how often each node's token is on the path to each node
+    on_path_BNN = (sees_BNN[:, :, :, None] & is_same_BNN[:, None]).sum(2)  # counts of each node's token
     in_text_BNN, output_BNN = (
         counts.gather(1, tokens_BNN[:, 0])[:, None] + on_path_BNN for counts in (num_text_BV, num_output_BV)
     )

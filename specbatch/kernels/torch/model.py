@@ -1,14 +1,14 @@
 """Norm, activation, rotary embedding with the cache write, and moves of slots, in plain torch: fixed shapes, no
 synchronisation, any device and dtype.
 
-The last slot of a cache is spare, no sequence has it: what a Triton kernel leaves unwritten is written there.
+The last slot of a cache is spare: no sequence has it. These functions write there what a Triton kernel does not write.
 
-A cache has the model's dtype or float8_e4m3fn. There a layer's keys and values are divided by a scale each (1, unless
-the checkpoint has others), and what is then beyond +-448 becomes +-448.
+A cache has the model's dtype or float8_e4m3fn. In float8, a layer's keys and values are divided by a scale each (1,
+unless the checkpoint has others), and numbers beyond +-448 then become +-448.
 
-In a cache all values are finite. Where a token's key or value is not, in one head, its key there is NaN and such a
-value 0 (`storable`). So a query that sees the token gets NaN, and a query from which it is hidden loses nothing: of a
-hidden token the score is replaced, but its value is multiplied by a weight of 0, and 0 * NaN is NaN.
+All values of a cache are finite. If a token's key or value in a head is not finite, its key there is stored as NaN, and
+such a value as 0 (`storable`). So a query that sees the token gets NaN, and other queries are not disturbed: the score
+of a hidden token is replaced, but its value is multiplied by a weight of 0, and 0 * NaN would be NaN.
 
 Shape suffixes: T packed tokens, E hidden size, I intermediate size, H query heads, K key/value heads, D head dimension,
 S slots, B sequences, L slots of the longest page table.
@@ -80,10 +80,10 @@ def rotary_write(
     v_scale: float = 1.0,
     k_offset_KD: Tensor | None = None,
 ) -> Tensor:
-    """Split a fused projection, norm each head where the model does (Qwen3), rotate queries and keys (rotate-half; the
-    sign is in `sin_PD`), write keys and values to the cache at `slots_T` (nowhere for -1), in its dtype. Returns
-    queries (T, H, D). `k_scale`, `v_scale`: of a cache in float8, which holds what is written divided by them.
-    `k_offset_KD`: is taken from all keys first, in float32.
+    """Split a fused projection, norm each head if the model does (Qwen3), rotate queries and keys (rotate-half; the
+    sign is in `sin_PD`), and write keys and values to the cache at `slots_T` (-1: not written), in its dtype. Return
+    queries (T, H, D). `k_scale`, `v_scale`: the scales of a cache in float8, by which keys and values are divided.
+    `k_offset_KD`: it is first subtracted from all keys, in float32.
     """
     num_tokens, head_dim = qkv_TZ.shape[0], cos_PD.shape[1]
     heads = qkv_TZ.view(num_tokens, -1, head_dim)
@@ -102,14 +102,15 @@ def rotary_write(
 
 
 def storable(k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as a cache holds them: see the module's text."""
+    """Return keys and values as a cache holds them, see the module's text."""
     v_ok_TKD = v_TKD.isfinite().all(dim=-1, keepdim=True)
     ok_TKD = v_ok_TKD & k_TKD.isfinite().all(dim=-1, keepdim=True)
     return torch.where(ok_TKD, k_TKD, torch.nan), torch.where(v_ok_TKD, v_TKD, 0.0)
 
 
 def _stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """`x` as a cache of `dtype` holds it. The clamp comes first: torch rounds to NaN what float8 cannot hold."""
+    """Return `x` as a cache of `dtype` holds it. The clamp comes first, because torch rounds numbers to NaN that float8
+    cannot hold."""
     if dtype == torch.float8_e4m3fn:
         wide = x if x.dtype == torch.float64 else x.float()
         x = (wide * (1 / scale)).clamp(-_LARGEST_E4M3, _LARGEST_E4M3)
@@ -117,15 +118,15 @@ def _stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """`x`, or its bytes where it is float8, for which torch does not index and copy on every device."""
+    """Return `x`, or its bytes if it is float8, because torch cannot index and copy float8 on every device."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def move_slots(kv_L2KSD: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
-    """Copy slots `source_BM` onto slots `target_BM` in all layers at once; -1 in `target_BM`: nothing is copied.
+    """Copy slots `source_BM` to slots `target_BM` in all layers at once. -1 in `target_BM`: nothing is copied.
 
-    No slot is moved for two sequences, and the spare one for none. For one sequence no target is the source of a later
-    column: paths of trees are moved towards their roots.
+    No two sequences move the same slot, and none moves the spare one. Within a sequence, no target is the source of a
+    later column, because paths of trees are moved towards their roots.
     """
     spare = kv_L2KSD.shape[3] - 1
     moves = (target_BM >= 0).view(-1)

@@ -68,7 +68,7 @@ def _blockwise_max(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
-    """Return draws (R,) float64 from [0, 1) with 53 bits, by Philox4x32-10 (Salmon et al., SC 2011).
+    """Return draws (R,) float64 from [0, 1) with 53 bits, by Philox4x32-10 (Salmon et al., SC 2011); see `draft.rng`.
 
     All arguments are int64 and broadcast against each other; 64-bit seeds and streams past 2^63 - 1 are held as
     negative numbers. `purpose` is a `draft.rng.Draw`.
@@ -147,15 +147,16 @@ def distributions(
 
 
 def draw(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """(R,) int64: the token at quantile u in [0, 1) of each row's (unnormalised) probabilities, by ascending id; never
-    one of probability zero. Token 0 where the row is NaN. `uniform_R` is float64."""
+    """Return (R,) int64: the token at quantile u in [0, 1) of each row's (unnormalised) probabilities, by ascending id.
+    It never has probability zero. For a row of NaN it is token 0. `uniform_R` is float64."""
     cdf = p_RV.double().cumsum(-1)
     if cdf.device.type == "cpu":
         token = torch.searchsorted(cdf, uniform_R[:, None] * cdf[:, -1:], right=True)[:, 0]
         if bool((token < p_RV.shape[1]).all()):
             return token
     positive = p_RV > 0
-    # The first token after the quantile. Not by binary search: a parallel sum can fall by a rounding.
+    # The token is the first one after the quantile. It is not found by binary search, because a parallel sum can fall
+    # by a rounding.
     hit = positive & (cdf > uniform_R[:, None] * cdf[:, -1:])
     ids = torch.arange(p_RV.shape[1], device=p_RV.device)
     last = torch.where(positive, ids, 0).amax(dim=-1)  # the token if u * total is rounded up to the total

@@ -1,4 +1,4 @@
-"""All operations, in Triton where that pays: see `kernels.ops_for`."""
+"""All operations for CUDA, in Triton where that is faster: see `kernels.ops_for`."""
 
 from specbatch.kernels.triton.acceptance import accept_chain
 from specbatch.kernels.triton.attention import attend

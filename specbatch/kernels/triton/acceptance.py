@@ -37,7 +37,7 @@ def _accept_chain(
     known = real & (draft_id >= 0) & (draft_id < q_width)
     q = tl.load(q_ptr + (seq * D + steps) * q_width + draft_id, mask=known, other=0.0).to(tl.float64)
     q = tl.where(greedy, 1.0, q)
-    broken = real & (q != q)  # all of that row is NaN, and the draft is rejected
+    broken = real & (q != q)  # the whole row is NaN, and the draft is rejected
     u = tl.load(accept_ptr + seq * D + steps, mask=real, other=0.0)
     accepted = real & (u * q < p)
     last = tl.min(tl.where(accepted, BLOCK_D, steps))  # the node after which the next token comes
@@ -51,7 +51,7 @@ def _accept_chain(
     subtract = rejected & (greedy == 0) & (tl.max((broken & (steps == last)).to(tl.int32)) == 0)
     if subtract:
         sums = block_sums(p_row_ptr, q_row_ptr, inverse_ptr, vocab, q_width, True, MAPPED, BLOCK, BLOCKS)
-        # No residual: p = q up to rounding, a rejection that happens with probability zero.
+        # Without a residual, p = q up to rounding, and a rejection has probability zero.
         subtract = tl.sum(sums) > 0.0
     if subtract == 0:
         sums = block_sums(p_row_ptr, q_row_ptr, inverse_ptr, vocab, q_width, False, MAPPED, BLOCK, BLOCKS)
@@ -64,7 +64,7 @@ def _accept_chain(
         weight = probabilities(p_row_ptr, q_row_ptr, inverse_ptr, ids, vocab, q_width, True, MAPPED)
     else:
         weight = probabilities(p_row_ptr, q_row_ptr, inverse_ptr, ids, vocab, q_width, False, MAPPED)
-    # No probability at all: p is NaN.
+    # If no token has a probability, p is NaN.
     token = tl.where(tl.sum(sums) > 0.0, pick_id(weight, before, target, ids), _NO_TOKEN)
     tl.store(next_token_ptr + seq, token.to(tl.int64))
     tl.store(num_path_ptr + seq, last.to(tl.int64) + 1)
@@ -82,13 +82,13 @@ def accept_chain(
     u_residual_BD: Tensor,
     u_sample_BN: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels/torch/acceptance.py`: two passes over one row of p (and q) a sequence."""
+    """See `kernels/torch/acceptance.py`. It makes two passes over one row of p (and q) for each sequence."""
     (batch, num_drafts), (vocab, width) = drafts_BD.shape, (p_BNV.shape[2], q_BDW.shape[2])
     device = drafts_BD.device
     num_path, next_token, num_broken = torch.empty((3, batch), dtype=torch.int64, device=device)
-    inverse = num_path  # not read
+    inverse = num_path  # any tensor, which is not read
     if target_ids_W is not None:
-        # Where a target token is among the draft's, so that a program can walk over the target's vocabulary alone.
+        # The draft id of each target token, so that a program walks over the target's vocabulary alone.
         inverse = torch.full((vocab,), -1, dtype=torch.int32, device=device)
         inverse.scatter_(0, target_ids_W, torch.arange(width, dtype=torch.int32, device=device))
     block, blocks, num_warps = blocks_of(p_BNV)

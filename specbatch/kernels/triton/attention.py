@@ -3,16 +3,16 @@
 
 Old and new tokens are treated alike: a program walks over a sequence's slots in blocks that start at multiples of
 BLOCK_N and merges them in order (online softmax, Milakov and Gimelshein 2018). A block that a query does not see
-changes nothing, to the last bit. So with one tile, a token's output does not depend on how its sequence was cut into
+changes no bit of its result. So with one tile, a token's output does not depend on how its sequence is divided into
 prefix and new tokens. (The unified kernel of SGLang's pull request 11536 has the same aim.) Tiles of few and of many
-rows differ in a last bit: `invariant_attention.py` has kernels whose tiles do not.
+rows can differ in a last bit; `invariant_attention.py` has kernels whose tiles do not.
 
-What the sequences of a group share can be left to `prefixes.py`, which reads it once for all of them. Then a program
-begins after it, and merges its sums.
+Tokens that the sequences of a group share can be left to `prefixes.py`, which reads them once for all sequences. Then
+a program begins after these tokens, and merges the sums of `prefixes.py`.
 
-With splits, split s takes blocks s, s + NUM_SPLITS, ...: a fixed number, whatever the lengths, and nothing for the host
-to plan. The last split to finish merges all of them, in order, so that no second launch is needed. Where a batch has
-programs enough, only sequences that the device has listed as long are split.
+With splits, split s takes blocks s, s + NUM_SPLITS, ... The number of splits does not depend on lengths, so the host
+plans nothing. The last split to finish merges all of them, in order, so that no second launch is needed. If a batch has
+enough programs, only sequences that the device has listed as long are split.
 
 Lengths, page tables and masks are read on the device, so that a captured graph follows them.
 
@@ -96,7 +96,7 @@ def _attend(
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     row_block, seq = tl.program_id(1), tl.program_id(2)
     if LISTED:
-        # Each sequence has a program. The other splits of those that are listed come after all sequences.
+        # Each sequence has a program. The other splits of listed sequences come after all sequences.
         kv_head, other = tl.program_id(0), seq - num_seqs
         split = tl.where(other >= 0, 1 + other % (NUM_SPLITS - 1), 0)
         number = tl.maximum(other, 0) // (NUM_SPLITS - 1)
@@ -129,7 +129,7 @@ def _attend(
         end = start + num_queries
     else:
         mask_start = 0
-        # Causal: the block's last row sees the most.
+        # Attention is causal, so the block's last row sees the most keys.
         end = start + tl.minimum(num_queries, (row_block * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
     begin_block = 0
     if HAS_WINDOW:
@@ -138,7 +138,7 @@ def _attend(
         begin_block = tl.maximum(oldest, 0) // BLOCK_N
     else:
         position = token.to(tl.int64)
-    # Whole rounds of splits, so that a split's blocks do not depend on where the window begins.
+    # The first block is a multiple of the splits' step, so that a split's blocks do not depend on the window's begin.
     begin_block = begin_block // step * step + split
     if PREFIX_PARTS:
         prefix_units = tl.load(prefix_tokens_ptr + seq) // PREFIX_UNIT
@@ -194,12 +194,12 @@ def _attend(
         tl.store(partial_ptr + (base + split) * BLOCK_M * BLOCK_D + cell, acc)
         tl.store(sums_ptr + (base + split) * 2 * BLOCK_M + local, maximum)
         tl.store(sums_ptr + (base + split) * 2 * BLOCK_M + BLOCK_M + local, total)
-        tl.debug_barrier()  # every thread's part is stored before the counter says so
+        tl.debug_barrier()  # every thread has stored its part before the counter is raised
         arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == NUM_SPLITS - 1:
             tl.debug_barrier()
-            # Unrolled, so that the loads overlap. (Reducing a block of splits by rows would have threads write equal
-            # values to the same words, which race detectors report.)
+            # The loop is unrolled, so that the loads overlap. (In a reduction of a block of splits by rows, threads
+            # would write equal values to the same words, which race detectors report.)
             peaks_ptr = sums_ptr + base * 2 * BLOCK_M + local
             peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
             for s in tl.static_range(NUM_SPLITS):
@@ -231,7 +231,7 @@ def attend(
     prefix: PrefixParts | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """See `kernels/torch/attention.py`. `num_splits`, a power of two, needs a `workspace` if above 1. `listed`: only
+    """See `kernels/torch/attention.py`. `num_splits`: a power of two; above 1 it needs a `workspace`. `listed`: only
     these sequences are split, see `long_sequences`; None: all are."""
     _, num_heads, head_dim = q_THD.shape
     num_rows = batch.max_queries * (num_heads // kv_2KSD.shape[1])
@@ -257,7 +257,7 @@ def attend_by(
     prefix: PrefixParts | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """`attend` with a given tile. Bits are comparable only between calls with equal tiles and splits."""
+    """Run `attend` with a given tile. Bits are comparable only between calls with equal tiles and splits."""
     _, num_heads, head_dim = q_THD.shape
     num_kv_heads = kv_2KSD.shape[1]
     group = num_heads // num_kv_heads

@@ -46,7 +46,7 @@ def _beam_start(
 def beam_start(
     scores_BK: Tensor, ids_BK: Tensor, target_ids_W: Tensor | None, num_candidates: int, num_words: int
 ) -> tuple[Candidates, Beam]:
-    """See `kernels/torch/beam.py`: candidates that no step has filled hold anything."""
+    """See `kernels/torch/beam.py`. Candidates that no step has filled can hold any value."""
     batch, k = ids_BK.shape
     device = ids_BK.device
     cand_tokens, cand_parents = torch.empty((2, batch, num_candidates), dtype=torch.int64, device=device)
@@ -91,7 +91,7 @@ def _beam_expand(
         parent = chosen // K
         out = seq * K + i
         tl.store(new_scores_ptr + out, packed_number(best))
-        # Taken from the registers: what was stored above is not to be read by another thread yet.
+        # The values are taken from registers, because another thread cannot read yet what was stored above.
         tl.store(new_tokens_ptr + out, tl.sum(tl.where(packed == best, tokens, 0)))
         tl.store(new_index_ptr + out, first + chosen)
         tl.store(parent_ptr + out, parent)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Changes to the target's logits by the rules of requests (Triton): at most five launches, whatever the rules are.
-Programs of requests without rules of their kind end at once.
+"""Changes to the target's logits by the rules of requests (Triton), in at most five launches for all kinds of rules.
+The programs of requests without such rules end at once.
 
 Shape suffixes as in `kernels/torch/edits.py`.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 from specbatch.batch import ANY_TOKEN, NO_TEXT, Edits, RuleBuffers, TreeNodes
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 
-_TOKENS = 2048  # of one program
-_WORDS, _BIASES, _TEXT = 64, 256, 1024  # likewise
+_TOKENS = 2048  # tokens of one program
+_WORDS, _BIASES, _TEXT = 64, 256, 1024  # bad words, biases and tokens of a text of one program
 _MASKED: tl.constexpr = tl.constexpr(int(Edits.MASK | Edits.NODE_MASK))
 _BAD_WORDS: tl.constexpr = tl.constexpr(int(Edits.BAD_WORDS))
 _VALUES: tl.constexpr = tl.constexpr(int(Edits.VALUES))
 _ANY_TOKEN: tl.constexpr = tl.constexpr(ANY_TOKEN)
 _NO_TEXT: tl.constexpr = tl.constexpr(NO_TEXT)
-_IN_TEXT: tl.constexpr = tl.constexpr(1 << 30)  # in a count of the output: the prompt has the token, too
+_IN_TEXT: tl.constexpr = tl.constexpr(1 << 30)  # a bit in the count of the output: the prompt has the token, too
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _depth(depths_ptr, row, node, IS_CHAIN: tl.constexpr):
 
 @triton.jit
 def _sees(mask_ptr, row, node, other, words, IS_CHAIN: tl.constexpr):
-    """Whether `other` lies on the path to a node."""
+    """Return whether `other` is on the path to a node."""
     on_path = other <= node
     if not IS_CHAIN:
         on_path = ((tl.load(mask_ptr + row * words + other // 32) >> (other & 31)) & 1) != 0
@@ -120,7 +120,7 @@ def _add_biases(
         return
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     bias = tl.load(biases_ptr + line * num_biases + entry, mask=entry < num_biases, other=0.0)
-    given = bias != 0.0  # each token once
+    given = bias != 0.0  # each token is given once
     token = tl.load(ids_ptr + line * num_biases + entry, mask=given, other=0)
     x = tl.load(x_ptr + row * stride + token, mask=given, other=0.0)
     tl.store(x_ptr + row * stride + token, x + bias, mask=given)

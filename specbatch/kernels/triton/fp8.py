@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Linear layers in FP8 on CUDA: inputs are quantised inside the norm, inside the activation, or by a kernel alone.
+"""Linear layers in FP8 on CUDA: inputs are quantised in the norm's kernel, in the activation's, or by a separate one.
 
 Results are those of `kernels/torch/fp8.py`. Shape suffixes as there.
 """
@@ -23,8 +23,8 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 @triton.jit
 def _scale_of(y, NUM: tl.constexpr):
-    """(NUM,) scales, for y (NUM, ...). Numbers without a sign have the order of their bits, and NaN comes last: so the
-    largest of integers is NaN where one number is, and that of float32 would not be. The division is exact."""
+    """Return scales (NUM,) for y (NUM, ...). Numbers without a sign have the order of their bits, and NaN comes last.
+    So the largest of these integers is NaN if one number is, which is not sure for float32. The division is exact."""
     largest = tl.max(tl.abs(y).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, tl.full((NUM,), 448.0, tl.float32))
     return tl.maximum(scale, _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
@@ -35,7 +35,8 @@ def _store_quantised(
     y, columns, size, values, scales, row, static,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
 ):  # fmt: skip
-    """One row, float32 and 0 from `size` on. GROUP: features that share a scale; 0: all."""
+    """Quantise and store one row, which is float32, and 0 from `size` on. GROUP: the features that share a scale; 0:
+    all."""
     if STATIC:
         scale = tl.full((1,), static, tl.float32)
         tl.store(scales + row + tl.arange(0, 1), scale)
@@ -74,7 +75,7 @@ def _rms_norm_quantised(
     x, weight, values, scales, static, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     STATIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_rms_norm` in model.py, to the bit, before it is quantised."""
+    """Compute the bits of `_rms_norm` in model.py, and quantise them."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     ok = columns < SIZE
@@ -133,7 +134,7 @@ def _launch(
     if num_tokens:
         block = max(triton.next_power_of_2(size), GROUP)
         pdl = dependent_launch(x)
-        # A norm's warps are those of `rms_norm`: they decide the order of its sum.
+        # A norm has the number of warps of `rms_norm`, because it decides the order of the sum.
         warps = min(8 if norm else 32, max(1, block // 512))
         weight, rest = norm[:1], norm[1:]
         launch(

@@ -1,7 +1,8 @@
-"""GEMMs on CUDA: the library's for many tokens, our own (`skinny`) for few, which are bound by reading the weights.
+"""GEMMs on CUDA: the library's for many tokens, and our own (`skinny`) for few, whose time is that of reading weights.
 
-Results are those of `kernels/torch/gemm.py`, but for a residual: with many tokens the sum is written over it, which
-saves a copy of the residual stream (and it is added before the GEMM is rounded). Shape suffixes as there.
+Results are those of `kernels/torch/gemm.py`, with one difference: with many tokens the sum is written over the
+residual, which saves a copy of the residual stream (and it is added before the GEMM is rounded). Shape suffixes as
+there.
 """
 
 from __future__ import annotations

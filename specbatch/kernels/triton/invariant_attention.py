@@ -1,20 +1,20 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Attention whose bits depend on a row alone (Triton): not on the batch, the number of new tokens, the prefill chunk or
-the draft tree that it is computed in.
+"""Attention whose bits depend on a row alone (Triton), and not on the batch, the number of new tokens, the prefill
+chunk or the draft tree in which it is computed.
 
-What a query's result is made of, and in which order, is a function of its position:
+The operations for a query, and their order, are a function of its position:
 
 - Keys are read in blocks that begin at multiples of BLOCK_N, and splits of blocks begin where `parts/attention_splits`
-  says. Each split has a softmax of its own. The splits are merged in order, by one program in registers, or by the last
-  of several programs from memory: the same arithmetic.
-- Within a block only tensor cores add: scores, values, and the weights themselves, which are multiplied by ones. They
-  add keys in order, whatever the tile (see `models/linears/invariant.py`); a sum over a tile's columns would
-  follow its layout. What remains is exact (maxima, selections) or a function of single elements. No multiplication is
-  fused with an addition: the compiler could do so in one kernel and not in another.
-- A key that a query does not see has the weight 0, wherever it is. A block that a query does not see leaves its bits.
-- A node of a tree sees its ancestors in other slots than plain decoding has them. From the block on in which the trees'
-  slots begin, keys are read in the order of a path instead, for one leaf after the other: the nodes of that path take
-  the result, and others ignore it. It costs a block or two for each leaf.
+  says. Each split has a separate softmax. The splits are merged in order, by one program in registers, or by the last
+  of several programs from memory, with the same arithmetic.
+- Within a block only tensor cores add: scores, values, and also the weights, which are multiplied by ones. They add
+  keys in order with every tile (see `models/linears/invariant.py`), while a sum over a tile's columns would depend on
+  its layout. All other operations are exact (maxima, selections) or a function of single elements. No multiplication is
+  fused with an addition, because the compiler could do so in one kernel and not in another.
+- A key that a query does not see has the weight 0, wherever it is. A block that a query does not see keeps its bits.
+- A node of a tree sees its ancestors in other slots than in plain decoding. From the block on in which the trees' slots
+  begin, keys are read in the order of a path, for one leaf after the other: the nodes of that path take the result, and
+  the others ignore it. This costs a block or two for each leaf.
 
 Shape suffixes as in `kernels/torch/model.py`; rows of a tile are (new token, query head of the group) pairs.
 """
@@ -47,7 +47,7 @@ from specbatch.kernels.triton.workspace import Workspace
 
 @triton.jit
 def _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8: tl.constexpr):
-    total_M = tl.max(total, 1)  # its columns are equal
+    total_M = tl.max(total, 1)  # the columns are equal
     out = acc / tl.where(total_M == 0.0, 1.0, total_M)[:, None]
     if IS_FP8:
         out = out * v_scale
@@ -69,7 +69,8 @@ def _attend(
     await_former(PDL)
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     kv_head, row_block, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # A sequence has `parts` programs. The first is found by the sequence's number, the others come after all sequences.
+    # A sequence has `parts` programs. The first has the number of the sequence, and the others come after all
+    # sequences.
     part, parts, rank = seq * 0, seq * 0 + PARTS, seq
     if PARTS > 1:
         other = seq - num_seqs
@@ -105,7 +106,7 @@ def _attend(
         leaf_of = tl.load(leaves_ptr + token)
         mask_start = tl.load(mask_starts_ptr + seq)
         num_shared = mask_start // BLOCK_N * BLOCK_N
-        num_seen = num_shared  # by every row
+        num_seen = num_shared  # the keys that every row sees
     else:
         limit = start + tl.minimum(query, num_queries - 1) + 1
         num_shared = tl.max(limit, 0)
@@ -141,8 +142,8 @@ def _attend(
 
     acc, total, maximum = nothing(BLOCK_M, BLOCK_D, ONES)
     split_acc, split_total, split_maximum = nothing(BLOCK_M, BLOCK_D, ONES)
-    # Blocks that every row sees to their ends need no comparisons. Of few rows, one loop goes over those of all splits,
-    # for loads to overlap; of many rows, what it keeps does not fit in registers.
+    # Blocks that every row sees to their ends need no comparisons. With few rows, one loop goes over those of all
+    # splits, so that loads overlap; with many rows, its values would not fit in registers.
     stop_seen = begin // BLOCK_N
     if FLAT:
         split_high = tl.load(bounds_ptr + split + 1)
@@ -223,7 +224,7 @@ def _attend(
         _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8)
     else:
         counter = counter_ptr + (rank * tl.num_programs(1) + row_block) * NUM_KV_HEADS + kv_head
-        tl.debug_barrier()  # every thread's part is stored before the counter says so
+        tl.debug_barrier()  # every thread has stored its part before the counter is raised
         arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
         if arrived == parts - 1:
             tl.debug_barrier()
@@ -258,9 +259,9 @@ def attend(
     v_scale: float = 1.0,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """As `kernels/torch/attention.py`. `paths`: of a batch with a mask. `listed`: the long sequences, see
-    `long_sequences`; None: all have `splits.parts` programs. `bounds`: int32, the first key of each split, a power of
-    two of them."""
+    """See `kernels/torch/attention.py`. `paths`: the paths of a batch with a mask. `listed`: the long sequences, see
+    `long_sequences`; None: all have `splits.parts` programs. `bounds`: int32, the first key of each split; their number
+    is a power of two."""
     _, num_heads, head_dim = q_THD.shape
     num_kv_heads = kv_2KSD.shape[1]
     group = num_heads // num_kv_heads
@@ -276,7 +277,7 @@ def attend(
     pdl = dependent_launch(q_THD)
     is_fp8 = kv_2KSD.dtype == torch.float8_e4m3fn
     assert tile.fp8 != "pairs", "this kernel does not read values as pairs"
-    # The interpreter does not have the option.
+    # The interpreter does not have this option.
     options = {**launch_options(pdl), **({"enable_fp_fusion": False} if q_THD.is_cuda else {})}
     launch(
         _attend, (num_kv_heads, row_blocks, num_seqs + (splits.parts - 1) * splits.num_seqs),

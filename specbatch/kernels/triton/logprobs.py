@@ -15,10 +15,10 @@ from specbatch.kernels.triton.parts.filters import NO_ID
 from specbatch.kernels.triton.parts.launch import launch
 from specbatch.kernels.triton.tree import draft_topk
 
-_PART_ROWS = 64  # of which the most likely tokens are found at once: their logits are copied
+_PART_ROWS = 64  # rows whose most likely tokens are found at once; their logits are copied
 
 
-# These are parts of larger tensors: aligned or not, there is one kernel.
+# The indices can be parts of larger tensors. One kernel takes them aligned or not.
 @triton.jit(do_not_specialize_on_alignment=["index_ptr"])
 def _sum_of_chunk(logits_ptr, index_ptr, peak_ptr, sum_ptr, id_ptr, stride, vocab, CHUNK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -48,14 +48,14 @@ def _logprobs_of_chunks(
     chosen = tl.load(logits_ptr + tl.load(index_ptr + row) * stride + tl.load(tokens_ptr + row)).to(tl.float32)
     tl.store(peak_out_ptr + row, peak)
     tl.store(log_sum_ptr + row, log_sum)
-    # The peak is taken off first: so the most likely token never has a positive log-probability.
+    # The peak is subtracted first, so that the most likely token never has a positive log-probability.
     tl.store(chosen_ptr + row, chosen - peak - log_sum)
     best = tl.min(tl.where(peaks == peak, ids, NO_ID))
-    tl.store(best_ptr + row, tl.minimum(best, vocab - 1).to(tl.int64))  # of NaN: any token
+    tl.store(best_ptr + row, tl.minimum(best, vocab - 1).to(tl.int64))  # a row of NaN gets any token
 
 
 def logprobs(logits_TV: Tensor, index_R: Tensor, tokens_R: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """See `kernels/torch/logprobs.py`: in one pass over the rows for `num_top` 0 and 1. Always in float32."""
+    """See `kernels/torch/logprobs.py`. For `num_top` 0 and 1 it makes one pass over the rows. Results are float32."""
     rows, vocab = index_R.shape[0], logits_TV.shape[1]
     assert logits_TV.stride(1) == 1
     num_top = min(num_top, vocab)
@@ -77,7 +77,7 @@ def logprobs(logits_TV: Tensor, index_R: Tensor, tokens_R: Tensor, num_top: int)
         return chosen[:, None], best.new_empty((rows, 0))
     if num_top == 1:
         return torch.stack((chosen, -log_sum), dim=1), best[:, None]
-    # Not torch.topk: which of equal logits it takes depends on the number of rows.
+    # torch.topk is not used: which of equal logits it takes depends on the number of rows.
     parts = [logits_TV[part] for part in index_R.split(_PART_ROWS)]
     tops = [draft_topk(part, num_top)[1] for part in parts]
     found = torch.cat([part.gather(1, top) for part, top in zip(parts, tops, strict=True)])

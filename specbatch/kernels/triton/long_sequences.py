@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Which sequences of a batch are much longer than the others can be expected to be (Triton): the host reads no length.
+"""The list of a batch's long sequences (Triton). The host reads no length.
 
 Shape suffixes as in `kernels/torch/long_sequences.py`.
 """
@@ -29,7 +29,7 @@ def _long_sequences(
     is_listed = is_long & (index < count)
     tl.store(index_ptr + seqs, tl.where(is_listed, index, -1), mask=real)
     tl.store(listed_ptr + index, seqs, mask=is_listed)
-    # What no sequence has written.
+    # Fill the end of the list, which no sequence has written.
     num_listed = tl.sum(is_listed.to(tl.int32))
     tl.store(listed_ptr + indices, tl.full((COUNT,), -1, tl.int32), mask=(indices >= num_listed) & (indices < count))
 

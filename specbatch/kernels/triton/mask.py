@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Bit masks (Triton): tree masks as FlashInfer's kernels read them. Lengths are read on the device, as everywhere.
+"""Bit masks (Triton): tree masks as FlashInfer's kernels read them. Lengths are read on the device.
 
 Shape suffixes as in `kernels/torch/mask.py`.
 """

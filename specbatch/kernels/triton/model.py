@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """The model's memory-bound kernels (Triton): norm, activation, rotary embedding with the cache write, moves of slots.
 
-Shape suffixes as in `kernels/torch/model.py`, which says what each of them computes.
+Shape suffixes as in `kernels/torch/model.py`, which defines what each kernel computes.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def act_mul(gate_up_T2I: Tensor, activation: Activation = "silu") -> Tensor:
 
 @triton.jit
 def _stored(x, inverse_scale, dtype: tl.constexpr):
-    """`x` as a cache of `dtype` holds it; clamped as in the reference kernel, whatever the conversion does."""
+    """Return `x` as a cache of `dtype` holds it, clamped as in the reference kernel, for every kind of conversion."""
     if dtype == tl.float8e4nv:
         x = tl.clamp(x.to(tl.float32) * inverse_scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
@@ -160,7 +160,8 @@ def _stored(x, inverse_scale, dtype: tl.constexpr):
 
 @triton.jit
 def _all_finite(x1, x2):
-    """(rows, 1) bool; explicit, for no maximum is relied on to carry a NaN along."""
+    """Return (rows, 1) bool: whether all numbers of a row are finite. It tests each number, because a maximum need not
+    be NaN if one of them is."""
     finite = (tl.abs(x1) < float("inf")) & (tl.abs(x2) < float("inf"))
     return (tl.min(finite.to(tl.int32), 1) > 0)[:, None]
 
@@ -220,7 +221,7 @@ def _rotary_write(
     cos2 = tl.load(cos_ptr + position * D + half + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
     sin1 = tl.load(sin_ptr + position * D + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
     sin2 = tl.load(sin_ptr + position * D + half + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
-    # The table of sines carries the sign of rotate-half.
+    # The table of sines has the sign of rotate-half.
     rotated1 = (y1 * cos1 + y2 * sin1).to(dtype)
     rotated2 = (y2 * cos2 + y1 * sin2).to(dtype)
     out1 = tl.where(is_value, x1, rotated1)
@@ -230,12 +231,13 @@ def _rotary_write(
     tl.store(q_ptr + q_offsets, out1, mask=ok & is_query)
     tl.store(q_ptr + q_offsets + half, out2, mask=ok & is_query)
     slot = tl.load(slots_ptr + token)
-    written = ok & (slot + low * 0 >= 0)[None, :]  # a block: the interpreter has no scalar masks
+    written = ok & (slot + low * 0 >= 0)[None, :]  # a block, because the interpreter has no scalar masks
     k_head, v_head = heads - NUM_HEADS, heads - NUM_HEADS - NUM_KV_HEADS
     k_offsets = k_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
     v_offsets = v_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
     is_key = (heads >= NUM_HEADS)[:, None] & (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
-    # What is not finite: see the reference's `storable`. The values of the same heads, which another program can write:
+    # Keys become NaN if they or the values of the same head are not finite, see `storable` of the reference kernels.
+    # Another program can write those values, so they are read here.
     of_keys = ok & is_key
     values = offsets + NUM_KV_HEADS * D
     v1 = tl.load(qkv_ptr + values, mask=of_keys, other=0.0).to(tl.float32)
@@ -322,13 +324,14 @@ def _move_slots(
     planes = (tl.program_id(1) * PLANES + tl.arange(0, PLANES)).to(tl.int64)[:, None]
     dims = tl.arange(0, BLOCK)[None, :]
     ok = (planes < num_planes) & (dims < D)
-    # One after the other: no target is the source of a later column, but it may be that of an earlier one.
+    # Columns are moved in order: no target is the source of a later column, but it may be the source of an earlier one.
     for i in range(M):
         target = tl.load(target_ptr + row * M + i)
         if target >= 0:
             source = tl.load(source_ptr + row * M + i)
             value = tl.load(kv_ptr + planes * stride_plane + source * D + dims, mask=ok)
-            # A small tile has each element in several warps: none may write the next column before all have read this.
+            # In a small tile several warps have each element. None may write the next column before all have read this
+            # one.
             tl.debug_barrier()
             tl.store(kv_ptr + planes * stride_plane + target * D + dims, value, mask=ok)
 

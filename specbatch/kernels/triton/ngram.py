@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""N-gram drafts (Triton): each round searches the texts anew, in parallel chunks, which costs less than an index on the
-device.
+"""N-gram drafts (Triton): each round searches the texts again, in parallel chunks, which costs less than an index on
+the device.
 
 Shape suffixes as in `kernels/torch/ngram.py`.
 """
@@ -19,8 +19,8 @@ from specbatch.kernels.triton.parts.launch import launch
 def _longest_of_chunk(
     tokens_ptr, req_idx_ptr, num_tokens_ptr, best_ptr, stride, min_match, max_match, CHUNK: tl.constexpr
 ):
-    """Of the occurrences that end in a chunk the longest, of equals the last: (tokens matched) << 32 | its end, the
-    index of the token after it; 0: none."""
+    """Find the longest occurrence that ends in a chunk, and of equal ones the last. The result is (tokens matched) <<
+    32 | its end, which is the index of the token after it; 0: there is none."""
     seq, chunk = tl.program_id(0), tl.program_id(1)
     req_idx = tl.load(req_idx_ptr + seq).to(tl.int64)
     length = tl.load(num_tokens_ptr + req_idx).to(tl.int32)

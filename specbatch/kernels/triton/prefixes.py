@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """Attention of groups of sequences over the first pages that they share (Triton): cascade attention.
 
-The queries of all sequences of a group are rows of the same tiles, as many as tensor cores want, and each tile reads
-the shared keys and values once. Nothing there is masked: all of it comes before all new tokens. `attention.py` then
+The queries of all sequences of a group are rows of the same tiles, which fill tensor cores, and each tile reads the
+shared keys and values once. Nothing is masked, because shared tokens come before all new ones. `attention.py` then
 computes each sequence's own part and merges the sums (as FlashInfer's cascade and Hydragen, Juravsky et al. 2024, do).
 
 Groups are read on the device. A fixed number of programs takes the tiles in turn, so a launch without groups ends at
@@ -41,7 +41,7 @@ def _attend_prefixes(
 ):  # fmt: skip
     await_former(PDL)
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
-    ROWS: tl.constexpr = QUERIES * GROUP  # of a sequence
+    ROWS: tl.constexpr = QUERIES * GROUP  # the rows of a sequence
     groups = tl.arange(0, BLOCK_G)
     tiles_G = tl.cdiv(tl.load(sizes_ptr + groups, mask=groups < NUM_GROUPS, other=0) * ROWS, BLOCK_M)
     ends_G = tl.cumsum(tiles_G, 0)
@@ -74,7 +74,7 @@ def _attend_prefixes(
             if HALF:
                 q, unit = half_queries(q)
                 scores_scale = (unit * scale_log2)[:, None]
-            # The pages of the group's first sequence, which are those of all.
+            # The shared pages are those of the group's first sequence.
             table = table_ptr + tl.load(members_ptr + first).to(tl.int64) * stride_table
             maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
             total = tl.zeros([BLOCK_M], tl.float32)
@@ -115,7 +115,7 @@ def attend_prefixes_by(
     num_parts: int,
     soft_cap: float | None = None,
 ) -> PrefixParts:
-    """`attend_prefixes` with a given tile and number of programs."""
+    """Run `attend_prefixes` with a given tile and number of programs."""
     (num_tokens, num_heads, head_dim), num_kv_heads = q_THD.shape, kv_2KSD.shape[1]
     assert batch.groups is not None
     assert PREFIX_UNIT % tile.block_n == 0, tile

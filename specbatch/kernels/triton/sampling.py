@@ -62,24 +62,24 @@ def _argmax_of_chunks(
 
 
 def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
-    """See `kernels/torch/sampling.py`: in parallel chunks of a row. Rows may lie apart."""
+    """See `kernels/torch/sampling.py`. Chunks of a row run in parallel. Rows need not be contiguous to each other."""
     return _argmax(logits_RV, otherwise, None)
 
 
 def argmax_and_margin(logits_RV: Tensor, otherwise: int = 0) -> tuple[Tensor, Tensor]:
-    """See `kernels/torch/sampling.py`: in one pass over the logits, as `argmax`."""
+    """See `kernels/torch/sampling.py`. It makes one pass over the logits, as `argmax` does."""
     margin = torch.empty(logits_RV.shape[0], dtype=torch.float32, device=logits_RV.device)
     return _argmax(logits_RV, otherwise, margin), margin
 
 
 def _argmax(logits_RV: Tensor, otherwise: int, margin_R: Tensor | None) -> Tensor:
-    """`margin_R` is written, if it is given."""
+    """Compute `argmax`. `margin_R`: a tensor for the margins, or None."""
     rows, vocab = logits_RV.shape
     assert logits_RV.stride(1) == 1
     chunk = min(4096, triton.next_power_of_2(vocab))
     num_chunks = triton.cdiv(vocab, chunk)
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
-    # Each aligned: else Triton compiles the kernels anew.
+    # Each tensor is aligned. Otherwise Triton would compile the kernels again.
     value, second = (torch.empty((rows, num_chunks), dtype=wide, device=logits_RV.device) for _ in range(2))
     ids = torch.empty((rows, num_chunks), dtype=torch.int32, device=logits_RV.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
@@ -114,7 +114,7 @@ def _low32(x):
 
 @triton.jit
 def _philox_uniform(seed, stream, sample, position, purpose):
-    """Philox4x32-10 of int64 tensors; a float64 in [0, 1)."""
+    """Compute Philox4x32-10 of int64 tensors, as float64 in [0, 1)."""
     c0, c1, c2, c3 = _low32(position), _low32(sample << 8 | purpose), _low32(stream), _low32(stream >> 32)
     k0, k1 = _low32(seed), _low32(seed >> 32)
     factor0 = tl.full(c0.shape, 0xD2511F53, tl.uint32)
@@ -178,8 +178,8 @@ def _sample(
 def sample(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
-    """See `kernels/torch/sampling.py`: with weights in float32 and their sums in float64; one program a row. Rows of
-    `logits_RV` may lie apart. The other arguments have the types that the reference names."""
+    """See `kernels/torch/sampling.py`. Weights are float32 and their sums float64; each row has one program. Rows of
+    `logits_RV` need not be contiguous to each other. The other arguments have the types of the reference kernel."""
     rows, vocab = logits_RV.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
     block, blocks, num_warps = blocks_of(logits_RV)
@@ -220,7 +220,7 @@ def _distribution(
 
 
 def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
-    """See `kernels/torch/sampling.py`: what `sample` draws from."""
+    """See `kernels/torch/sampling.py`. `sample` draws from this distribution."""
     rows, vocab = logits_RV.shape
     out = torch.empty((rows, vocab), dtype=torch.float32, device=logits_RV.device)
     block, blocks, num_warps = blocks_of(logits_RV)
@@ -246,7 +246,7 @@ def _draw(p_ptr, uniform_ptr, out_ptr, stride, vocab, BLOCK: tl.constexpr, BLOCK
 
 
 def draw(p_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """See `kernels/torch/sampling.py`. Rows of `p_RV` may lie apart."""
+    """See `kernels/torch/sampling.py`. Rows of `p_RV` need not be contiguous to each other."""
     rows, vocab = p_RV.shape
     out = torch.empty(rows, dtype=torch.int64, device=p_RV.device)
     block, blocks, num_warps = blocks_of(p_RV)

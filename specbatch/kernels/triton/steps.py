@@ -24,7 +24,7 @@ def _slot_of(pages_ptr, index, num_pages, mask, PAGE: tl.constexpr):
     return page.to(tl.int64) * PAGE + index % PAGE
 
 
-# These change from step to step of a round: one kernel for all of them.
+# These numbers change from step to step of a round, and one kernel takes them all.
 @triton.jit(do_not_specialize=["total", "start", "position", "position_stride", "mask_start"])
 def _span_layout(
     table_ptr, length_ptr, done_ptr, depths_ptr, written_ptr,
@@ -135,7 +135,7 @@ def _commit_round(
             path = tl.where(offset == count, node, path)
             tokens = tl.where(offset == count, next_token, tokens)
             count += 1
-            # Only downwards, so that the walk ends whatever the parents are.
+            # The walk goes only to larger indices, so that it ends with any parents.
             is_child = (offset > node) & (parents == node) & (drafted == next_token)
             node = tl.min(tl.where(is_child, offset, BLOCK))
     else:
@@ -168,7 +168,8 @@ def _commit_round(
     done = (tl.max(ends.to(tl.int32)) > 0) | failed | (count >= room)
     # All threads have read the fields.
     tl.debug_barrier()
-    # At most the limit: a round that is launched already runs once more from here, without effect.
+    # The length stays below the limit, because a round that is already launched runs once more from here, without
+    # effect.
     tl.store(fields_ptr + LENGTH, tl.minimum(length + count, limit - 1), mask=live)
     tl.store(fields_ptr + ROOT, next_token, mask=live)
     tl.store(fields_ptr + DONE, done.to(tl.int64), mask=live)
@@ -176,7 +177,7 @@ def _commit_round(
     kept = (offset < num_new) & (index < max_length)
     tl.store(history_ptr + req_idx * max_length + index, tokens.to(tl.int32), mask=kept)
 
-    # What was decided.
+    # The result.
     written = offset < max_path
     tl.store(path_ptr + seq * max_path + offset, path, mask=written)
     tl.store(new_tokens_ptr + seq * max_path + offset, tokens, mask=written)
@@ -237,7 +238,7 @@ def commit_round(
     output = torch.empty((batch, Output.TOKENS + 2 * max_path), dtype=torch.int32, device=device)
 
     def given(x: Tensor | None) -> Tensor:
-        return req_idx_B if x is None else x.contiguous()  # any tensor: it is not read
+        return req_idx_B if x is None else x.contiguous()  # any tensor, which is not read
 
     launch(
         _commit_round, (batch,),

@@ -53,8 +53,8 @@ def _topk_of_chunks(
 
 
 def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """See `kernels/torch/tree.py`: in one pass over the logits and a small one over the best of each chunk. Ordered and
-    scored in float32. Rows of `logits_RW` may lie apart."""
+    """See `kernels/torch/tree.py`. It makes one pass over the logits, and a small one over the best of each chunk.
+    Order and scores are in float32. Rows of `logits_RW` need not be contiguous to each other."""
     rows, width = logits_RW.shape
     assert 1 <= k <= min(32, width), (k, width)
     assert logits_RW.stride(1) == 1
@@ -124,7 +124,7 @@ def _select_nodes(
 
     nodes = tl.arange(0, BLOCK_N)
     parents = tl.load(out_parents_ptr + row * N + nodes, mask=nodes < N, other=-1).to(tl.int32)
-    # Who sees whom: parents and oneself; each squaring doubles the reach.
+    # A node sees its parent and itself. Each squaring doubles the distance.
     sees = (parents[:, None] == nodes[None, :]) | (nodes[:, None] == nodes[None, :])
     for _ in tl.static_range(LOG_STEPS):
         half = sees.to(tl.float16)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Where the keys of each node of a draft tree lie (Triton).
+"""The slots of the keys of each node of a draft tree (Triton).
 
 Shape suffixes: B sequences, T packed tokens, W words of a mask, J = 32 * W bits.
 """
@@ -18,11 +18,11 @@ from specbatch.kernels.triton.parts.launch import launch
 
 
 class TreePaths(NamedTuple):
-    """Of the nodes of a masked `PagedBatch`."""
+    """The paths of the nodes of a masked `PagedBatch`."""
 
-    limits_T: Tensor  # int32, the keys that a node sees: those before `mask_starts`, and its path
-    leaves_T: Tensor  # int32, a leaf on whose path the node lies, by its index among the sequence's new tokens
-    paths_TJ: Tensor  # int32, bit of the mask of each node of the path, from the top down; the rest is not written
+    limits_T: Tensor  # int32, the number of keys that a node sees: those before `mask_starts`, and its path
+    leaves_T: Tensor  # int32, a leaf whose path has the node, by its index among the sequence's new tokens
+    paths_TJ: Tensor  # int32, the mask bits of the nodes of the path, from the root down; the rest is not written
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _tree_paths(
 
 
 def tree_paths(batch: PagedBatch) -> TreePaths:
-    """Of a batch with a mask, in which every token sees itself."""
+    """Find the paths of a batch with a mask, in which every token sees itself."""
     assert batch.mask_TW is not None
     num_tokens, num_words = batch.mask_TW.shape
     limits, leaves = torch.empty((2, num_tokens), dtype=torch.int32, device=batch.mask_TW.device)

@@ -9,10 +9,10 @@ from specbatch.kernels.triton.parts.attention_tile import padded
 
 
 class Workspace:
-    """Partial results of splits: one for each stream that runs attention, since launches in order share it. It has its
-    final size from the start, since captured graphs hold its address.
+    """Memory for partial results of splits. Each stream that runs attention has one, because launches in order share
+    it. It has its final size from the start, because captured graphs hold its address.
 
-    `rows`: of the tiles of one launch, summed over the splits; `head_dim` in elements.
+    `rows`: the rows of the tiles of one launch, summed over the splits. `head_dim`: in elements.
     """
 
     def __init__(self, device: torch.device, rows: int, head_dim: int) -> None:
@@ -22,7 +22,7 @@ class Workspace:
         self._counters = torch.zeros(rows // 16, dtype=torch.int32, device=device)
 
     def reserve(self, tiles: int, splits: int, rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(partials, sums, counters) for `tiles` tiles of `rows` rows."""
+        """Return (partials, sums, counters) for `tiles` tiles of `rows` rows."""
         assert tiles * splits * rows * width <= self._partials.numel(), (tiles, splits, rows, width)
         assert tiles * splits * rows * 2 <= self._sums.numel(), (tiles, splits, rows)
         assert tiles <= self._counters.numel(), tiles

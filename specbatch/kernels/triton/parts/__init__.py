@@ -1,1 +1,1 @@
-"""What several Triton kernels share."""
+"""The shared parts of several Triton kernels."""

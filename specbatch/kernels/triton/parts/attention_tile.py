@@ -1,4 +1,5 @@
-"""What one program of `attention.py` computes at a time. Pure functions of sizes, free of Triton."""
+"""The tile that one program of `attention.py` computes at a time, as a function of sizes. This module does not import
+Triton."""
 
 from __future__ import annotations
 
@@ -7,18 +8,19 @@ from typing import Literal
 
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 
-# Of 17 to 32 rows in bfloat16 (docs/bench/2026-11-26-h200-attention-32.json). Above _MIDDLE_PROGRAMS, half-empty tiles
-# of 64 rows take 0.85 of the time (measured with 256 programs). Above _MANY_PROGRAMS, 2 warps take 0.78 to 0.95 of it.
+# Limits for 17 to 32 rows in bfloat16 (docs/bench/2026-11-26-h200-attention-32.json). Above _MIDDLE_PROGRAMS,
+# half-empty tiles of 64 rows take 0.85 of the time (measured with 256 programs). Above _MANY_PROGRAMS, 2 warps take
+# 0.78 to 0.95.
 _MIDDLE_PROGRAMS, _MANY_PROGRAMS = 128, 256
 
-# Converted to the queries' dtype; to float16; to float16, and the values read as pairs.
+# Keys and values are converted to the queries' dtype; to float16; or to float16, and values are read as pairs.
 Fp8Form = Literal["widen", "half", "pairs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """block_m rows by block_n keys. `peeled`: keys that all rows see have a loop of their own, which pays in prompts
-    (and always under a mask). `fp8`: how keys and values in FP8 are multiplied, see `parts/fp8.py`."""
+    """A tile of block_m rows and block_n keys. `peeled`: keys that all rows see have a separate loop, which is faster
+    for prompts (and always with a mask). `fp8`: the way to multiply keys and values in FP8, see `parts/fp8.py`."""
 
     block_m: int
     block_n: int
@@ -37,13 +39,13 @@ def tile_for(
     is_fp8: bool = False,
     num_programs: int = 1,
 ) -> Tile:
-    """For that many rows of one sequence and key/value head, on a GPU with `shared` bytes of shared memory. `is_fp8`:
-    keys and values are in FP8, whatever the queries' `itemsize` is. `num_programs`: pairs of a sequence and a
-    key/value head in the batch.
+    """Choose the tile for `num_rows` rows of one sequence and key/value head, on a GPU with `shared` bytes of shared
+    memory. `is_fp8`: keys and values are in FP8, and `itemsize` is that of the queries. `num_programs`: the pairs of a
+    sequence and a key/value head in the batch.
 
-    Its rows do not depend on the GPU. Its keys do, but not on the number of rows: prompts and rounds read the same
-    blocks of keys. Their tensor cores add them in different orders, so a last bit of a result may differ (of bfloat16,
-    by 0.002 on an H200). Stages change no bit.
+    The tile's rows do not depend on the GPU. Its keys do, but they do not depend on the number of rows: prompts and
+    rounds read the same blocks of keys. Their tensor cores add them in different orders, so a last bit of a result can
+    differ (by 0.002 in bfloat16 on an H200). Stages change no bit.
     """
     largest = replace(_wanted(1 << 30, head_dim, itemsize), num_stages=1)
     while shared_of(largest, head_dim, itemsize) > shared and largest.block_n > 16:
@@ -59,9 +61,9 @@ def tile_for(
 
 
 def prefix_tile_for(num_rows: int, head_dim: int, itemsize: int, shared: int = HOPPER_SHARED_BYTES) -> Tile:
-    """For prefixes that several sequences share, of that many rows each. Other tiles were not measured
-    (`scripts/bench/bench_cascade.py --tune`). Small tiles waste less where groups are small, large ones read the
-    second-level cache less often."""
+    """Choose the tile for prefixes that several sequences with `num_rows` rows each share. Other tiles were not
+    measured (`scripts/bench/bench_cascade.py --tune`). Small tiles waste less if groups are small, and large ones read
+    the second-level cache less often."""
     tile = Tile(16, 32, 4, 2) if itemsize == 4 else Tile(128, 64, 8, 3) if num_rows > 8 else Tile(64, 64, 4, 3)
     while shared_of(tile, head_dim, itemsize) > shared and tile.num_stages > 1:
         tile = replace(tile, num_stages=tile.num_stages - 1)
@@ -73,7 +75,7 @@ def prefix_tile_for(num_rows: int, head_dim: int, itemsize: int, shared: int = H
 
 
 def _of_fp8(tile: Tile) -> Tile:
-    """`tile` for keys and values in FP8.
+    """Return `tile` for keys and values in FP8.
 
     On an H200 with heads of 128, 64 to 512 sequences of 1,024 tokens and 8 of 16,384, pairs and six stages take 0.54 of
     bfloat16's time at the heads of Llama-3-8B, and 0.62 to 0.75 at Qwen2.5-1.5B's; three stages take 0.60 and 0.68 to
@@ -85,9 +87,9 @@ def _of_fp8(tile: Tile) -> Tile:
 
 
 def shared_of(tile: Tile, head_dim: int, itemsize: int) -> int:
-    """Bytes of shared memory that a program takes at most, on GPUs that have less of it than Hopper.
+    """Return the most bytes of shared memory that a program takes on GPUs that have less of it than Hopper.
 
-    What Triton asks for when it compiles for compute capability 7.5, 8.0, 8.9 and 12.0 is this or less.
+    Triton takes this or less when it compiles for compute capability 7.5, 8.0, 8.9 and 12.0.
     """
     keys, queries = tile.block_n * padded(head_dim) * itemsize, tile.block_m * padded(head_dim) * itemsize
     at_once = 2 * (keys + queries)
@@ -98,7 +100,7 @@ def shared_of(tile: Tile, head_dim: int, itemsize: int) -> int:
 
 
 def padded(head_dim: int) -> int:
-    """The head dimension of a tile: a power of two, 16 at least."""
+    """Return the head dimension of a tile: a power of two, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 

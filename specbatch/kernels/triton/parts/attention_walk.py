@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""What a program of `attention.py` does with its blocks of keys (Triton)."""
+"""The loop of a program of `attention.py` over its blocks of keys (Triton)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def walk(
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr,
     ALL_VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """Merges every `step`-th block of keys in [first_block, stop_block). ALL_VISIBLE: each of their keys, to each row,
-    which gives the same bits. PAIRS: values are read as pairs of columns, and `odd_acc` is of the second ones."""
+    """Merge every `step`-th block of keys in [first_block, stop_block). ALL_VISIBLE: each row sees all their keys; the
+    bits are the same. PAIRS: values are read as pairs of columns, and `odd_acc` has the sums of the second ones."""
     if PAIRS:
         pairs = tl.arange(0, dims.shape[0] // 2)
         pair_ok = pairs < D // 2
@@ -53,7 +53,7 @@ def walk(
                 visible = visible & (keys[None, :] > (position - window)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        # Nothing seen yet: any finite reference makes every weight an exact zero.
+        # A row that has seen no key yet: any finite reference makes every weight an exact zero.
         reference = new_maximum if ALL_VISIBLE else tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - reference[:, None])
         decay = tl.exp2(maximum - reference)
@@ -75,7 +75,7 @@ def walk(
 def merge_prefix(
     acc, maximum, total, prefix_ptr, weights_ptr, num_parts, num_rows, at, row_ok, dims, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Adds what `prefixes.py` has computed for the rows at `at`."""
+    """Add the sums that `prefixes.py` has computed for the rows at `at`."""
     for part in range(num_parts):
         row = part * num_rows + at
         peak = tl.load(weights_ptr + row * 2, mask=row_ok, other=float("-inf"))

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Draws from (unnormalised) probabilities: block by block, then within one (Triton)."""
+"""Draws from (unnormalised) probabilities: first the block, then the token within it (Triton)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 
 @triton.jit
 def pick_block(sums, target, blocks):
-    """The first block at which the running sum exceeds `target`, and the sum before it."""
+    """Return the first block at which the running sum exceeds `target`, and the sum before it."""
     hit = (sums > 0.0) & (tl.cumsum(sums, 0) > target)
-    # Where nothing exceeds it, by a rounding: the last that holds anything.
+    # If no sum exceeds it, because of a rounding, this is the last block that holds anything.
     block = tl.min(tl.where(hit, blocks, tl.max(tl.where(sums > 0.0, blocks, 0))))
     return block, tl.sum(tl.where(blocks < block, sums, 0.0))
 
 
 @triton.jit
 def pick_id(weight, before, target, ids):
-    """Likewise the token within a block; never one of weight 0, unless all are."""
+    """Return the token within a block in the same way. It has a weight above 0, unless all are 0."""
     hit = (weight > 0.0) & (before + tl.cumsum(weight, 0) > target)
     return tl.min(tl.where(hit, ids, tl.max(tl.where(weight > 0.0, ids, 0))))
 
 
 def blocks_of(x_RV: Tensor) -> tuple[int, int, int]:
-    """Tokens in a block, blocks in a row (rounded up to a power of two), and warps."""
+    """Return the number of tokens in a block, of blocks in a row (rounded up to a power of two), and of warps."""
     assert x_RV.stride(-1) == 1
     vocab = x_RV.shape[-1]
     block = min(4096, triton.next_power_of_2(vocab))
@@ -34,7 +34,7 @@ def blocks_of(x_RV: Tensor) -> tuple[int, int, int]:
 
 @triton.jit
 def probabilities(p_ptr, q_ptr, inverse_ptr, ids, vocab, q_width, SUBTRACT: tl.constexpr, MAPPED: tl.constexpr):
-    """p, or max(p - q, 0), as float64."""
+    """Return p, or max(p - q, 0), as float64."""
     real = ids < vocab
     p = tl.load(p_ptr + ids, mask=real, other=0.0).to(tl.float64)
     if SUBTRACT:

@@ -1,17 +1,17 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""What top-k, top-p and min-p keep of a row of logits (Triton).
+"""The tokens that top-k, top-p and min-p keep of a row of logits (Triton).
 
-Nothing is sorted. What top-k and top-p keep is everything above a logit, the *bar*, and the first few by id of those
-that equal it. The bar is found by cutting an interval of logits at several pivots per pass over the row and narrowing
-it to the values that occur in it (after FlashInfer's sorting-free sampling). It ends at one logit of the row, so that
-ties are exact: equal probabilities are equal logits. With g = 1 and target k (top-k), or g the token's weight and
-target p of the total (top-p), the bar is the lowest logit of the row above which the sum of g stays below the target.
+Nothing is sorted. Top-k and top-p keep all tokens above a logit, the *bar*, and the first few by id of the tokens that
+equal it. The bar is found by cutting an interval of logits at several pivots per pass over the row and narrowing it to
+the values that occur in it (after FlashInfer's sorting-free sampling). It ends at one logit of the row, so that ties
+are exact: equal probabilities are equal logits. With g = 1 and target k (top-k), or g the token's weight and target p
+of the total (top-p), the bar is the lowest logit of the row above which the sum of g stays below the target.
 
 A token's *weight* is exp((logit - peak) / temperature) in float32, 1 at the peak. Sums that decide between tokens are
-made in a fixed order, so a row's token does not depend on what else is in the batch.
+made in a fixed order, so a row's token does not depend on the batch.
 
-A NaN is read as +inf in what looks for a row's peak, so that the peak alone says whether the row is finite (see
-`finite_peak` of the reference kernels): no maximum is relied on to carry a NaN along.
+The search for a row's peak reads a NaN as +inf, because a maximum need not be NaN if one number is. So the peak alone
+says whether the row is finite (see `finite_peak` of the reference kernels).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 
 from specbatch.batch import LOWEST_LOGIT
 
-_MAX_PASSES = tl.constexpr(128)  # each leaves a quarter of the interval: about 10 suffice, unless logits are contrived
+_MAX_PASSES = tl.constexpr(128)  # each leaves a quarter of the interval, so about 10 are enough for usual logits
 NO_ID = tl.constexpr(0x7FFFFFFF)
 LOWEST = tl.constexpr(LOWEST_LOGIT)
 
@@ -29,7 +29,7 @@ LOWEST = tl.constexpr(LOWEST_LOGIT)
 @triton.jit
 def _load_logits(row_ptr, ids, vocab):
     x = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    # What masks write for "never" (the lowest finite number) is -inf here: differences of such numbers overflow.
+    # The lowest finite number, which some masks write, becomes -inf here, because differences of such numbers overflow.
     return tl.where(x > LOWEST, x, float("-inf"))
 
 
@@ -40,7 +40,7 @@ def _weight_of(x, peak, temperature):
 
 @triton.jit
 def range_of(row_ptr, vocab, BLOCK: tl.constexpr):
-    """Argmax, largest and least finite logit of a row, and whether it is finite."""
+    """Return the argmax of a row, its largest and its least finite logit, and whether it is finite."""
     lanes = tl.arange(0, BLOCK)
     most = tl.full((BLOCK,), float("-inf"), tl.float32)
     least = tl.full((BLOCK,), float("inf"), tl.float32)
@@ -58,12 +58,12 @@ def range_of(row_ptr, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _find_bar(row_ptr, vocab, peak, temperature, floor, low, target, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest logit above which the sum of g stays below `target`, and that sum; logits below `floor` do not exist.
-    `low` is any number at which the sum reaches `target`."""
+    """Find the lowest logit above which the sum of g stays below `target`, and that sum. Logits below `floor` are
+    ignored. `low`: any number at which the sum reaches `target`."""
     lanes = tl.arange(0, BLOCK)
     high = peak
     above = tl.full((), 0.0, tl.float64)  # the sum above `high`
-    # Always: sum above low >= target > sum above high, so the bar is in (low, high].
+    # It always holds that sum above low >= target > sum above high, so the bar is in (low, high].
     passes = tl.where(low < high, _MAX_PASSES, 0)
     while passes > 0:
         quarter = (high - low) * 0.25
@@ -85,12 +85,13 @@ def _find_bar(row_ptr, vocab, peak, temperature, floor, low, target, BY_WEIGHT: 
         above1 = tl.sum(sum1.to(tl.float64))
         above2 = tl.sum(sum2.to(tl.float64))
         above3 = tl.sum(sum3.to(tl.float64))
-        first, last = tl.min(least), tl.max(most)  # of the logits in (low, high]
+        first, last = tl.min(least), tl.max(most)  # the least and the largest of the logits in (low, high]
         found = first >= last
         below1 = (above1 < target) & (found == 0)
         below2 = (above2 < target) & (found == 0)
         below3 = (above3 < target) & (found == 0)
-        # Down to the lowest pivot above which the sum is below the target, up to the one under it.
+        # The new interval ends at the lowest pivot above which the sum is below the target, and begins at the next
+        # lower one.
         high = tl.where(below1, pivot1, tl.where(below2, pivot2, tl.where(below3, pivot3, last)))
         above = tl.where(below1, above1, tl.where(below2, above2, tl.where(below3, above3, above)))
         low = tl.where(below1 | found, low, tl.where(below2, pivot1, tl.where(below3, pivot2, pivot3)))
@@ -100,7 +101,7 @@ def _find_bar(row_ptr, vocab, peak, temperature, floor, low, target, BY_WEIGHT: 
 
 @triton.jit
 def _last_tie(row_ptr, vocab, bar, num_ties, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """Id of the `num_ties`-th token by id whose logit is the bar; `vocab` if they are fewer."""
+    """Return the id of the `num_ties`-th token by id whose logit is the bar, or `vocab` if there are fewer."""
     lanes, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
     counts = tl.zeros((BLOCKS,), tl.int32)
     for i in range(0, tl.cdiv(vocab, BLOCK)):
@@ -116,7 +117,7 @@ def _last_tie(row_ptr, vocab, bar, num_ties, BLOCK: tl.constexpr, BLOCKS: tl.con
 
 @triton.jit
 def bar_of_filters(row_ptr, vocab, peak, least, temperature, top_k, top_p, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """The bar of top-k and top-p, and the last id that is kept of those that equal it."""
+    """Return the bar of top-k and top-p, and the last id that is kept of the tokens that equal it."""
     bar = tl.full((), float("-inf"), tl.float32)
     last_id = tl.full((), 0, tl.int32) + vocab
     if (top_k > 0) & (top_k < vocab):
@@ -136,7 +137,7 @@ def bar_of_filters(row_ptr, vocab, peak, least, temperature, top_k, top_p, BLOCK
         low = peak + temperature * (tl.log(drop) - 0.5) - tl.abs(peak) * 2.4e-7
         bar, above = _find_bar(row_ptr, vocab, peak, temperature, bar, low, target, True, BLOCK)
         ties = tl.ceil((target - above) / _weight_of(bar, peak, temperature).to(tl.float64))
-        # Not a number where the bar weighs nothing; the token at which the sum reaches the target is kept.
+        # `ties` is NaN if the bar has no weight. The token at which the sum reaches the target is kept.
         num_ties = tl.where((ties >= 1.0) & (ties < vocab), ties, tl.where(ties < 1.0, 1.0, vocab)).to(tl.int32)
         last_id = _last_tie(row_ptr, vocab, bar, num_ties, BLOCK, BLOCKS)
     return bar, last_id
@@ -144,7 +145,7 @@ def bar_of_filters(row_ptr, vocab, peak, least, temperature, top_k, top_p, BLOCK
 
 @triton.jit
 def kept_weight(row_ptr, ids, vocab, peak, temperature, bar, last_id, min_p):
-    """Weights of what all filters keep, float32, 0 for the others."""
+    """Return the weights, float32, of the tokens that all filters keep, and 0 for the others."""
     x = _load_logits(row_ptr, ids, vocab)
     weight = _weight_of(x, peak, temperature)
     kept = (x > bar) | ((x == bar) & (ids <= last_id))

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """Keys and values in FP8 (E4M3) as operands in float16 (Triton).
 
-Hopper turns two E4M3 numbers into float16 in one instruction. To bfloat16 it has no such conversion: through float16,
-each number costs one more instruction, on a unit that is too slow to keep up with the memory. And float16 holds each
-E4M3 number exactly, NaN included.
+Hopper converts two E4M3 numbers to float16 in one instruction. It has no such conversion to bfloat16: through float16,
+each number costs one more instruction, on a unit that is slower than the memory. And float16 holds each E4M3 number
+exactly, NaN included.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# float32's exponent: its bits, and where they begin
+# The exponent of float32: its bits, and the largest that queries may have.
 _EXPONENT = tl.constexpr(0x7F800000)
 _LARGEST_EXPONENT = tl.constexpr(14 << 23)  # queries become smaller than 2^14
 
 
 @triton.jit
 def half_queries(q):
-    """Queries (M, D) in float16, and the power of two (M,) by which each was divided, so that none is too large. Of
-    bfloat16 numbers, those above 2^-27 of a query's largest stay exact. What is not finite stays so."""
+    """Return queries (M, D) in float16, and the power of two (M,) by which each was divided, so that none is too large.
+    bfloat16 numbers above 2^-27 of a query's largest stay exact. Numbers that are not finite stay so."""
     wide = q.to(tl.float32)
     exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & _EXPONENT
     is_number = (exponent > _LARGEST_EXPONENT) & (exponent < _EXPONENT)
@@ -32,7 +32,8 @@ _IS_COMPILED = tl.constexpr(isinstance(half_queries, triton.JITFunction))  # the
 
 @triton.jit
 def unpack_pairs(pairs_ND):
-    """int16 numbers, each two of E4M3, as two tensors of float16: the first and the second of each pair.
+    """Unpack int16 numbers, each of which is two of E4M3, to two tensors of float16: the first and the second of each
+    pair.
 
     A tensor core takes values as columns. With 16 bits for each number a tile is transposed while it is read from
     shared memory, with 8 bits byte by byte; so values are read as pairs.
@@ -62,10 +63,10 @@ def unpack_pairs(pairs_ND):
 
 @triton.jit
 def operand(x, like):
-    """x in the dtype of `like`, for a tensor core that adds its features in the order of any tile.
+    """Return x in the dtype of `like`, so that tensor cores add its features in the same order with every tile.
 
-    Where Triton sees that an operand was loaded with 8 bits, a small tile adds every second pair of features before the
-    others (its `kWidth` is 4), and a large one does not. So it must not see that.
+    If Triton sees that an operand was loaded with 8 bits, a small tile adds every second pair of features before the
+    others (its `kWidth` is 4), and a large one does not. So Triton must not see it.
     """
     wide = x.to(like.dtype)
     if _IS_COMPILED and x.dtype.primitive_bitwidth == 8 and wide.dtype.primitive_bitwidth == 16:

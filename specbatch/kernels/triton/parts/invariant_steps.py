@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Steps of a program of `invariant_attention.py`: a block of keys, the end of a split."""
+"""The steps of a program of `invariant_attention.py`: a block of keys, and the end of a split (Triton)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_block(
     dim_ok, D: tl.constexpr, BLOCK_N: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
     ALL_VISIBLE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys and values of `slots`. Rows that do not `sees` any of them keep their bits."""
+    """Add the keys and values of `slots`. Rows whose `sees` is False see none of them, and keep their bits."""
     k_ok, v_ok = dim_ok[:, None], dim_ok[None, :]
     if not ALL_VISIBLE:
         k_ok, v_ok = k_ok & key_ok[None, :], v_ok & key_ok[:, None]
@@ -27,7 +27,7 @@ def add_block(
     if not ALL_VISIBLE:
         scores = tl.where(visible, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    # Nothing seen yet: any finite reference makes every weight an exact zero.
+    # For a row that has seen no key yet, any finite reference makes every weight an exact zero.
     reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     weights = tl.exp2(scores - reference[:, None]).to(q.dtype)
     decay = tl.exp2(maximum - reference)[:, None]
@@ -44,14 +44,14 @@ def add_block(
 
 @triton.jit
 def nothing(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ONES: tl.constexpr):
-    """Sums of values and of weights, and the largest score, before any key."""
+    """Return the sums of values and of weights, and the largest score, before any key."""
     acc, total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, ONES], tl.float32)
     return acc, total, tl.full([BLOCK_M], float("-inf"), tl.float32)
 
 
 @triton.jit
 def slots_of(table, block, columns, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
-    """Of a block that ends before the sequence does."""
+    """Return the slots of a block of keys that ends before the sequence does."""
     keys = block * BLOCK_N + columns
     if PAGE % BLOCK_N == 0:
         page = tl.load(table + block * BLOCK_N // PAGE).to(tl.int64)
@@ -62,7 +62,7 @@ def slots_of(table, block, columns, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def merge(acc, total, maximum, split_acc, split_total, split_maximum):
-    """Adds the result of a split."""
+    """Add the result of a split."""
     new_maximum = tl.maximum(maximum, split_maximum)
     reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     share, split_share = tl.exp2(maximum - reference)[:, None], tl.exp2(split_maximum - reference)[:, None]
@@ -71,7 +71,7 @@ def merge(acc, total, maximum, split_acc, split_total, split_maximum):
 
 @triton.jit
 def merge_seen(acc, total, maximum, split_acc, split_total, split_maximum, sees):
-    """Adds the result of a split, for rows that see any of its keys."""
+    """Add the result of a split to the rows that see any of its keys."""
     new_acc, new_total, new_maximum = merge(acc, total, maximum, split_acc, split_total, split_maximum)
     acc = tl.where(sees[:, None], new_acc, acc)
     return acc, tl.where(sees[:, None], new_total, total), tl.where(sees, new_maximum, maximum)
@@ -89,5 +89,5 @@ def store_split(
 
 @triton.jit
 def sees_any(limit, oldest, low, high):
-    """Whether a row sees a key of [low, high): it sees those of [oldest, limit)."""
+    """Return whether a row, which sees the keys [oldest, limit), sees a key of [low, high)."""
     return (limit > low) & (oldest < high)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Floats ordered as integers, for kernels (Triton): a number and its index in one integer, so that the larger of two
-and the earlier of equals are found by one comparison.
+"""Floats ordered as integers, for kernels (Triton). A number and its index are one integer, so that one comparison
+finds the larger of two numbers and the earlier of equal ones.
 
-What is NaN counts as -inf: rows of garbage, as in the padding of a captured graph, give no index out of range.
+NaN counts as -inf, so that rows of garbage, as in the padding of a captured graph, give no index out of range.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOWEST = tl.constexpr(-(2**63))  # below all packed numbers
 
 @triton.jit
 def ordered(x):
-    """float32 as int32 of the same order; -0 as 0, NaN as -inf."""
+    """Return float32 numbers as int32 of the same order, with -0 as 0 and NaN as -inf."""
     x = tl.where(x == x, x, float("-inf"))
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -23,7 +23,7 @@ def ordered(x):
 
 @triton.jit
 def pack(x, index):
-    """int64 that is larger where x is, and of equal x where the index is lower."""
+    """Return int64 that is larger for a larger x, and for equal x if the index is lower."""
     return (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 

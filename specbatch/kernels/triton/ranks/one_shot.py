@@ -1,23 +1,23 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """One-shot sums over the GPUs of one host (Triton): each GPU writes its tensor into the inboxes of all others, and adds
-what has come into its own.
+the tensors that came into its own inbox.
 
-The tensor is cut into blocks. A program writes one block to each other GPU and then its flag, waits for the same block
-of the others, and adds in the order of GPUs. So all of it is one launch, and data crosses NVLink once.
+The tensor is divided into blocks. A program writes one block to each other GPU and then its flag, waits for the same
+block of the others, and adds in the order of GPUs. So a sum is one launch, and data crosses NVLink once.
 
-A flag holds the number of the sum, counted by each block for itself. An inbox has two halves, which sums take in turns:
+A flag holds the number of the sum, which each block counts separately. An inbox has two halves, which sums use in turn:
 a GPU writes into a half again only in the next sum but one, and it cannot end the sum between them before each other
-GPU has begun that one. Then the others have read the half. So nobody waits at the end. For that the blocks of a group
-have one size in bytes, whatever is added.
+GPU has begun that one. Then the others have read the half. So no GPU waits at the end. For that, the blocks of a group
+have one size in bytes for all tensors.
 
-A program that waits keeps others from its multiprocessor. Two sums at the same time, in two lanes, must not keep out
-what the other GPU waits for: then a few programs take turns with the blocks, and the next kernel starts when all parts
+A program that waits occupies its multiprocessor. Two sums at the same time, in two lanes, must not block the programs
+for which the other GPU waits. Then a few programs take turns with the blocks, and the next kernel starts when all parts
 have come. A sum that is alone has a program for each block, and the next kernel starts at once, to read its weights.
 
-A sum can compute the norm of its result, too. In rounds tensors are small, and a norm in a kernel of its own takes most
-of its time to start. (FlashInfer and TensorRT-LLM fuse the two as well.) Then a program adds a whole row, which is one
-block or several, and waits for one flag: that of the first block. That is enough, because a program of any sum begins
-after the kernel before it has ended: so a GPU whose flag has come has read all blocks of its former sum.
+A sum can also compute the norm of its result. In rounds tensors are small, and a separate kernel for the norm takes
+most of its time to start. (FlashInfer and TensorRT-LLM fuse the two as well.) Then a program adds a whole row, which is
+one or several blocks, and waits for one flag: that of the first block. That is enough, because a program of any sum
+begins after the kernel before it has ended. So a GPU whose flag has come has read all blocks of its former sum.
 
 Shape suffixes: G GPUs, K blocks, T tokens (rows), E hidden size (elements of a row).
 """
@@ -34,18 +34,19 @@ from specbatch.kernels.triton.parts.elementwise import scaled_norm
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 
 BLOCK_BYTES = 4096
-_FEW = 32  # programs of one of two sums at the same time: most multiprocessors have neither
+_FEW = 32  # programs of a sum that is not alone, so that most multiprocessors run neither of the two
 
 
 class Inbox(NamedTuple):
-    """`memory`: uint8, of `inbox_bytes`, which the other GPUs can write; all zeros at first. `addresses_G`: int64, of
-    the memory of each GPU, as this one sees it. `counts_K`: int32, all zeros at first."""
+    """An inbox of one GPU. `memory`: uint8 of `inbox_bytes`, which the other GPUs can write; all zeros at first.
+    `addresses_G`: int64, the addresses of the memory of each GPU, as this one sees it. `counts_K`: int32, the numbers
+    of the last sum of each block; all zeros at first."""
 
     memory: Tensor
     addresses_G: Tensor
     counts_K: Tensor
     rank: int
-    capacity: int  # bytes of the largest tensor
+    capacity: int  # the bytes of the largest tensor
 
     @property
     def size(self) -> int:
@@ -57,7 +58,8 @@ def num_blocks(capacity: int) -> int:
 
 
 def inbox_bytes(capacity: int, size: int) -> int:
-    """Of tensors of up to `capacity` bytes from each of `size` GPUs, and their flags."""
+    """Return the bytes of an inbox for tensors of up to `capacity` bytes from each of `size` GPUs, and for their
+    flags."""
     return 2 * size * num_blocks(capacity) * (BLOCK_BYTES + 4)
 
 
@@ -125,7 +127,7 @@ def _one_shot_norm(
     RANK: tl.constexpr, SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, ROW_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of one row: (ROW_BLOCKS, BLOCK) elements."""
+    """Add one row of (ROW_BLOCKS, BLOCK) elements, and compute its norm."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     flags: tl.constexpr = 2 * SIZE * NUM_BLOCKS * BLOCK_BYTES  # where they begin
     first = tl.program_id(0) * ROW_BLOCKS
@@ -134,7 +136,7 @@ def _one_shot_norm(
     at = first * BLOCK + in_row
     weight = tl.load(weight_ptr + in_row)
     await_former(PDL)
-    # Each block counts for itself. The flag has the number of the first one.
+    # Each block counts separately. The flag has the number of the first one.
     numbers = tl.load(counts_ptr + first + blocks) + 1
     halves = ((numbers & 1) * SIZE).to(tl.int64)[:, None]
     number = tl.load(counts_ptr + first) + 1
@@ -173,7 +175,7 @@ def _one_shot_norm(
 
 
 def has_whole_blocks(x_TE: Tensor) -> bool:
-    """Whether `one_shot_norm` takes it: a row is a number of blocks that is a power of two."""
+    """Return whether `one_shot_norm` supports the tensor: the number of blocks of a row must be a power of two."""
     blocks, rest = divmod(x_TE.shape[-1] * x_TE.itemsize, BLOCK_BYTES)
     return rest == 0 and blocks.bit_count() == 1
 
@@ -181,8 +183,8 @@ def has_whole_blocks(x_TE: Tensor) -> bool:
 def one_shot_norm(
     x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, inbox: Inbox, out_TE: Tensor, normed_TE: Tensor
 ) -> None:
-    """out: as of `one_shot_sum`, of a sum that is alone. normed: what `rms_norm` makes of it, but for last bits: the
-    squares are added in another order. Rows as `has_whole_blocks` says."""
+    """Write to `out_TE` the result of `one_shot_sum` for a sum that is alone, and to `normed_TE` its `rms_norm`, whose
+    last bits can differ, because squares are added in another order. Rows are as `has_whole_blocks` requires."""
     tensors = (x_TE, residual_TE, out_TE, normed_TE)
     assert all(tensor.is_contiguous() for tensor in (*tensors, weight_E))
     assert all((tensor.shape, tensor.dtype) == (x_TE.shape, x_TE.dtype) for tensor in tensors)
@@ -198,9 +200,9 @@ def one_shot_norm(
 
 
 def one_shot_sum(x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool = True) -> None:
-    """out: the sum of each GPU's x, added in float32 and rounded to its dtype, + residual, rounded again. Contiguous
-    tensors of one shape, bfloat16 or float32, of at most `inbox.capacity` bytes. `is_alone`: no other sum runs at the
-    same time."""
+    """Write to `out` the sum of each GPU's x, added in float32 and rounded to its dtype, + residual, rounded again. The
+    tensors are contiguous and have one shape, bfloat16 or float32, and at most `inbox.capacity` bytes. `is_alone`: no
+    other sum runs at the same time."""
     tensors = (x, out) if residual is None else (x, out, residual)
     assert all(tensor.is_contiguous() for tensor in tensors)
     assert all((tensor.shape, tensor.dtype) == (x.shape, x.dtype) for tensor in tensors)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Adds what another GPU has copied into the memory of this one (Triton)."""
+"""Adds a tensor that another GPU has copied into the memory of this one (Triton)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _add_received(x_ptr, received_ptr, residual_ptr, out_ptr, count, BLOCK: tl.c
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = at < count
-    # Not from the cache of this multiprocessor, which does not see what other GPUs write.
+    # The load bypasses the cache of this multiprocessor, which does not see what other GPUs write.
     received = tl.load(received_ptr + at, mask=ok, other=0.0, cache_modifier=".cg").to(tl.float32)
     y = (tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32) + received).to(dtype)
     if HAS_RESIDUAL:
@@ -26,8 +26,8 @@ def _add_received(x_ptr, received_ptr, residual_ptr, out_ptr, count, BLOCK: tl.c
 
 
 def add_received(x: Tensor, received: Tensor, residual: Tensor | None, out: Tensor) -> None:
-    """out: x + received, added in float32 and rounded to their dtype, + residual, rounded again. Contiguous tensors of
-    one shape, bfloat16 or float32."""
+    """Write to `out` x + received, added in float32 and rounded to their dtype, + residual, rounded again. The tensors
+    are contiguous and have one shape, bfloat16 or float32."""
     tensors = (x, received, out) if residual is None else (x, received, out, residual)
     assert all(tensor.is_contiguous() for tensor in tensors)
     assert all((tensor.shape, tensor.dtype) == (x.shape, x.dtype) for tensor in tensors)

@@ -9,7 +9,7 @@ import triton.language as tl
 from specbatch.kernels.triton.parts.launch import await_former
 from specbatch.kernels.triton.skinny.parts import load_weights, prefetch_rows, rounded
 
-_GROUP_TILES = tl.constexpr(16)  # tiles of tokens whose inputs stay in L2 while weights pass by
+_GROUP_TILES = tl.constexpr(16)  # tiles of tokens whose inputs stay in L2 while weights are read
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -20,15 +20,15 @@ def scaled_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, PREFETCH: tl.constexpr,
     THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1. The tile of weights is the first operand, x
-    transposed the second. Hopper's tensor cores add FP8 with about 14 bits: IMPRECISE input features are added so, and
-    these sums in float32. GROUPED: scales belong to BLOCK_I input features. Grid: (tiles of outputs x tiles of tokens,
-    SPLITS)."""
+    """Compute y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1. The tile of weights is the first operand,
+    and x transposed is the second. Hopper's tensor cores add FP8 with about 14 bits: they add IMPRECISE input features
+    in this way, and these sums are added in float32. GROUPED: a scale belongs to BLOCK_I input features. Grid: (tiles
+    of outputs x tiles of tokens, SPLITS)."""
     STEPS: tl.constexpr = (IN + BLOCK_I - 1) // BLOCK_I
     STEPS_PER_SPLIT: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     MASKED: tl.constexpr = IN % BLOCK_I != 0
     TILES_O: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O
-    # Tiles of tokens in groups, and in a group one tile of weights after the other.
+    # Programs go over groups of tiles of tokens, and in a group over one tile of weights after the other.
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     first = tl.program_id(0) // (_GROUP_TILES * TILES_O) * _GROUP_TILES
     in_group = tl.minimum(tiles_m - first, _GROUP_TILES)

@@ -1,12 +1,12 @@
 """GEMMs in FP8: the library's (`torch._scaled_mm`), and our own kernel.
 
-Ours serves few tokens, which are bound by reading the weights, and what the library does not: scales of groups, other
-dtypes than bfloat16, sizes that are no multiples of 16, and results that do not depend on the number of tokens. Scales
-are applied to the float32 sum. Sums over parts of the input features (`splits`) are added in fixed order by a second
-kernel; there are no atomics.
+Ours is for few tokens, whose time is that of reading the weights, and for cases that the library does not have: scales
+of groups, other dtypes than bfloat16, sizes that are no multiples of 16, and results that do not depend on the number
+of tokens. Scales are applied to the float32 sum. Sums over parts of the input features (`splits`) are added in fixed
+order by a second kernel; there are no atomics.
 
-`kernels/torch/fp8.py` says what is computed. With the library a residual is added after the result is rounded, as
-there, but in place.
+`kernels/torch/fp8.py` defines the results. With the library a residual is added after the result is rounded, as there,
+but in place.
 
 Shape suffixes: M tokens, I input features, O output features, G groups of input features, S splits.
 """
@@ -41,7 +41,8 @@ def library_linear(
     residual_MO: Tensor | None = None,
     fast: bool = FAST_LIBRARY,
 ) -> Tensor:
-    """`fast`: sums are kept in the tensor cores, with about 14 bits; otherwise now and then added in float32."""
+    """Compute `scaled_linear` by the library. `fast`: tensor cores keep the sums, with about 14 bits; otherwise partial
+    sums are added in float32."""
     y_MO = torch._scaled_mm(
         x.values_TI, weight_OI.T, x.scale_TG, scale_O1.T, bias=bias_O, out_dtype=dtype, use_fast_accum=fast
     )

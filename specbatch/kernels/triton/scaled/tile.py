@@ -1,6 +1,6 @@
-"""How the GEMMs in FP8 (`ops.py`) are cut into programs, and which of them the library computes.
+"""The division of GEMMs in FP8 (`ops.py`) into programs, and the choice of those that the library computes.
 
-Pure functions of the shape, so that a model's bits are reproducible from its shapes alone. No Triton here.
+It depends on the shape alone, so that a model's shapes decide its bits. This module does not import Triton.
 
 Shape letters: M tokens, O output features, I input features.
 """
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 from specbatch.kernels.quantised import GROUP
 
-# Above this a GEMM has enough arithmetic for the library's kernels.
+# Above this number of tokens a GEMM has enough arithmetic for the library's kernels.
 MAX_TOKENS = 64
-# How the library adds: in the tensor cores alone, as the field does. On an H200 that takes 0.83 to 0.99 of the time
-# from 256 tokens on. The error becomes 0.0021 (4,096 input features) or 0.0033 (14,336). It is 0.0017 otherwise, from
-# the result's rounding to bfloat16. Rounding inputs and weights to FP8 makes 0.037.
+# True: the library adds in the tensor cores alone, as other engines do. On an H200 that takes 0.83 to 0.99 of the time
+# from 256 tokens on. The error becomes 0.0021 (4,096 input features) or 0.0033 (14,336). Otherwise it is 0.0017, from
+# the result's rounding to bfloat16. Rounding inputs and weights to FP8 makes an error of 0.037.
 FAST_LIBRARY = True
-_SHARED_SPARE = 5_376  # bytes for all but the tiles
+_SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ScaledTile:
     splits: parts of the input features, summed afterwards in fixed order.
     imprecise: input features that the tensor cores add before float32 takes over; 0: all.
     tma: weights are read by the tensor memory accelerator.
-    prefetch: features of every weight row that a program asks into L2 before it waits for x.
+    prefetch: features of every weight row that a program loads into L2 before it waits for x.
     """
 
     block_m: int
@@ -50,8 +50,8 @@ class ScaledTile:
         assert min(self.num_stages, self.splits) >= 1, self
 
 
-# (O, I) of the weight: for up to M tokens, the best tile measured, or None where the library was faster. Of
-# `scripts/bench/bench_fp8.py`, which prints it, on an H200 (docs/bench/2026-11-23-h200-fp8-gemms.json).
+# (O, I) of the weight: for up to M tokens, the best measured tile, or None if the library was faster. It was printed by
+# `scripts/bench/bench_fp8.py`, on an H200 (docs/bench/2026-11-23-h200-fp8-gemms.json).
 _MEASURED: dict[tuple[int, int], dict[int, ScaledTile | None]] = {
     (6144, 4096): {  # llama-3-8b, qkv
         4: ScaledTile(16, 64, 256, 4, 4, splits=2, tma=True),
@@ -89,10 +89,10 @@ def scaled_tile_for(
     grouped: bool = False,
     invariant: bool = False,
 ) -> ScaledTile | None:
-    """The tile for x (M, I) and weights (O, I); None: the library computes it. `grouped`: a scale for each GROUP of
-    input features. `invariant`: a token's bits do not depend on M, nor on the tile."""
+    """Choose the tile for x (M, I) and weights (O, I). None: the library computes it. `grouped`: each GROUP of input
+    features has a scale. `invariant`: a token's bits do not depend on M, nor on the tile."""
     if grouped or invariant:
-        # One instruction and one order of sums for every M: 16 tokens and 64 outputs at least, steps of GROUP.
+        # Every M has the same instruction and order of sums: at least 16 tokens and 64 outputs, and steps of GROUP.
         return _tall(M)
     bounds = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
     tile = _MEASURED[O, I][min(bounds)] if bounds else _guess(M, O)
@@ -100,7 +100,8 @@ def scaled_tile_for(
 
 
 def fitting(tile: ScaledTile, shared: int) -> ScaledTile:
-    """The tile for a GPU with `shared` bytes of shared memory: fewer stages, which changes no bit."""
+    """Return the tile for a GPU with `shared` bytes of shared memory. It can have fewer stages, which changes no
+    bit."""
     stage = tile.block_i * (tile.block_o + tile.block_m)
     return replace(tile, num_stages=max(1, min(tile.num_stages, (shared - _SHARED_SPARE) // stage)))
 
@@ -112,11 +113,11 @@ def _tall(M: int) -> ScaledTile:
 
 
 def _guess(M: int, O: int) -> ScaledTile | None:  # noqa: E741
-    """For sizes that were not measured: as those that were."""
+    """Choose a tile for sizes that were not measured, like those of measured sizes."""
     if M > MAX_TOKENS:
         return None
     block_m = max(16, 1 << (M - 1).bit_length())
-    # As many programs as fill the card.
+    # There are enough splits that programs fill the card.
     splits = 1 if O > 8192 else 2 if O > 4096 or M > 16 else 4
     if M > 16:
         return ScaledTile(block_m, 64, 128, num_stages=6, num_warps=4, splits=splits)

@@ -13,7 +13,7 @@ from specbatch.kernels.triton.skinny.parts import load_weights, normalised, pref
 
 @triton.jit
 def _row_scales(x, M, stride_x, IN: tl.constexpr, eps, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """1 / root mean square of each row, (BLOCK_M,)."""
+    """Return 1 / root mean square of each row, (BLOCK_M,)."""
     offs_m = tl.arange(0, BLOCK_M)
     squares = tl.zeros((BLOCK_M, BLOCK), tl.float32)
     for i0 in tl.range(0, IN, BLOCK, num_stages=2):
@@ -29,7 +29,7 @@ def _x_tile(
     x_ptrs, norm_weight, scale, offs, mask_m, IN: tl.constexpr, dtype: tl.constexpr, NORM: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Columns `offs` of x, transposed, normalised if asked for."""
+    """Load columns `offs` of x, transposed. NORM: they are normalised."""
     v = tl.load(x_ptrs, mask=mask_m & (offs < IN)[:, None] if MASKED else mask_m, other=0.0)
     if NORM:
         n = tl.load(norm_weight + offs, mask=offs < IN, other=0.0) if MASKED else tl.load(norm_weight + offs)
@@ -45,9 +45,9 @@ def dot_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TMA: tl.constexpr, NORM_BLOCK: tl.constexpr,
     EARLY: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1, on the tensor cores: the tile of weights is the
-    first operand, x transposed the second. `operand` describes the weight if TMA. Grid: OUT / BLOCK_O * SPLITS;
-    neighbours share a tile."""
+    """Compute y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1, on the tensor cores. The tile of weights is
+    the first operand, and x transposed is the second. `operand`: the descriptor of the weight if TMA. Grid: OUT /
+    BLOCK_O * SPLITS; neighbours share a tile."""
     dtype: tl.constexpr = y.dtype.element_ty
     STEPS: tl.constexpr = (IN + BLOCK_I - 1) // BLOCK_I
     STEPS_PER_SPLIT: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
@@ -57,7 +57,7 @@ def dot_kernel(
     begin = 0 if SPLITS == 1 else split * STEPS_PER_SPLIT
     end = STEPS if SPLITS == 1 else tl.minimum(begin + STEPS_PER_SPLIT, STEPS)
     cols = tl.arange(0, BLOCK_I)
-    # Rows of gate, then the same rows of up: one operand.
+    # The operand has rows of gate, then the same rows of up.
     ROWS: tl.constexpr = 2 * BLOCK_O if GATED else BLOCK_O
     local = tl.arange(0, ROWS)
     rows = row + local % BLOCK_O
@@ -93,7 +93,7 @@ def dot_kernel(
             w = load_weights(w_ptrs + i0, (i0 + cols < IN)[None, :], MASKED)
         v = _x_tile(x_ptrs + i0, norm_weight, scale, i0 + cols, mask_m, IN, dtype, NORM, MASKED)
         acc = tl.dot(w, v, acc, input_precision="ieee")
-    if EARLY:  # last, so that the loop's first loads need not wait for x
+    if EARLY:  # done last, so that the loop's first loads need not wait for x
         acc = tl.dot(first, first_x, acc, input_precision="ieee")
     offs_o = row + tl.arange(0, BLOCK_O)
     if SPLITS > 1:
@@ -124,7 +124,7 @@ def combine_kernel(
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums `partial` (S, M, OUT), or (S, M, 2, OUT) if GATED, over its splits in order. Grid: (M, OUT / BLOCK)."""
+    """Sum `partial` (S, M, OUT), or (S, M, 2, OUT) if GATED, over its splits in order. Grid: (M, OUT / BLOCK)."""
     m = tl.program_id(0)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < OUT

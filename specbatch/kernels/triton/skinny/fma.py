@@ -13,7 +13,7 @@ from specbatch.kernels.triton.skinny.parts import load_weights, normalised, pref
 
 @triton.jit
 def _row_scale(x_row, IN: tl.constexpr, eps, BLOCK: tl.constexpr):
-    """1 / root mean square of one row, a scalar."""
+    """Return 1 / root mean square of one row, a scalar."""
     squares = tl.zeros((BLOCK,), tl.float32)
     for i0 in tl.static_range(0, IN, BLOCK):
         offs = i0 + tl.arange(0, BLOCK)
@@ -24,13 +24,14 @@ def _row_scale(x_row, IN: tl.constexpr, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pair(v):
-    """Two bfloat16 in an int32, the first in the lower half: as float32."""
+    """Unpack two bfloat16 numbers of an int32 to float32. The first is in the lower half."""
     return (v << 16).to(tl.float32, bitcast=True), (v & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _halves(v, PACKED: tl.constexpr):
-    """In float32: of packed pairs the first and the second of each, otherwise the values twice."""
+    """Return float32 numbers: the first and the second of packed pairs, or, if they are not packed, the values
+    twice."""
     if PACKED:
         lo, hi = _pair(v)
     else:
@@ -44,7 +45,7 @@ def _row_halves(
     x_row, norm_weight, scale, offs, SIZE: tl.constexpr, dtype: tl.constexpr,
     NORM: tl.constexpr, PACKED: tl.constexpr, EVEN_I: tl.constexpr,
 ):  # fmt: skip
-    """Part of one row of x as `_halves`, normalised if asked for."""
+    """Load a part of one row of x as `_halves` returns it. NORM: it is normalised."""
     lo, hi = _halves(tl.load(x_row + offs) if EVEN_I else tl.load(x_row + offs, mask=offs < SIZE, other=0.0), PACKED)
     if NORM:
         n_ptrs = norm_weight + offs
@@ -71,7 +72,7 @@ def _fma_step(
     SIZE: tl.constexpr, BLOCK_M: tl.constexpr, dtype: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     PACKED: tl.constexpr, EVEN_I: tl.constexpr, ACC_SHAPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of weights (of gate and up) times one or two rows of x."""
+    """Add one tile of weights (of gate and up) times one or two rows of x."""
     w_lo, w_hi = _halves(w, PACKED)
     up_lo, up_hi = _halves(up, PACKED)
     lo, hi = _row_halves(x0, norm_weight, s0, offs, SIZE, dtype, NORM, PACKED, EVEN_I)
@@ -91,7 +92,7 @@ def _finish_row(
     m, acc, acc_up, y, bias, residual, offs_o, M, OUT: tl.constexpr,
     GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Reduces and stores one row of `fma_kernel`."""
+    """Reduce and store one row of `fma_kernel`."""
     mask = offs_o < tl.where(m < M, OUT, 0)
     dtype: tl.constexpr = y.dtype.element_ty
     total = tl.sum(acc, 1)
@@ -116,10 +117,10 @@ def fma_kernel(
     HAS_RESIDUAL: tl.constexpr, NORM_BLOCK: tl.constexpr, EARLY: tl.constexpr,
     PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y (M, OUT) from x (M, IN) and weights (OUT, IN), or (2 OUT, IN) if GATED, on the ordinary units.
+    """Compute y (M, OUT) from x (M, IN) and weights (OUT, IN), or (2 OUT, IN) if GATED, on the ordinary units.
     Grid: OUT / BLOCK_O."""
-    # bfloat16 is read as pairs in an int32: widening one is then a single shift or mask, and each thread adds up its
-    # own columns until the end. Other types are widened by conversion, and eight neighbours are added up first.
+    # bfloat16 is read as pairs in an int32, so that a number is widened by a single shift or mask, and each thread adds
+    # its own columns until the end. Other types are widened by conversion, and eight neighbours are added first.
     dtype: tl.constexpr = y.dtype.element_ty
     PACKED: tl.constexpr = dtype == tl.bfloat16
     WIDTH: tl.constexpr = 2 if PACKED else 1
@@ -142,7 +143,7 @@ def fma_kernel(
         if GATED:
             prefetch_rows(weight + OUT * IN, row, OUT, IN, begin, BLOCK_O, PREFETCH, THREADS)
     await_former(PDL)
-    # A row past M is the last one again, and not stored.
+    # A row past M repeats the last one, and is not stored.
     x0 = x
     x1 = x + tl.minimum(1, M - 1) * stride_x
     s0 = 1.0

@@ -1,16 +1,16 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""GEMMs of few tokens, bound by reading the weights, with what surrounds them: norm, bias, residual, gate.
+"""GEMMs of few tokens, whose time is that of reading the weights, with norm, bias, residual and gate.
 
 A program owns `block_o` output features and streams their weights once, in steps of `block_i` input features and in
 that order, so that a token's bits depend on the tile (`GemmTile`) and never on the other tokens. Sums over parts of the
 input features (`splits`) are added in fixed order by a second kernel; there are no atomics.
 
 Programmatic dependent launch (`GemmTile.pdl`): a program lets the next kernel start at once, reads its first weights
-(`early`, `prefetch`), and only then waits (`gdc_wait`) until the kernel before it is complete. Nothing but weights,
-which never change, is read before that, and nothing is written. Since each waits, a kernel's end implies the end of all
-before it.
+(`early`, `prefetch`), and only then waits (`gdc_wait`) until the kernel before it is complete. Before the wait it reads
+only weights, which never change, and writes nothing. Since each kernel waits, the end of a kernel implies the end of
+all kernels before it.
 
-`kernels/torch/gemm.py` says what is computed. `tile.is_skinny` decides which GEMMs run here; the tile comes from
+`kernels/torch/gemm.py` defines the results. `tile.is_skinny` decides which GEMMs run here. The tile comes from
 `gemm_tile_for` unless one is given.
 
 Shape suffixes: M tokens, E hidden size (input of a norm), I input features, O output features, S splits.
@@ -42,14 +42,14 @@ def linear(
     residual_MO: Tensor | None = None,
     tile: GemmTile | None = None,
 ) -> Tensor:
-    """x W^T + bias, rounded to x's dtype, then + residual, rounded again. Returns (M, O)."""
+    """Return x W^T + bias, rounded to x's dtype, then + residual, rounded again; (M, O)."""
     tile = tile or _tile_for(x_MI, weight_OI)
     return _multiply(x_MI, None, 0.0, weight_OI, bias_O, residual_MO, False, tile)
 
 
 def invariant_linear(x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
-    """x W^T, rounded, + residual, rounded, for at most MAX_TOKENS tokens: a token's bits do not depend on the number of
-    tokens."""
+    """Return x W^T, rounded, + residual, rounded, for at most MAX_TOKENS tokens. A token's bits do not depend on the
+    number of tokens."""
     return linear(x_MI, weight_OI, None, residual_MO, _invariant_tile(x_MI, weight_OI))
 
 
@@ -72,7 +72,7 @@ def norm_linear(
     bias_O: Tensor | None = None,
     tile: GemmTile | None = None,
 ) -> Tensor:
-    """linear(rms_norm(x)). Returns (M, O)."""
+    """Return linear(rms_norm(x)), (M, O)."""
     tile = tile or _tile_for(x_ME, weight_OE)
     return _multiply(x_ME, norm_weight_E, eps, weight_OE, bias_O, None, False, tile)
 
@@ -123,7 +123,7 @@ def _multiply(
     assert num_tokens <= tile.block_m, (num_tokens, tile)
     assert weight.shape[1] == size, (x_MI.shape, weight.shape)
     assert x_MI.stride(1) == 1, x_MI.stride()
-    assert num_tokens == 1 or x_MI.stride(0) % 8 == 0, x_MI.stride()  # rows begin at 16 bytes
+    assert num_tokens == 1 or x_MI.stride(0) % 8 == 0, x_MI.stride()  # rows begin at multiples of 16 bytes
     assert weight.is_contiguous(), weight.stride()
     assert residual_MO is None or residual_MO.is_contiguous()
     num_out = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -135,7 +135,7 @@ def _multiply(
     tiles = triton.cdiv(num_out, block_o)
     threads = 32 * tile.num_warps
     prefetch = tile.prefetch
-    if (prefetch + (block_i if tile.early else 0)) * tile.splits > size:  # past the last row's end
+    if (prefetch + (block_i if tile.early else 0)) * tile.splits > size:  # it would read past the last row's end
         prefetch = 0
     norm_block = min(triton.next_power_of_2(size), 64 * threads // tile.block_m if tile.kind == "dot" else 4096)
     options = launch_options(tile.pdl)

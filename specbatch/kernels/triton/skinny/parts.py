@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""What both kernels of `ops.py` are made of: weights read once, and the roundings around a GEMM.
+"""The shared parts of both kernels of `ops.py`: weights that are read once, and the roundings around a GEMM.
 
 Shape suffixes as in `ops.py`.
 """
@@ -14,7 +14,8 @@ import triton.language as tl
 def prefetch_rows(
     weight, row, OUT, IN: tl.constexpr, i0, BLOCK_O: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr
 ):
-    """Asks PREFETCH elements of each of BLOCK_O rows of the weight, from column i0 on, into L2: a row per thread."""
+    """Load PREFETCH elements of each of BLOCK_O rows of the weight, from column i0 on, into L2, with one row for each
+    thread."""
     LANES: tl.constexpr = THREADS if THREADS > BLOCK_O else BLOCK_O
     lane = tl.arange(0, LANES)
     rows = tl.minimum(row + lane % BLOCK_O, OUT - 1).to(tl.int64)
@@ -42,7 +43,7 @@ def normalised(x, scale, weight, dtype: tl.constexpr):
 
 @triton.jit
 def rounded(acc, bias, residual, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, dtype: tl.constexpr):
-    """A sum as stored: + bias, rounded, + residual, rounded."""
+    """Return a sum as it is stored: + bias, rounded, + residual, rounded."""
     if HAS_BIAS:
         acc += bias.to(tl.float32)
     y = acc.to(dtype)
@@ -53,7 +54,7 @@ def rounded(acc, bias, residual, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.conste
 
 @triton.jit
 def load_weights(ptrs, mask, MASKED: tl.constexpr):
-    """Weights, each read once."""
+    """Load weights, each of which is read once."""
     if MASKED:
         v = tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
     else:

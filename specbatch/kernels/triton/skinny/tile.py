@@ -1,7 +1,7 @@
-"""How the GEMMs of few tokens (`ops.py`) are cut into programs, and which GEMMs these are.
+"""The division of GEMMs of few tokens (`ops.py`) into programs, and the choice of these GEMMs.
 
-Pure functions of the shape, so that a model's bits are reproducible from its shapes alone; the table comes from
-`scripts/bench/tune_linear.py` on one H200. No Triton here: asking whether a GEMM is skinny does not need it.
+It depends on the shape alone, so that a model's shapes decide its bits. The table comes from
+`scripts/bench/tune_linear.py` on one H200. This module does not import Triton, which the choice does not need.
 
 Shape letters: M tokens, O output features, I input features.
 """
@@ -13,12 +13,13 @@ from typing import Literal
 
 import torch
 
-# Above this a GEMM has enough arithmetic for the library's kernels. Exceptions are in the table (Hopper, bfloat16).
+# Above this number of tokens a GEMM has enough arithmetic for the library's kernels. Exceptions are in the table
+# (Hopper, bfloat16).
 MAX_TOKENS = 64
 _MAX_FMA_TOKENS = 2  # at 4 the tensor cores are faster
-_SHARED_SPARE = 5_376  # bytes for all but the tiles
-_MULTIPROCESSORS = 132  # of an H100 and an H200
-_WIDE = 8192  # more outputs than that are divided among enough programs
+_SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
+_MULTIPROCESSORS = 132  # the number of an H100 and an H200
+_WIDE = 8192  # a GEMM with more outputs has enough programs without splits
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,14 @@ class GemmTile:
 
     kind: "fma" multiplies on the ordinary units (block_m 1 or 2), "dot" on the tensor cores (block_m 8 to 128).
     block_m: rows of x in one program; M <= block_m. block_o, block_i: rows and columns of the tile of weights that is
-        read in one step; of a gated GEMM half the rows are gate, half are up.
+        read in one step; in a gated GEMM half the rows are gate, half are up.
     num_stages: tiles in flight of one program. num_warps: 32 threads each.
     splits: parts of the input features, summed afterwards in fixed order ("dot" only).
     tma: weights are read by the tensor memory accelerator ("dot" only).
     fuse_norm: every program computes the norm of x itself; otherwise one small kernel does beforehand.
     pdl: programmatic dependent launch: the programs start while the kernel before them drains.
     early: a program reads its first tile of weights into registers before it waits for x.
-    prefetch: elements of every weight row, after that tile, that a program asks into L2 before it waits for x.
+    prefetch: elements of every weight row, after that tile, that a program loads into L2 before it waits for x.
     """
 
     kind: Literal["fma", "dot"]
@@ -58,9 +59,9 @@ class GemmTile:
         assert self.splits >= 1, self
 
 
-# (O, I) of the weight: for up to M tokens, the best tile measured, or None where the library was faster.
-# Written by `scripts/bench/tune_linear.py --table`, from one H200 with torch 2.11 and Triton 3.6. The GEMMs
-# of a Llama-3-70B layer on two GPUs take 229 us for 64 tokens, and 259 with four splits.
+# (O, I) of the weight: for up to M tokens, the best measured tile, or None if the library was faster.
+# `scripts/bench/tune_linear.py --table` wrote it, from one H200 with torch 2.11 and Triton 3.6. The GEMMs of a
+# Llama-3-70B layer on two GPUs take 229 us for 64 tokens, and 259 with four splits.
 _MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
     (6144, 4096): {  # Llama-3-8B: qkv
         1: GemmTile("fma", 1, 8, 1024, 1, 4, pdl=True, early=True),
@@ -190,7 +191,7 @@ _MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
 
 
 def is_skinny(M: int, O: int, I: int, dtype: torch.dtype, is_hopper: bool = True) -> bool:  # noqa: E741
-    """Whether M x I times I x O runs here, or in the library (F.linear)."""
+    """Return whether M x I times I x O runs here, and not in the library (F.linear)."""
     if M <= 0 or O % 8 or I % 8 or dtype not in (torch.bfloat16, torch.float16):
         return False
     if M > MAX_TOKENS:
@@ -199,38 +200,39 @@ def is_skinny(M: int, O: int, I: int, dtype: torch.dtype, is_hopper: bool = True
 
 
 def gemm_tile_for(M: int, O: int, I: int, dtype: torch.dtype) -> GemmTile:  # noqa: E741
-    """The tile for x (M, I) and weights (O, I); for a gated GEMM O counts gate and up.
+    """Choose the tile for x (M, I) and weights (O, I). In a gated GEMM O counts gate and up.
 
-    Raises AssertionError for more than MAX_TOKENS tokens of a size that the table does not have.
+    It raises AssertionError for more than MAX_TOKENS tokens of a size that the table does not have.
     """
     guess = _guess(M, O) if M <= MAX_TOKENS else None
-    # What was measured is bfloat16; the "fma" kernel needs more registers for other types.
+    # The table was measured for bfloat16. The "fma" kernel needs more registers for other types.
     tile = (_measured(M, O, I, guess) if dtype == torch.bfloat16 else None) or guess
     assert tile is not None, (M, O, I, dtype)
     return tile
 
 
 def invariant_tile_for(M: int, O: int) -> GemmTile | None:  # noqa: E741
-    """A tile that gives a row the same bits whatever M is, and those of every other such tile; None for more than
-    MAX_TOKENS tokens. The input features are added up in order and in one part, on the tensor cores."""
+    """Choose a tile that gives a row the same bits for every M, and the bits of every other such tile. Return None for
+    more than MAX_TOKENS tokens. The input features are added in order and in one part, on the tensor cores."""
     if M > MAX_TOKENS:
         return None
     tile = _guess(max(M, _MAX_FMA_TOKENS + 1), O)
     if O <= _WIDE and tile.block_m > 8:
-        # Smaller programs, so that there are as many; but for 32 tokens 64 outputs took less time (20 to 24 us, H200).
+        # Programs are smaller, so that there are as many. But for 32 tokens 64 outputs took less time (20 to 24 us,
+        # H200).
         block_o, num_warps = 64 if tile.block_m == 32 else 32, 2 if tile.block_m == 16 else 4
         tile = replace(tile, splits=1, block_o=block_o, num_warps=num_warps)
     return replace(tile, pdl=True)
 
 
 def without_hopper(tile: GemmTile) -> GemmTile:
-    """The tile for GPUs before compute capability 9: none of its instructions."""
+    """Return the tile for GPUs before compute capability 9, without Hopper's instructions."""
     return replace(tile, tma=False, pdl=False, prefetch=0)
 
 
 def fitting(tile: GemmTile, shared: int) -> GemmTile:
-    """The tile for a GPU with `shared` bytes of shared memory: fewer stages, which changes no bit; where one
-    does not fit, fewer columns in a step, which may."""
+    """Return the tile for a GPU with `shared` bytes of shared memory. It can have fewer stages, which changes no bit.
+    If one stage does not fit, it has fewer columns in a step, which can change bits."""
     room = shared - _SHARED_SPARE
     while _stage_bytes(tile) > room and tile.block_i > 32:
         tile = replace(tile, block_i=tile.block_i // 2)
@@ -242,7 +244,7 @@ def _stage_bytes(tile: GemmTile) -> int:
 
 
 def _measured(M: int, O: int, I: int, default: GemmTile | None) -> GemmTile | None:  # noqa: E741
-    """What the table says, `default` for a size that is not in it."""
+    """Return the tile of the table, or `default` for a size that is not in it."""
     rows = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
     tile = _MEASURED[O, I][min(rows)] if rows else default
     if tile is not None and tile.kind == "fma":
@@ -251,7 +253,7 @@ def _measured(M: int, O: int, I: int, default: GemmTile | None) -> GemmTile | No
 
 
 def _guess(M: int, O: int) -> GemmTile:  # noqa: E741
-    """For sizes that were not measured."""
+    """Choose a tile for sizes that were not measured."""
     if M <= _MAX_FMA_TOKENS:
         return GemmTile("fma", M, block_o=8, block_i=1024, num_stages=3, num_warps=4)
     wide = O > _WIDE
@@ -272,6 +274,6 @@ def _guess(M: int, O: int) -> GemmTile:  # noqa: E741
 
 
 def _splits(O: int) -> int:  # noqa: E741
-    """At most one program of 64 outputs for each multiprocessor: of sizes of 4,096 to 8,192 outputs these were the
-    fastest for 32 and 64 tokens (H200)."""
+    """Return the number of splits with which each multiprocessor has at most one program of 64 outputs. With 4,096 to
+    8,192 outputs these were the fastest for 32 and 64 tokens (H200)."""
     return next(splits for splits in (4, 2, 1) if splits * -(-O // 64) <= _MULTIPROCESSORS or splits == 1)
