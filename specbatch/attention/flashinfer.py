@@ -45,7 +45,7 @@ class _Planner:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self._device = device
-        self._splits = torch.empty(16, dtype=torch.uint8, device=device)  # for splits, of which there are none
+        self._splits = torch.empty(16, dtype=torch.uint8, device=device)  # the buffer of splits stays empty
         self._num_bytes = 0
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self.wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(self._splits, "HND", backend="fa2")

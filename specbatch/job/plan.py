@@ -245,7 +245,7 @@ def has_grammars(config: Config, source: Source, parser: RowParser) -> bool:
 
 
 def _first_rows(source: Source, parser: RowParser) -> Iterator[Row]:
-    """Of those that can run."""
+    """Yield those of the first rows that can run."""
     with contextlib.suppress(InputError):  # the job will report it
         for raw in islice(source.rows(), _FIRST_ROWS):
             row = parser.parse(raw)

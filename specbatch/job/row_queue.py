@@ -72,17 +72,17 @@ class RowQueue:
         self._stop_late = stop_late
         self._changed = threading.Condition()
         self._raw: deque[RawRow] = deque()
-        self._prepared: deque[tuple[int, Row | BaseException]] = deque()  # with the row's index
+        self._prepared: deque[tuple[int, Row | BaseException]] = deque()  # the row's index, and the row or an error
         self._num_rows = 0
-        self._dropped: set[int] = set()  # indices of rows that the thread has in hand
+        self._dropped: set[int] = set()  # indices of dropped rows that the thread is preparing
         self._in_hand: Sequence[int] = ()
         self._is_closed = False
         self._waits_no_more = False
-        self._thread: threading.Thread | None = None  # from the first row on
-        self.waited_seconds = 0.0  # in `take`, for rows that were not prepared yet
+        self._thread: threading.Thread | None = None  # None: there was no row yet
+        self.waited_seconds = 0.0  # the time in which `take` waited for rows that were not prepared yet
 
     def __len__(self) -> int:
-        """Rows that were added, and neither taken nor dropped."""
+        """The number of rows that were added, and neither taken nor dropped."""
         return self._num_rows
 
     def add(self, row: RawRow) -> None:

@@ -32,27 +32,28 @@ from specbatch.types import (
     SamplingParams,
 )
 
-_WAITING_BATCHES, _MIN_WAITING = 0.25, 4  # of requests that wait in a full engine; then no more rows are started
+# The most requests that wait in a full engine: this part of a batch, but at least 4. Then no more rows are started.
+_WAITING_BATCHES, _MIN_WAITING = 0.25, 4
 _MIN_QUEUED = 8  # rows that are prepared for the engine: as many as it runs at once, and at least this number
-_PATIENCE_SECONDS = 2.0  # of an engine that has rows, for the next one
+_PATIENCE_SECONDS = 2.0  # the time that an engine with rows waits for the next one
 _MAX_UNREAD = 256  # rows that failed at once and were not taken yet; then no more rows are started
 _MAX_MESSAGE_CHARS = 500  # error messages quote the row: its mistake must not make a line of the output long
 
 
 @dataclass(slots=True)
 class Load:
-    """What an engine has done since it was built, and what it has to do. Numbers are of requests."""
+    """The work that an engine has done since it was built, and the work that it has to do. Numbers count requests."""
 
     stats: EngineStats = field(default_factory=EngineStats)
-    num_submitted: int = 0  # or about to be
+    num_submitted: int = 0  # requests that are submitted, or about to be
     num_admitted: int = 0
-    running: list[tuple[int, int]] = field(default_factory=list)  # (tokens so far, limit) of those that have started
-    waiting: list[int] = field(default_factory=list)  # limits of the others
+    running: list[tuple[int, int]] = field(default_factory=list)  # (tokens so far, limit) of requests that have started
+    waiting: list[int] = field(default_factory=list)  # the limits of the other requests
     num_unprepared: int = 0  # rows whose requests are not known yet
 
 
 class RowRunner:
-    """Runs rows on one engine. `config`: the resolved one, which decides what a row's line is."""
+    """A runner of rows on one engine. `config`: the resolved one, which decides the result line of a row."""
 
     def __init__(self, engine: BatchEngine, texts: TextProcessor, config: Config) -> None:
         batch = config.engine.max_batch_size
@@ -63,7 +64,7 @@ class RowRunner:
         self._config = config
         self._batch = batch
         self._max_started = batch + max(_MIN_WAITING, int(_WAITING_BATCHES * batch))
-        self._queue: RowQueue | None = None  # until the first row
+        self._queue: RowQueue | None = None  # None: there was no row yet
         self._in_flight: dict[int, tuple[Row, int]] = {}  # request id -> (row, index of the completion)
         self._num_submitted = 0
         self._finished = Finished()
@@ -71,22 +72,22 @@ class RowRunner:
 
     @property
     def has_room(self) -> bool:
-        """Whether `add` should be called. More rows would only take memory."""
+        """True if `add` should be called. Otherwise more rows would only take memory."""
         return self._num_queued < max(_MIN_QUEUED, self._batch) and not self.is_full
 
     @property
     def is_full(self) -> bool:
-        """Whether `take` should be called before more rows are started."""
+        """True if `take` should be called before more rows are started."""
         return len(self._finished.rows) >= _MAX_UNREAD
 
     @property
     def is_busy(self) -> bool:
-        """Whether `step` has something to do."""
+        """True if `step` has something to do."""
         return bool(self._in_flight)
 
     @property
     def is_empty(self) -> bool:
-        """Whether `take` has returned each row that was added."""
+        """True if `take` has returned each row that was added."""
         return not (self._num_queued or self._in_flight or self._finished.rows)
 
     def add(self, raw: RawRow) -> None:
@@ -96,7 +97,7 @@ class RowRunner:
         self._queue.add(raw)
 
     def preparer(self) -> RowPreparer:
-        """What decides which rows can run."""
+        """Make the preparer, which decides which rows can run."""
         parser = RowParser(self._config.sampling, self._config.data, self._config.model.target)
         return RowPreparer(parser, self._texts, self.engine.limits, _without_grammars(self._config))
 

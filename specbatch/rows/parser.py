@@ -47,20 +47,21 @@ from specbatch.rows.templates import PromptTemplate
 from specbatch.schemas.response_format import closes_objects
 from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 
-_MAX_PREVIEW_ROWS = 100  # that are read before the model is loaded, if the first one lacks a field
-_MAX_SHOWN = 12  # field names in a message
+_MAX_PREVIEW_ROWS = 100  # the most rows that are read before the model is loaded, if the first one lacks a field
+_MAX_SHOWN = 12  # the most field names in a message
 _AS_DATA = "put it under `metadata`, or set data.prompt_column"
 _MAX_TOKENS = [name for name, field in SAMPLING_NAMES.items() if field == "max_tokens"]
 
 
 class RowParser:
-    """Parses rows under the defaults of a config. Raises ConfigError for a prompt template that cannot work. `model`:
-    the one that answers; None: rows can name any."""
+    """A parser of rows with the defaults of a config. It raises ConfigError for a prompt template that cannot work.
+    `model`: the model that answers; None: rows can name any model."""
 
     def __init__(self, defaults: SamplingParams, data: DataSection, model: str | None = None) -> None:
         self._defaults = defaults
         self._model = model
-        self.makes_prompts = data.prompt_template is not None or data.prompt_column is not None  # of columns
+        # True: prompts are made of columns.
+        self.makes_prompts = data.prompt_template is not None or data.prompt_column is not None
         self._template = PromptTemplate(data.prompt_template) if data.prompt_template is not None else None
         self._column = data.prompt_column
         self._kwargs = data.chat_template_kwargs or {}
@@ -68,7 +69,7 @@ class RowParser:
 
     @property
     def needs(self) -> dict[str, tuple[str, ...]]:
-        """What prompts are made of, in words -> the fields of which a row must have one."""
+        """The sources of prompts, in words, each with the fields of which a row must have one."""
         if self._template is not None:
             return {f"{name!r}, which data.prompt_template uses": (name,) for name in self._template.fields}
         if self._column is not None:
@@ -76,7 +77,7 @@ class RowParser:
         return {"prompt, messages or prompt_token_ids": PROMPTS}
 
     def parse(self, raw: RawRow) -> Row:
-        """What a row asks for, or its error; never raises for what a row holds."""
+        """Parse a row. An error in it becomes the row's `error`, and is never raised."""
         row = Row(raw.index, raw.digest(), params=self._defaults)
         try:
             is_line = isinstance(raw.data, bytes)

@@ -1,4 +1,4 @@
-"""A row: what it asks for, what its result repeats, and what the engine makes of it."""
+"""A row of the input, with its requests and its results."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from specbatch.text.chat_output import AnswerReader
 from specbatch.types import GRAMMAR_FIELDS, Completion, SamplingParams
 
 PromptKind = Literal["prompt", "messages", "token_ids"]
-# The text begins with the token that the tokenizer adds. A chat template has written the prompt already. The chat
-# template leaves out the text next to a tool call.
+# two_bos: the text begins with the token that the tokenizer adds. two_templates: a chat template has already written
+# the prompt. text_left_out: the chat template leaves out the text next to a tool call.
 Doubt = Literal["two_bos", "two_templates", "text_left_out"]
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A row on its way from the input to its result line. `RowParser` fills in what it asks for, `RowPreparer` what the
-    engine needs, and `RowRunner` its results. A row with an error has what was read before that."""
+    """A row on its way from the input to its result line. `RowParser` fills in the fields that the row gives,
+    `RowPreparer` those that the engine needs, and `RowRunner` the results. A row with an error has the fields that were
+    read before it."""
 
     index: int
     digest: int = 0  # RawRow.digest
-    error: RowError | None = None  # why it cannot run
+    error: RowError | None = None  # the reason why it cannot run
 
-    # What its result repeats, error or not, and what remarks are made of.
-    id: Any = None  # of an OpenAI Batch line its custom_id
+    # These fields are repeated in the result, also in an error, or lead to warnings.
+    id: Any = None  # the custom_id, if this is an OpenAI Batch line
     metadata: dict[str, Any] | None = None
-    unread_fields: Sequence[str] = ()  # of a row that can run: became metadata; some may be misspelled parameters
-    own_max_tokens: bool | None = None  # of a row that can run: whether it has its own
+    unread_fields: Sequence[str] = ()  # fields that became metadata; some may be misspelled parameters
+    own_max_tokens: bool | None = None  # True: the row gives max_tokens; None: the row cannot run
     closes_objects: bool = False  # see `response_format.closes_objects`
-    api: Literal["chat", "completions"] | None = None  # of an OpenAI Batch line
-    model: Any = None  # that an OpenAI Batch line names; the target of the config answers in any case
-    doubts: Sequence[Doubt] = ()  # of a row that can run: its prompt can be other than it was meant
+    api: Literal["chat", "completions"] | None = None  # the API of an OpenAI Batch line
+    model: Any = None  # the model that an OpenAI Batch line names; the target of the config answers in any case
+    doubts: Sequence[Doubt] = ()  # reasons why the prompt may not be what was meant
 
-    # What it asks for.
+    # These fields are what the row asks for.
     kind: PromptKind = "prompt"
     content: Any = None  # str, list of messages, or list of token ids
     params: SamplingParams = field(default_factory=SamplingParams)
     own_seed: bool = False  # the row has a seed
-    raw: bool = False  # never through the chat template (OpenAI completions)
+    raw: bool = False  # True: the prompt never goes through the chat template (OpenAI completions)
     chat: ChatFields = NO_CHAT_FIELDS
-    choices: tuple[str, ...] = ()  # to be scored; then no text is generated
+    choices: tuple[str, ...] = ()  # texts to score; with them no text is generated
 
-    # What the engine needs.
-    token_ids: list[int] = field(default_factory=list)  # of the prompt
+    # These fields are for the engine.
+    token_ids: list[int] = field(default_factory=list)  # the prompt's tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
     choice_tokens: Sequence[ChoiceTokens | RowError] = ()
-    reader: AnswerReader = field(default_factory=AnswerReader)  # of its answers
+    reader: AnswerReader = field(default_factory=AnswerReader)  # the reader of its answers
 
-    results: list[Completion | RowError | None] = field(default_factory=list)  # of its requests; None: it runs
+    results: list[Completion | RowError | None] = field(default_factory=list)  # one for each request; None: it runs
 
     @property
     def has_grammar(self) -> bool:
@@ -60,7 +61,8 @@ class Row:
 
     @property
     def num_requests(self) -> int:
-        """How many of its n completions are computed: greedy ones are all equal. Or the number of its choices."""
+        """The number of its n completions that are computed (greedy ones are all equal), or the number of its
+        choices."""
         if self.choices:
             return len(self.choices)
         return self.params.n if self.params.temperature > 0 else 1

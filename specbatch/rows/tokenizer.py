@@ -50,7 +50,7 @@ class TextProcessor:
         self._token_texts: dict[int, str] = {}
         self._own_texts = TokenTexts(self.decode, self.token_text)
         self._is_plain = adds_its_own_text(tokenizer)
-        self._stop_tokens: dict[frozenset[str], StopTokens] = {}  # by the last characters of stop strings
+        self._stop_tokens: dict[frozenset[str], StopTokens] = {}  # the key is the last characters of stop strings
         special = set(getattr(tokenizer, "all_special_tokens", ()))
         self._marks = {tokenizer.convert_tokens_to_ids(mark): mark for mark in MARKS if mark in special}
         known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
@@ -74,7 +74,7 @@ class TextProcessor:
     def encode_batch(self, rows: Sequence[Row], limits: EngineLimits) -> None:
         """Fill in the token ids of rows without an error, or the reason why they do not run within `limits`. The
         interpreter is free while text is tokenized."""
-        texts: dict[bool, list[tuple[Row, str]]] = {False: [], True: []}  # by whether special tokens are added
+        texts: dict[bool, list[tuple[Row, str]]] = {False: [], True: []}  # the key: special tokens are added
         rows = [row for row in rows if row.error is None]
         for row in rows:
             try:
@@ -117,11 +117,11 @@ class TextProcessor:
         self._chat.stop_late()
 
     def close(self) -> None:
-        """Stop what prepares a row in the background: no row is wanted any longer."""
+        """Stop the preparation of rows in the background, because no row is needed any longer."""
         self._grammars.close()
 
     def answer_reader(self, row: Row) -> AnswerReader:
-        """What reads the answers to an encoded row."""
+        """Return the reader of the answers to an encoded row."""
         if not self._is_chat(row):
             return AnswerReader()
         chat, facts = row.chat, self._chat.facts
@@ -136,8 +136,9 @@ class TextProcessor:
         return AnswerReader(thinking, calls, chat.tool_names, None if chat.parallel_tool_calls else 1)
 
     def matcher(self, row: Row) -> tuple[GrammarMatcher, MatcherSpec] | None:
-        """Of an output that begins, and what it is made of; None: it may be any text. Reasoning (see `row.reader`) is
-        any text, where its end is a token. Raises RowError for a grammar that cannot be used."""
+        """Make the matcher of an output that begins, and return it with its specification. Return None if the output
+        may be any text. Reasoning (see `row.reader`) is any text, if its end is a token. It raises RowError for a
+        grammar that cannot be used."""
         constraint, thinking = _constraint(row.params), row.reader.thinking
         if row.chat.required:
             if constraint is not None:

@@ -97,7 +97,7 @@ class ResolvedRun:
     row_tokens: int | None  # longest row if the user's engine.kv_cache_tokens limits it; None: the model limits it
     description: dict[str, str]  # description of the models, for the statistics
     low_acceptance: str | None  # likely reason if drafts are hardly ever right; None: there is no warning
-    # for a deterministic run: facts that its bits depend on and that do not identify the job
+    # The facts that the bits of a deterministic run depend on and that do not identify the job.
     bits_depend_on: dict[str, str]
     notes: list[str] = field(default_factory=list)  # notes on how each `auto` was decided
 
