@@ -17,8 +17,8 @@ SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
 # These words begin an elliptic fragment: "Of a batch.", "# that it holds".
 DOCSTRING = re.compile(r"(?:Of|What|Whether|With|As)\b|None:")
 COMMENT = re.compile(r"#\s*(?:of|that|in|for|by)\s")
-# For each folder of specbatch (a module at the top: its name), and for scripts: the docstrings and the comments that may
-# begin so. Nobody raises the numbers. Folders that are not listed have none.
+# The docstrings and the comments that may begin so, for each folder of specbatch (a module at the top: its name) and
+# for scripts. Nobody raises the numbers. Folders that are not listed have none.
 MAX_DOCSTRINGS: dict[str, int] = {}
 MAX_COMMENTS: dict[str, int] = {"models": 4}
 
