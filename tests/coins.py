@@ -1,5 +1,4 @@
-"""Exact measures of what sampling does: every random number is a variable, and [0, 1) is cut where a decision
-changes."""
+"""Exact probabilities of sampling: every random number is a variable, and [0, 1) is cut where a decision changes."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ Outcome = TypeVar("Outcome")
 
 
 class Coins:
-    """One path through all decisions. A coin is a subinterval of [0, 1), narrowed by each decision that it makes, so
-    one that is looked at twice stays consistent with itself."""
+    """One path through all decisions. A coin is a subinterval of [0, 1), which each of its decisions narrows, so a coin
+    that is used twice agrees with itself."""
 
     def __init__(self, script: list[tuple[int, int]]) -> None:
         self._script = script  # (choice, number of choices) of each split; extended where it ends
@@ -31,11 +30,11 @@ class Coins:
         self._intervals: dict[object, tuple[float, float]] = {}
 
     def uniform(self, rng: RngKey, position: int, purpose: Draw) -> Coin:
-        """Stands in for `noise.uniform`."""
+        """Replace `rng.uniform` of the oracle."""
         return Coin(self, (rng.stream, rng.sample, position, purpose))
 
     def draw(self, p_V: Tensor, u: object) -> int:
-        """The real draw, in the middle of a cell and at both of its ends."""
+        """Call the real draw, in the middle of a cell and at both of its ends."""
         assert isinstance(u, Coin), "a draw by a number that is not keyed noise"
         assert u.scale == 1.0
         cdf = p_V.cumsum(0)
@@ -85,7 +84,7 @@ class Coin:
 
 
 def enumerate_outcomes(run: Callable[[Coins], Outcome]) -> dict[Outcome, float]:
-    """All outcomes of `run` with their exact probabilities."""
+    """Return all outcomes of `run` with their exact probabilities."""
     result: dict[Outcome, float] = {}
     script: list[tuple[int, int]] = []
     while True:
@@ -107,7 +106,7 @@ def install(patch: pytest.MonkeyPatch, coins: Coins) -> None:
 
 
 def reference_distribution(logits: Sequence[float], params: SamplingParams) -> list[float]:
-    """Temperature, top-k, top-p and min-p written out with Python floats."""
+    """Compute temperature, top-k, top-p and min-p with Python floats."""
     scaled = [x / params.temperature for x in logits]
     if params.top_k:
         threshold = sorted(scaled, reverse=True)[min(params.top_k, len(scaled)) - 1]
@@ -128,7 +127,7 @@ def reference_distribution(logits: Sequence[float], params: SamplingParams) -> l
 
 
 def plain_logits(target: Decoder, tokens: list[int]) -> Tensor:
-    """Logits (T, V) of a plain forward pass over all tokens, with a cache of its own."""
+    """Compute logits (T, V) in a plain forward pass over all tokens, with a new cache."""
     cache = target.new_cache(len(tokens), target.embedding_VE.dtype)
     layout = batch_of([Span([0], 0, len(tokens))], len(tokens), target.device)
     return target.logits(target.forward(torch.tensor(tokens, device=target.device), layout, cache)[0])
@@ -141,7 +140,7 @@ def target_sequences(
     eos: tuple[int, ...] = (),
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> dict[tuple[int, ...], float]:
-    """Exact probability of each output that plain sampling can give."""
+    """Return the exact probability of each output that plain sampling can give."""
     result: dict[tuple[int, ...], float] = {}
     open_: dict[tuple[int, ...], float] = {(): 1.0}
     rules = processors_of(params, bad_words, eos, len(prompt), target.config.vocab_size)

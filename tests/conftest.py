@@ -1,7 +1,7 @@
 """Settings that must be made before anything else.
 
-Triton kernels run in its interpreter where there is no GPU; it must be told before triton is imported. Two processes
-run the tests, with one thread each for torch: two threads each would fight over two cores.
+Without a GPU, Triton kernels run in its interpreter, which must be set before triton is imported. Two processes run the
+tests, with one thread of torch each, because two threads each would compete for two cores.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of tests with many variants, half to three quarters are `wide`: chosen by a hash of their names, so that no
-    parameter is left out."""
+    """Mark half to three quarters of tests with many variants as `wide`. They are chosen by a hash of their names, so
+    that no parameter is left out."""
     variants: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
@@ -47,20 +47,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """The collector of garbage no longer looks at what the imports made: a tenth of some tests' time."""
+    """Freeze the objects that imports made, so that the garbage collector skips them. This saves a tenth of the time of
+    some tests."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Traces of crashes go to pytest's copy of stderr. After a file job they go to stderr, which tests replace."""
+    """Send traces of crashes to pytest's copy of stderr. After a file job they go to stderr, which tests replace."""
     if (stderr := item.config.stash.get(fault_handler_stderr_fd_key, None)) is not None:
         faulthandler.enable(stderr)
 
 
 @pytest.fixture(autouse=True)
 def _shared_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    """GPU tests of several processes share one card's memory."""
+    """Let GPU tests of several processes share one card's memory."""
     if not torch.cuda.is_available() or request.node.get_closest_marker("gpu") is None:
         yield
         return
@@ -70,13 +71,13 @@ def _shared_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two layers on disk: a whole run with it takes a quarter of the time that `random:tiny` takes."""
+    """Write a model of two layers to disk. A whole run with it takes a quarter of the time that `random:tiny` takes."""
     return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=2048)
 
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The modules of scripts/ can be imported."""
+    """Make the modules of scripts/ importable."""
     folder = Path(specbatch.__file__).resolve().parent.parent / "scripts"
     if not folder.is_dir():
         pytest.skip("no checkout")

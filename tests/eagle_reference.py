@@ -1,4 +1,5 @@
-"""EAGLE heads once more, in a few lines of plain torch: full attention, no cache, no batch; and checkpoints to load.
+"""A second implementation of EAGLE heads in a few lines of plain torch, with full attention, no cache and no batch; and
+checkpoints to load.
 
 It follows the public inference code (the authors' `cnets1.py` for EAGLE-1/2 and `cnets.py` with the tapped layers of
 `modeling_llama_kv.py` for EAGLE-3, the two Llama EAGLE models of SGLang, and vLLM's for `norm_before_residual`).
@@ -35,7 +36,7 @@ def head_tensors(
     embedding: bool = False,
     vocab: int = VOCAB,
 ) -> dict[str, Tensor]:
-    """A random checkpoint under its public names."""
+    """Make a random checkpoint with the public names."""
     generator = torch.Generator().manual_seed(5)
 
     def rand(*shape: int) -> Tensor:
@@ -80,7 +81,7 @@ def write_head(path: Path, tensors: dict[str, Tensor], draft_vocab: int | None =
         "num_key_value_heads": KV_HEADS,
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
-        "max_position_embeddings": 32,  # as published heads have it, shorter than the target's
+        "max_position_embeddings": 32,  # shorter than the target's, as in published heads
     } | changes
     if draft_vocab:
         config["draft_vocab_size"] = draft_vocab
@@ -91,7 +92,7 @@ def write_head(path: Path, tensors: dict[str, Tensor], draft_vocab: int | None =
 
 
 def random_target(path: Path, **changes: Any) -> Checkpoint:
-    """A random Llama, written to `path`."""
+    """Write a random Llama to `path`."""
     torch.manual_seed(3)
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -144,7 +145,7 @@ class Reference:
         return self.linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(length, -1), prefix + "o_proj")
 
     def forward(self, tokens: list[int], features: Tensor) -> Tensor:
-        """Hidden states; row i sees the pairs (tokens[j], features[j]) for j <= i."""
+        """Compute hidden states. Row i sees the pairs (tokens[j], features[j]) for j <= i."""
         embedded = self.embedding[torch.tensor(tokens)]
         if self.eagle3:
             p = self.prefix
@@ -165,13 +166,14 @@ class Reference:
         return draft_id + int(self.w["d2t"][draft_id]) if "d2t" in self.w else draft_id
 
     def children(self, tokens: list[int], features: Tensor, k: int) -> tuple[list[tuple[int, float]], Tensor]:
-        """The k most likely tokens after a path with their log-probabilities, and the feature they continue from."""
+        """Return the k most likely tokens after a path with their log-probabilities, and the feature from which they
+        continue."""
         hidden = self.forward(tokens, features)[-1]
         values, ids = self.log_probs(hidden).topk(k)
         return [(self.to_target(i), v) for i, v in zip(ids.tolist(), values.tolist(), strict=True)], hidden
 
     def tree(self, tokens: list[int], features: Tensor, shape: DraftShape) -> dict[tuple[int, ...], float]:
-        """EAGLE-2's choice: paths (tokens after the root) of the nodes to verify, with their scores."""
+        """Return EAGLE-2's choice: the paths (tokens after the root) of the nodes to verify, with their scores."""
         candidates: dict[tuple[int, ...], float] = {}
         beam: dict[tuple[int, ...], tuple[float, Tensor]] = {(): (0.0, features)}
         for _ in range(shape.num_steps):
@@ -190,8 +192,8 @@ class Reference:
 def target_features(
     decoder: Decoder, reference: Reference, tokens: list[int], layers: tuple[int, ...] = default_aux_layers(LAYERS)
 ) -> Tensor:
-    """What the head gets of the target for each token, by a plain forward pass over all of them. `decoder`: of the
-    oracle engine, in float64."""
+    """Compute the target's features that the head gets for each token, in a plain forward pass over all tokens.
+    `decoder`: the decoder of the oracle engine, in float64."""
     layout = batch_of([Span([0], 0, len(tokens))], len(tokens), decoder.device)
     cache = decoder.new_cache(len(tokens), torch.float64)
     hidden, aux_hidden_states = decoder.forward(torch.tensor(tokens), layout, cache, layers)

@@ -1,5 +1,5 @@
-"""FlashInfer's paged prefill wrapper in plain torch, as far as the backend uses it, with the kernel's reading of its
-buffers: lengths from `indptr` and `last_page_len` at run time, the list of (sequence, tile) pairs from `plan`."""
+"""FlashInfer's paged prefill wrapper in plain torch, as far as the backend uses it. It reads buffers as the kernel
+does: lengths from `indptr` and `last_page_len` at run time, and the list of (sequence, tile) pairs from `plan`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         counts = qo_indptr.diff()
         assert max_token_per_sequence >= int(counts.max())
         group = num_qo_heads // num_kv_heads
-        mean = int(counts.sum()) * group // len(counts)  # as FA2DetermineCtaTileQ
+        mean = int(counts.sum()) * group // len(counts)  # computed as in FA2DetermineCtaTileQ
         tile = 128 if mean > 64 and head_dim_qk < 256 else 64 if mean > 16 else 16
         pairs = sum(-(-int(count) * group // tile) for count in counts)
         needed = 3 * -(-4 * pairs // 16) * 16 + -(-4 * (len(counts) + 1) // 16) * 16 + 4

@@ -39,7 +39,7 @@ FORMATS = {
 
 
 def fp8_checkpoint(folder: Path, section: dict[str, Any], **changes: Any) -> Path:
-    """A tiny model in FP8, in the format of `section`."""
+    """Write a tiny model in FP8, in the format of `section`."""
     write_checkpoint(folder, **changes)
     raw = {**RAW, **changes, "quantization_config": section}
     found = parse_quantization(raw)

@@ -1,7 +1,7 @@
 """Memory of a GPU that several test processes share.
 
-Each process of a run keeps a CUDA context and its allocator's cache. So a test that needs much memory says how much,
-with `@pytest.mark.gpu_memory(GIB)`. Such tests run one at a time, and each waits until that much is free.
+Each process of a run keeps a CUDA context and its allocator's cache. So a test that needs much memory names the amount
+with `@pytest.mark.gpu_memory(GIB)`. Such tests run one at a time, and each waits until this amount is free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_WAIT_SECONDS = 120
 
 @contextmanager
 def memory_for(item: pytest.Item) -> Iterator[None]:
-    """Run a GPU test when the memory that its mark names is free, and return what it leaves in the cache."""
+    """Run a GPU test when the memory that its mark names is free, and then return the memory in the cache."""
     mark = item.get_closest_marker("gpu_memory")
     if mark is None:
         yield

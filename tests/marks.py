@@ -11,5 +11,6 @@ CUDA = torch.cuda.is_available()
 
 
 def slow_on_cpu(*values: Any) -> Any:
-    """A case that Triton's interpreter (or the CPU) takes seconds for: left to `-m slow` there, fast on a GPU."""
+    """Mark a case that takes seconds in Triton's interpreter (or on the CPU) and is fast on a GPU. Without a GPU only
+    `-m slow` runs it."""
     return pytest.param(*values, marks=[] if CUDA else [pytest.mark.slow])

@@ -1,5 +1,5 @@
-"""Commands as processes that are forked from this one: as real as new ones to signals, kill -9 and exit codes, without
-seconds of imports. What a process does at its start (imports, closed streams) needs a new one."""
+"""Commands as processes that are forked from this one. Signals, kill -9 and exit codes work as in new processes, but
+there are no seconds of imports. Tests of a process's start (imports, closed streams) need a new one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _CONTEXT = multiprocessing.get_context("fork")
 
 
 class Command:
-    """`specbatch` with these arguments, in a folder, as subprocess.Popen would run it. `main`: the program; it is over
-    the stub engine by default. `extra`: environment variables."""
+    """The command `specbatch` with these arguments, in a folder, as subprocess.Popen would run it. `main`: the program;
+    by default it has the stub engine. `extra`: environment variables."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Command:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs."""
+        """The exit code. None while the command runs."""
         return self._process.exitcode
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -55,7 +55,7 @@ class Command:
         self._process.kill()
 
     def communicate(self, timeout: float = 60) -> tuple[str, str]:
-        """Its stdout and stderr, once it has ended."""
+        """Wait for the end, and return stdout and stderr."""
         self._process.join(timeout)
         if self._process.is_alive():
             self._process.kill()
@@ -66,7 +66,7 @@ class Command:
         return out, err
 
     def wait_for_rows(self, partial: Path, count: int) -> None:
-        """Until more than `count` results are in the file."""
+        """Wait until more than `count` results are in the file."""
         deadline = time.monotonic() + 60
         while not (partial.exists() and partial.read_bytes().count(b'","row":{') > count):
             assert self.returncode is None, self.communicate()
@@ -75,7 +75,7 @@ class Command:
 
 
 def run(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """A command to its end; `options` as for Command."""
+    """Run a command to its end; `options` as for Command."""
     command = Command(folder, *arguments, **options)
     out, err = command.communicate()
     assert command.returncode is not None
@@ -93,5 +93,5 @@ def _run(
         os.dup2(stream.fileno(), number)
     sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
     sys.argv = ["specbatch", *arguments]
-    torch.set_num_threads(1)  # threads of the first process do not exist in the forked one
+    torch.set_num_threads(1)  # the forked process does not have the threads of the first one
     main()

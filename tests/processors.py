@@ -20,7 +20,7 @@ BadWords = tuple[tuple[int, ...], ...]
 
 
 class OfOutput(LogitsProcessor):  # type: ignore[misc]
-    """Another processor, which sees the output alone."""
+    """A wrapper of another processor, which then sees the output alone."""
 
     def __init__(self, processor: LogitsProcessor, num_prompt: int) -> None:
         self._processor = processor

@@ -1,7 +1,7 @@
 """A deterministic engine and tokenizer; `python -m tests.stub_engine generate ...` runs the command line over them.
 
-Tokens are a pure function of (prompt, noise key); requests finish in an order that has nothing to do with their
-order of submission, a few per step.
+Tokens are a pure function of the prompt and the `RngKey`. A few requests finish in each step, in an order that does not
+depend on their order of submission.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ PRINTS_TODAY = "{{ strftime_now('%d %b %Y') }}"  # a chat template
 
 
 class StubTokenizer:
-    """UTF-8 bytes are tokens 0..255, BOS 256, EOS 257. Decodes like a byte-level tokenizer."""
+    """A tokenizer whose tokens 0..255 are bytes of UTF-8; BOS is 256, EOS 257. It decodes like a byte-level
+    tokenizer."""
 
     chat_template: str | None = "stub"
 
@@ -71,7 +72,7 @@ class StubTokenizer:
 
 
 def stub_tokens(prompt: Sequence[int], key: RngKey, max_tokens: int, ignore_eos: bool) -> list[int]:
-    """What the stub generates: lower-case letters and spaces, sometimes ended by EOS before max_tokens."""
+    """Generate lower-case letters and spaces, sometimes with EOS before max_tokens."""
     state = hashlib.blake2b(repr((list(prompt), key.seed, key.stream, key.sample)).encode(), digest_size=8)
     rng = random.Random(int.from_bytes(state.digest(), "big"))
     length = rng.randint(1, 24)
@@ -82,15 +83,15 @@ def stub_tokens(prompt: Sequence[int], key: RngKey, max_tokens: int, ignore_eos:
 
 
 def stub_margin(tokens: Sequence[int]) -> Margin:
-    """Of any decade, and sometimes a tie."""
+    """Return a margin of any order of magnitude, and sometimes a tie."""
     number = zlib.crc32(repr(tokens).encode())
     value = 0.0 if number % 19 == 0 else 10.0 ** -(number % 7) * (1 + number % 11)
     return Margin(struct.unpack("f", struct.pack("f", value))[0], number % len(tokens))
 
 
 class StubEngine:
-    """See the module. `sleep` is the duration of a step, `fail_at` the one from which on steps raise, `capacity` how
-    many tokens a row can be allowed."""
+    """The stub engine, see the module. `sleep`: the duration of a step. `fail_at`: the first step that raises.
+    `capacity`: the most tokens that a row can be allowed."""
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class StubEngine:
             time.sleep(self._sleep)
         while self._waiting and len(self._running) < self._batch:
             self._running.append(self._waiting.popleft())
-        # Finish the half whose prompts hash highest: shuffled, yet reproducible for the same batch.
+        # The half whose prompts have the highest hashes finishes. This order is shuffled, but the same for each batch.
         self._running.sort(key=lambda r: zlib.crc32(repr((r.request_id, self._steps)).encode()))
         half = max(1, len(self._running) // 2) if self._running else 0
         done, self._running = self._running[:half], self._running[half:]
@@ -211,7 +212,7 @@ def build_engine(run: StubRun, show: Callable[[str], None] = lambda progress: No
 
 
 def stub_modules() -> dict[str, types.ModuleType]:
-    """What stands in for the modules that need models, in sys.modules."""
+    """Return the replacements in sys.modules for modules that need models."""
     modules = {name: types.ModuleType(name) for name in ("specbatch.setup.resolve", "specbatch.setup.build")}
     modules["specbatch.setup.resolve"].resolve = resolve  # type: ignore[attr-defined]
     modules["specbatch.setup.build"].build_engine = build_engine  # type: ignore[attr-defined]
@@ -219,7 +220,7 @@ def stub_modules() -> dict[str, types.ModuleType]:
 
 
 def main() -> None:
-    """The command line over the stub engine."""
+    """Run the command line over the stub engine."""
     sys.modules.update(stub_modules())
     from specbatch import cli, startup
 

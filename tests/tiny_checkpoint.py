@@ -1,4 +1,4 @@
-"""A checkpoint directory of a tiny random model with a tokenizer of bytes."""
+"""Checkpoint folders of tiny random models with a tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random_state(raw: dict[str, Any] = RAW) -> dict[str, torch.Tensor]:
 
 
 def write_checkpoint(folder: Path, **changes: Any) -> Path:
-    """`changes`: keys of config.json."""
+    """Write a checkpoint to `folder`. `changes`: keys of config.json."""
     raw = {**RAW, **changes}
     folder.mkdir(parents=True, exist_ok=True)
     byte_tokenizer(raw["vocab_size"], (raw["eos_token_id"],)).save_pretrained(folder)

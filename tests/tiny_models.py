@@ -44,13 +44,13 @@ from tests.oracle.factory import proposer_of
 
 CPU = torch.device("cpu")
 MAX_LENGTH = 160  # attention's reference kernel takes time in proportion to it
-CHUNK = 64  # keys: some texts have several chunks
+CHUNK = 64  # keys of a chunk, so that some texts have several chunks
 VOCAB = 61
 
 
 class RandomTensors:
-    """A checkpoint of random weights. A tensor depends on its name and the seed alone, so a model with fewer layers
-    is the deeper one cut short: a draft that is often right."""
+    """A checkpoint of random weights. A tensor depends on its name and the seed alone. So a model with fewer layers has
+    the first layers of a deeper one, and its drafts are often right."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int, scale: float = 0.25) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -92,18 +92,19 @@ def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttent
 
 
 def num_target_layers(method: str) -> int:
-    """Of the tiny target that a draft method gets. EAGLE-3 reads the inputs of three of them, see `AUX_LAYERS`."""
+    """Return the number of layers of the tiny target for a draft method. EAGLE-3 reads the inputs of three of them, see
+    `AUX_LAYERS`."""
     return 3 if method == "eagle3" else 2
 
 
 AUX_LAYERS = (0, 1, 2)
-HEAD_SEED = 20  # with it random EAGLE heads are right now and then
+HEAD_SEED = 20  # with this seed random EAGLE heads are sometimes right
 
-Spoil = Callable[[dict[str, Tensor]], None]  # changes a checkpoint's tensors
+Spoil = Callable[[dict[str, Tensor]], None]  # a function that changes a checkpoint's tensors
 
 
 def paged_of(config: ModelConfig, device: torch.device = CPU) -> PagedAttention:
-    """The device engine's, over its twin; in float64."""
+    """Return the attention of the device engine, with the reference kernel in float64."""
     return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, torch.float64, device)
 
 
@@ -122,7 +123,7 @@ def tiny_decoder(
     spoil: Spoil | None = None,
     group: Group | None = None,
 ) -> Decoder:
-    """`group`: of ranks that share the model."""
+    """Make a tiny target. `group`: the ranks that share the model."""
     tensors = RandomTensors(decoder_tensors(config), seed, scale)
     if spoil is not None:
         spoil(tensors._tensors)
@@ -146,8 +147,8 @@ def tiny_draft_net(
     group: Group | None = None,
     **traits: Any,
 ) -> DraftNet:
-    """The draft of `target`, as wide as it and of its type. `traits`: of an EAGLE head's `EagleConfig`. `group`: of
-    ranks that share a head."""
+    """Make the draft network of `target`, with its hidden size and dtype. `traits`: fields of an EAGLE head's
+    `EagleConfig`. `group`: the ranks that share a head."""
     hidden, vocab, head_dim = target.config.hidden_size, target.config.vocab_size, target.config.head_dim
     dtype, device, num_positions = target.embedding_VE.dtype, target.device, target.num_positions
     if method == "draft_model":
@@ -168,7 +169,7 @@ def tiny_draft_net(
     )
     if spoil is not None:
         spoil(tensors._tensors)
-    # every other token, so that the offsets are not constant
+    # The draft vocabulary has every second token, so that the offsets are not constant.
     ids = torch.tensor([min(2 * i, vocab - width + i) for i in range(width)])
     tensors._tensors["d2t"] = ids - torch.arange(width)
     tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
@@ -206,9 +207,9 @@ def tiny_oracle(
     coupled: bool = False,
     **traits: Any,
 ) -> OracleEngine:
-    """The oracle: one sequence after the other, in plain Python. `draft_seed` 0 makes a draft that often agrees with
-    the target (draft_model: the target itself with one layer less). `coupled`: see `DraftParts`.
-    `traits`: of an EAGLE head."""
+    """Make the oracle, which computes one sequence after the other in plain Python. `draft_seed` 0 makes a draft that
+    often agrees with the target (draft_model: the target itself with one layer less). `coupled`: see `DraftParts`.
+    `traits`: fields of an EAGLE head's `EagleConfig`."""
     config = tiny_config(num_layers or num_target_layers(method), hidden, vocab)
     target = tiny_decoder(config, dtype, scale=scale, device=device, spoil=spoil)
     pool = PagePool(num_pages, page_size)
@@ -283,11 +284,12 @@ def tiny_device_engine(
     deterministic: bool = False,
     **traits: Any,
 ) -> Engine:
-    """The engine as it runs on a GPU, with the oracle's weights; on a CPU over the reference kernels. `kv_dtype` None:
-    `dtype`. `num_layers`: of the target; None: as many as `method` needs. `chunk_cost`: where shapes are fixed.
-    `min_lane`: least requests of a lane; None: there is one lane. `piece_sizes`: of prompts in pieces, captured by
-    `piece_runner`; none: prompts are computed as a whole. `checks`: plain decoding checks all choices before
-    acceptance; False: its rounds are unchecked where that gains. `deterministic`: see `Grammars`."""
+    """Make the engine as it runs on a GPU, with the oracle's weights; on a CPU it has the reference kernels. `kv_dtype`
+    None: `dtype`. `num_layers`: the layers of the target; None: the number that `method` needs. `chunk_cost`: the cost
+    of chunks where shapes are fixed. `min_lane`: the least requests of a lane; None: there is one lane. `piece_sizes`:
+    the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `checks`: plain
+    decoding checks all choices before acceptance; False: its rounds are unchecked where that gains. `deterministic`:
+    see `Grammars`."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
@@ -297,7 +299,7 @@ def tiny_device_engine(
     offset = None if kind is None else kind.draft_kv_offset
     lookahead = MAX_ROOM if method == "none" else max(num_lookahead(one, offset) for one in schedule.items)
     max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
-    # As large as they are in earnest: what reads past them must show.
+    # The tables have the same size as in real runs, so that a read past them fails.
     target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1, spoil, group)
     pool = PagePool(num_pages, page_size)
     num_slots = (num_pages + 1) * page_size  # the last page is spare
@@ -342,12 +344,12 @@ def tiny_device_engine(
 
 
 def tiny_engine(method: str = "none", shape: DraftShape | Schedule | None = None, **settings: Any) -> Engine:
-    """The engine as it runs on a CPU, with the oracle's weights. `settings`: as of `tiny_device_engine`."""
+    """Make the engine as it runs on a CPU, with the oracle's weights. `settings`: those of `tiny_device_engine`."""
     return tiny_device_engine(method, shape, backend=_torch_attention, fixed_shapes=False, **settings)
 
 
 def round_of(engine: Engine) -> Round:
-    """The engine's round for the smallest batch, which computes prompts, too."""
+    """Return the engine's round for the smallest batch, which also computes prompts."""
     return engine.executor.rounds.items[0]
 
 
@@ -364,7 +366,7 @@ def run(
     check: bool = True,
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> list[Completion]:
-    """All prompts to the end, in their order, with page accounting checked after every step."""
+    """Run all prompts to the end, and return results in their order. Page counts are checked after every step."""
     for i, prompt in enumerate(prompts):
         engine.submit(Request(i, prompt, params, RngKey(params.seed or 0, i, 0), bad_words=bad_words))
     done: dict[int, Completion] = {}
@@ -377,7 +379,7 @@ def run(
 
 
 def run_requests(engine: Any, wanted: list[Request]) -> list[Completion]:
-    """All of them to the end, in their order, with page accounting checked after every step."""
+    """Run all requests to the end, and return results in their order. Page counts are checked after every step."""
     for request in wanted:
         engine.submit(request)
     done: dict[int, Completion] = {}
@@ -390,7 +392,7 @@ def run_requests(engine: Any, wanted: list[Request]) -> list[Completion]:
 def random_prompts(
     count: int, seed: int = 0, vocab: int = VOCAB, longest: int = 40, shared: int = 0
 ) -> list[list[int]]:
-    """Prompts of 1 to `longest` tokens behind `shared` common ones; token 0 (end of sequence) does not occur."""
+    """Draw prompts of 1 to `longest` tokens after `shared` common ones. Token 0 (end of sequence) does not occur."""
     generator = torch.Generator().manual_seed(seed)
 
     def tokens(size: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Traces of tiny engines (what their drafts would have been, recorded along the texts that they write), and replays."""
+"""Traces of tiny engines, which record the drafts for each position of the texts that they write, and replays."""
 
 from __future__ import annotations
 
