@@ -40,7 +40,7 @@ def prompts_path(plan: Plan) -> Path:
 
 
 def answers_path(plan: Plan, variant: str) -> Path:
-    """`variant`: "" or "none", without speculation."""
+    """Return the path of the answers. `variant`: "", or "none" for the run without speculation."""
     return plan.folder / variant / "answers.jsonl"
 
 
@@ -50,7 +50,7 @@ def differing_paths(plan: Plan) -> tuple[Path, Path]:
 
 
 def check_folder(folder: Path, tasks: Sequence[Task], *, overwrite: bool) -> None:
-    """Before any row is read. Raises InputError."""
+    """Check the output folder before any row is read. It raises InputError."""
     refuse_remote(folder)
     with usable(folder, "the output"):
         if folder.exists() and not folder.is_dir():
@@ -70,7 +70,7 @@ def check_folder(folder: Path, tasks: Sequence[Task], *, overwrite: bool) -> Non
 
 
 def check_files(folder: Path, plans: Sequence[Plan], reads: Mapping[str, Path], *, overwrite: bool) -> None:
-    """`reads`: what the command reads, by its name. Raises InputError."""
+    """Check the files that the command writes. `reads`: the files that it reads, by name. It raises InputError."""
     files = [_results(results_path(folder)), Written("the samples", samples_path(folder), unless(_holds_samples))]
     for plan in plans:
         lines = plan.lines()

@@ -78,7 +78,7 @@ class Lowercase(Step):
 
 @dataclass(frozen=True)
 class Strip(Step):
-    """Without white space at both ends."""
+    """A step that removes white space at both ends."""
 
     def apply_one(self, value: str) -> str:
         return value.strip()

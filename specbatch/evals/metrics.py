@@ -46,7 +46,7 @@ class Metric:
     scores_choices: ClassVar[bool] = False  # nothing is generated: the likeliest of prompt.choices is the answer
 
     def check_rows(self, rows: Sequence[Row]) -> None:
-        """Before any model is loaded. Raises InputError for a row that cannot be scored."""
+        """Check rows before any model is loaded. It raises InputError for a row that cannot be scored."""
 
     def score(self, values: Sequence[Value], on_progress: Callable[[int, int], None]) -> list[Score]:
         """The score of each value. `on_progress(done, total)` may be called meanwhile."""
@@ -139,5 +139,5 @@ def read_metric(reader: Reader, value: Any, path: str) -> Metric:
 
 
 def metric_name(metric: Metric) -> str:
-    """Its name in METRICS."""
+    """Return the metric's name in METRICS."""
     return next(name for name, cls in METRICS.items() if type(metric) is cls)

@@ -28,7 +28,8 @@ ISOLATED = {"network": "namespace", "processes": "namespace", "files": "own root
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`passed`: the program ran to its end. `detail`: what went wrong. `isolation`: what it was kept from, and how."""
+    """The verdict on a program. `passed`: it ran to its end. `detail`: the error. `isolation`: the resources that it
+    was kept from, and how."""
 
     passed: bool
     detail: str
@@ -97,7 +98,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _verdict(output: bytes, detail: str) -> Verdict:
-    """`output`: two lines of the launcher, fewer if it was ended before."""
+    """Read the verdict. `output`: two lines of the launcher, or fewer if it was ended before."""
     isolation, outcome = ([json.loads(line) for line in output.splitlines()] + [{}, {}])[:2]
     passed = outcome.get("outcome") == "passed" and not detail
     detail = detail or outcome.get("detail", "the program ended before its tests did")

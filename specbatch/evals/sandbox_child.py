@@ -145,7 +145,8 @@ def _run(job: dict[str, Any], says: int, own_root: bool, become_nobody: bool) ->
 
 
 def _steps(says: int, run: Callable[[], object]) -> tuple[Callable[[], object], ...]:
-    """To write a key, to hide it from what lists objects, to run the program, and to write the key again."""
+    """Return the steps of the child: write a key, hide it from functions that list objects, run the program, and write
+    the key again."""
     prove = functools.partial(os.write, says, secrets.token_bytes(_KEY_BYTES))
     return prove, gc.freeze, run, prove
 

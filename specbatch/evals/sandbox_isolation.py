@@ -103,7 +103,7 @@ def is_public(path: str) -> bool:
 
 
 def _map_user(user: int, group: int) -> None:
-    """Without a name in its namespace, a process can make no files."""
+    """Map the user and the group into the namespace, because a process without a name there can make no files."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)

@@ -116,7 +116,7 @@ class Task:
 
     @property
     def scored_filters(self) -> tuple[Filter, ...]:
-        """Those that have an accuracy: none where nothing is scored. Choices have two, named as in
+        """The filters that have an accuracy. There are none if nothing is scored. Choices have two, named as in
         lm-evaluation-harness: by their log-probability, and by that divided by their number of characters."""
         if self.metric.scores_choices:
             return Filter("acc"), Filter("acc_norm")

@@ -82,7 +82,7 @@ def _begins_with_a_row(text: bytes) -> bool:
 
 
 def binary_kind(head: bytes) -> tuple[str, str | None] | None:
-    """(what a binary file is, a hint); None for text and for what is not known."""
+    """Return the kind of a binary file and a hint, or None for text and for unknown files."""
     for magic, kind, hint in _BINARY:
         if head.startswith(magic):
             return kind, hint

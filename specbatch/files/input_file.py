@@ -44,8 +44,9 @@ def has_json_lines(name: str) -> bool:
 
 
 def open_file(path: Path, name: str, num_lines: int | None) -> InputFile:
-    """`name`: for messages. `num_lines`: of the file, if they are known. A file with another kind of content than its
-    name says is an InputError here, as is a CSV or JSON file whose syntax is broken, and a table without its end."""
+    """Open an input file. `name`: its name for messages. `num_lines`: the number of its lines, if it is known. It
+    raises InputError for a file with another kind of content than its name says, for a CSV or JSON file whose syntax is
+    broken, and for a table without its end."""
     suffix = suffix_of(path.name)
     with path.open("rb") as file:
         head = file.read(HEAD)
@@ -90,7 +91,7 @@ def is_text(name: str) -> bool:
 
 
 def _parts(suffix: str) -> tuple[str, str]:
-    """(format, compression), such as (.jsonl, .gz)"""
+    """Divide a suffix into (format, compression), such as (.jsonl, .gz)."""
     end = next((end for end in _COMPRESSED if suffix.endswith(end)), "")
     return suffix.removesuffix(end), end
 

@@ -27,7 +27,7 @@ MAX_LINE_BYTES = 64 << 20  # bytes of an input line; in a compressed file of a f
 
 
 def open_lines(path: Path) -> BinaryIO:
-    """Bytes of a file, decompressed if its name ends in .gz or .zst."""
+    """Open the bytes of a file, decompressed if its name ends in .gz or .zst."""
     return decompressed(path.open("rb", buffering=_CHUNK), path.name)
 
 

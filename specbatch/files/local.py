@@ -57,8 +57,8 @@ def file_facts(path: Path) -> FileFacts:
 
 
 def identify_input(path: Path) -> tuple[dict[str, Any], int | None]:
-    """(what resume compares, number of lines). Size and sha256 of the content; above WHOLE_HASH_BYTES size, mtime and
-    sha256 of the first and last MiB, and None for the lines."""
+    """Return the facts that a resume compares, and the number of lines. The facts are size and sha256 of the content.
+    Above WHOLE_HASH_BYTES they are size, mtime and sha256 of the first and last MiB, and the lines are None."""
     stat = path.stat()
     if stat.st_size > WHOLE_HASH_BYTES:
         with path.open("rb") as file:

@@ -28,7 +28,7 @@ _JSON_TEXT = {"id", "custom_id"}  # text as it is; other values as JSON
 
 
 def write_parquet(file: BinaryIO, lines: Iterable[bytes], group_rows: int, group_bytes: int) -> None:
-    """`lines`: result lines. A row group is written after this number of rows or bytes."""
+    """Write result lines as a table. A row group is written after `group_rows` rows or `group_bytes` bytes."""
     with pq.ParquetWriter(file, schema(), compression="zstd", version="2.6", write_statistics=True) as writer:
         rows: list[dict[str, Any]] = []
         size = 0

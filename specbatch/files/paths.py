@@ -183,7 +183,7 @@ def check_written(files: Sequence[Written], reads: Mapping[str, Path], hint: str
 
 
 def _problem(file: Written, inodes: Mapping[tuple[int, int], str]) -> str | None:
-    """Why an existing file must not be replaced, or None."""
+    """Return the reason why an existing file must not be replaced, or None."""
     try:
         mode = file.path.lstat().st_mode
     except FileNotFoundError:

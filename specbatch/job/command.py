@@ -104,7 +104,7 @@ def _run(
     named: Path,
     store: RemoteOutput | None = None,
 ) -> Outcome:
-    """`named`: the local file that the job writes; `store`: where it goes then."""
+    """Run the job. `named`: the local file that the job writes. `store`: the remote output that gets the file."""
     output = _checked_output(named, options, config, console)
     shown = str(output) if store is None else store.shown
     if options.retry_errors and not (options.overwrite or output.exists() or partial_path(output).exists()):
@@ -217,8 +217,7 @@ def _facts_of(source: Source) -> dict[str, Any]:
 
 
 def _plan(config: Config, parser: RowParser) -> Callable[[Iterator[RawRow]], RowPlan] | None:
-    """Not for standard input: its rows can come slowly, and the first ones do not wait for others. `config`: the
-    resolved one."""
+    """Return a function that plans rows, or None without a plan. `config`: the resolved configuration."""
     batch = config.engine.max_batch_size
     assert batch is not None, "resolve() decides it"
     if not config.data.plan_rows:

@@ -16,7 +16,7 @@ class EnergyMeter:
     """
 
     def __init__(self, uuid: str | None) -> None:
-        """`uuid`: of the GPU, as torch has it; None: a CPU."""
+        """`uuid`: the GPU's UUID from torch; None: the device is a CPU."""
         self._nvml: Any = None
         self._handle: Any = None
         if uuid is not None:

@@ -49,7 +49,8 @@ class FileTokens:
     drawn_prompts: list[int] = field(default_factory=list)  # tokens, of each request of these rows
 
     def work_ratio(self, started: int) -> float:
-        """Tokens of a prompt after what all share: the mean of the file, by that of the first requests of the trial."""
+        """Return the ratio of prompt tokens, without the shared ones: the mean of the file over the mean of the first
+        requests of the trial."""
         file, drawn = (
             np.mean(prompts) - self.shared for prompts in (self.prompts, self.drawn_prompts[:started] or [0])
         )
@@ -155,7 +156,8 @@ class Trial:
 
 
 def _by_size(rounds: Sequence[tuple[int, int, float]]) -> tuple[list[int], list[float], list[int]]:
-    """(requests, mean seconds of a round, number of rounds)."""
+    """Sum rounds by size. Return the sizes (numbers of requests), the mean seconds of a round, and the numbers of
+    rounds."""
     sums: dict[int, tuple[int, float]] = {}
     for size, count, seconds in rounds:
         before = sums.get(size, (0, 0.0))

@@ -177,7 +177,7 @@ def _peak_bytes(device: str) -> int:
 
 
 def estimate_table(report: dict[str, Any]) -> Table:
-    """For people."""
+    """Make the table that people read."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()

@@ -53,7 +53,7 @@ class Forecast:
         self._moments: deque[_Moment] = deque()
 
     def update(self, seconds: float, work: Work) -> None:
-        """`seconds`: of a monotonic clock."""
+        """Estimate again. `seconds`: the time of a monotonic clock."""
         decoding, running = seconds - work.prefill_seconds, len(work.running)
         area = 0.0
         if self._moments:
@@ -90,8 +90,8 @@ class Forecast:
 
 
 def _tokens_left(work: Work, batch: int) -> tuple[float, float]:
-    """(tokens that all requests will still write, tokens written one after the other until the end of the job), with
-    `batch` requests at a time."""
+    """Return the tokens that all requests will still write, and the tokens that are written one after the other until
+    the end of the job, with `batch` requests at a time."""
     assert work.unread is not None
     limits = [*(limit for _, limit in work.running), *work.waiting] or [1]
     to_come = len(work.waiting) + work.unread
@@ -141,7 +141,7 @@ def _fit(finished: Mapping[tuple[int, bool], int], running: np.ndarray, mean_lim
 
 
 def _last_end(lengths: list[float], batch: int) -> float:
-    """When the last request ends, if `batch` run at a time and start in their order."""
+    """Return the end of the last request, if `batch` requests run at a time and start in their order."""
     ends = lengths[:batch]
     heapq.heapify(ends)
     for length in lengths[batch:]:

@@ -35,7 +35,8 @@ class MaxFailed:
         return cls(text.strip(), float(found[1]), bool(found[2]))
 
     def is_exceeded(self, totals: RowTotals, num_rows: int | None, *, ended: bool) -> bool:
-        """`num_rows`: of the input; None: not known. `ended`: all rows have finished."""
+        """Return whether more rows have failed than allowed. `num_rows`: the rows of the input; None: not known.
+        `ended`: all rows have finished."""
         if not self.is_share:
             return totals.failed > self.amount
         if num_rows is None and not ended and totals.rows < _MIN_ROWS:
@@ -79,7 +80,8 @@ class FailureWatch:
                     self._counts[kind] += 1
 
     def verdict(self, totals: RowTotals, num_rows: int | None, *, ended: bool) -> TooManyFailed | None:
-        """Why the job must end now, or None. `totals`: of all sessions. For the others see `MaxFailed`."""
+        """Return the error with which the job must end now, or None. `totals`: those of all sessions. For the other
+        arguments see `MaxFailed`."""
         if self.max_failed is not None and self._rows and self.max_failed.is_exceeded(totals, num_rows, ended=ended):
             return TooManyFailed(
                 f"{totals.failed:,} of {totals.rows:,} finished rows failed, more than --max-failed "

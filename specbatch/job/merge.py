@@ -70,7 +70,7 @@ def _merge(
     console: Console,
     store: RemoteOutput | None = None,
 ) -> int:
-    """`named`: the local file to write; `store`: where it goes then."""
+    """Merge shards. `named`: the local file to write. `store`: the remote output that gets the file."""
     output = checked_output(named, _reads(shards), console, overwrite=options.overwrite)
     shown = str(output) if store is None else store.shown
     _check_formats(shards, output)
@@ -142,7 +142,7 @@ def _in_input_order(shards: Sequence[FinishedShard]) -> Iterator[bytes]:
 
 
 def _indexed_lines(shard: FinishedShard) -> Iterator[tuple[int, bytes]]:
-    """(row index, line). No two shards have the same index, so lines are never compared."""
+    """Yield (row index, line). No two shards have the same index, so lines are never compared."""
     facts = FileFacts()
     last = -1
     try:

@@ -262,7 +262,7 @@ def _text_bytes(value: Any) -> int:
 
 
 def _content(row: Row) -> bytes:
-    """Bytes that begin alike where the prompts' tokens do."""
+    """Return bytes of a row's prompt. They begin alike if the prompts' tokens do."""
     max_bytes = _MAX_BLOCKS * _BLOCK_BYTES
     if row.kind == "token_ids":
         try:

@@ -49,11 +49,12 @@ class WorkerPool(Protocol):
         ...
 
     def recording(self, results: ResultFile) -> AbstractContextManager[object]:
-        """In this block the rows that run when a process dies are recorded (`ResultFile.add_deaths`)."""
+        """Return a block in which the rows that run when a process dies are recorded (`ResultFile.add_deaths`)."""
         ...
 
     def submit(self, row: RawRow, deaths: int = 0) -> None:
-        """`deaths`: of processes that ran this row in earlier sessions; see `suspects` for what follows."""
+        """Add a row. `deaths`: the number of processes that died in earlier sessions while they ran this row; see
+        `crash_retry`."""
         ...
 
     @property

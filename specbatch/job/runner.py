@@ -172,7 +172,7 @@ class RowRunner:
 
     @property
     def stats(self) -> EngineStats:
-        """Those of the engine, with the energy and the time in which it waited for rows."""
+        """The statistics of the engine, with the energy and the time in which it waited for rows."""
         stats = self.engine.stats
         stats.input_wait_seconds = self._queue.waited_seconds if self._queue is not None else 0.0
         stats.joules = self._energy.joules(fresh=self.is_empty) or 0.0
@@ -305,7 +305,7 @@ def _bounded(error: RowError) -> RowError:
 
 
 def _failure(completion: Completion, sample: int, num_completions: int, params: SamplingParams) -> RowError:
-    """Why a completion has no end."""
+    """Make the error of a completion that has no end."""
     of = f" of completion {sample + 1} of {num_completions}" if num_completions > 1 else ""
     at = f"at token {len(completion.token_ids) + 1}{of}"
     if completion.grammar_error is not None:

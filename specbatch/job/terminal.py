@@ -30,7 +30,7 @@ def print_notes(notes: Iterable[str], console: Console) -> None:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """In a log or a pipe, lines have no trailing blanks and are not folded."""
+    """Print a table. In a log or a pipe, lines have no trailing blanks and are not folded."""
     if console.is_terminal:
         console.print(table)
         return

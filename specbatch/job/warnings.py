@@ -85,7 +85,8 @@ class Remarks:
         return lines
 
     def _repeated(self) -> tuple[int, int, int] | None:
-        """(number of ids that several rows have, two rows with the same id); None if there are none."""
+        """Return the number of ids that several rows have, and two rows with the same id. Return None if there are
+        none."""
         hashes = np.frombuffer(self._ids, dtype=np.int64)
         ids = np.sort(hashes[hashes != 0])
         repeated = np.unique(ids[1:][ids[1:] == ids[:-1]])

@@ -132,9 +132,9 @@ class Worker:
         return Loaded(engine.limit_length(None), list(self._run.notes[known:]))
 
     def _freeze_heap(self) -> None:
-        """Until this worker is closed or gone, the garbage collector leaves alone what is there now: a million objects
-        of libraries, which it would walk again and again. Not the engine: its parts refer to each other. A program
-        that has frozen its heap itself keeps it so."""
+        """Let the garbage collector skip the objects that exist now, until this worker is closed or gone. They are a
+        million objects of libraries, which it would walk again and again. The engine is not among them, because its
+        parts refer to each other. If a program has frozen its heap itself, this does nothing."""
         self._thaw_heap: Callable[[], object] = lambda: None
         if gc.get_freeze_count() == 0:
             gc.collect()

@@ -62,7 +62,7 @@ def _plot(shapes: str, y: Sequence[tuple[float, str]], x: Sequence[tuple[float, 
 
 
 def bars(given: Sequence[Bar], x_title: str, name: str, *, share: bool = False) -> str:
-    """`share`: values are shares of 1, shown as percentages."""
+    """Draw a bar chart. `share`: values are shares of 1, shown as percentages."""
     marks = ticks(0, 1 if share else max((bar.value for bar in given), default=1), 4, whole=not share)
     top = marks[-1]
     width = 1000 / max(len(given), 1)
@@ -139,7 +139,7 @@ def line(
 
 
 def scatter(points: Sequence[tuple[float, float, str]], floor: float, x_title: str, name: str) -> str:
-    """(x, y, tip) as dots, with x from 0."""
+    """Draw points (x, y, tip) as dots, with x from 0."""
     x_marks = ticks(0, max((x for x, _, _ in points), default=1), whole=True)
     y_marks = ticks(floor, max([y for _, y, _ in points] + [floor + 1e-9]), 4)
     right, top = x_marks[-1], y_marks[-1]

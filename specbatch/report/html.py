@@ -26,8 +26,8 @@ def table(
     wide: Sequence[int] = (),
     lines: Sequence[int] = (),
 ) -> str:
-    """`rows`: cells in HTML. `numbers`: the columns that are aligned to the right. `wide`: those with long
-    texts; `lines`: those whose texts are cut at the end of the line."""
+    """Make a table. `rows`: cells in HTML. `numbers`: the columns that are aligned to the right. `wide`: the columns
+    with long texts. `lines`: the columns whose texts are cut at the end of the line."""
     kinds = [
         "num" if i in numbers else "wide" if i in wide else "line" if i in lines else "" for i in range(len(columns))
     ]

@@ -20,7 +20,8 @@ _MAX_PLOT_BYTES = 2 << 20
 
 
 def tune_section(given: Path) -> str:
-    """`given`: tuned.yaml, its report, or the folder of the report. Raises InputError."""
+    """Make the section about a tuning. `given`: tuned.yaml, its report, or the folder of the report. It raises
+    InputError."""
     path = _tune_report(given)
     report = _read(path, "verdict")
     parts = [paragraph(str(report["verdict"]))]
@@ -44,7 +45,8 @@ def tune_section(given: Path) -> str:
 
 
 def eval_section(given: Path) -> str:
-    """`given`: the folder that eval wrote, or its results.json. Raises InputError."""
+    """Make the section about an evaluation. `given`: the folder that eval wrote, or its results.json. It raises
+    InputError."""
     report = _read(given / "results.json" if given.is_dir() else given, "tasks")
     rows = []
     for name, task in report["tasks"].items():

@@ -23,7 +23,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def page(results: Results, summary: Summary, prompts: Mapping[int, str] | None, others: Sequence[str]) -> str:
-    """`prompts`: see `samples`. `others`: sections about tune and eval, see `others`."""
+    """Make the page. `prompts`: see `samples`. `others`: sections about tune and eval, see `linked_runs`."""
     stats: Mapping[str, Any] = results.stats or {}
     parts = [
         _overview(results, summary, stats),

@@ -114,8 +114,8 @@ class Results:
             raise InputError(f"cannot read {path}: {exc.strerror}") from exc
 
     def rows(self) -> Iterator[Row]:
-        """In the order of the file: that of the input, or of an unfinished job that in which rows finished. Raises
-        InputError if the file cannot be read to its end."""
+        """Yield the rows in the order of the file. This is the order of the input, or, for an unfinished job, the order
+        in which rows finished. It raises InputError if the file cannot be read to its end."""
         try:
             for line in self._lines():
                 try:

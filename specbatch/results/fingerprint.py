@@ -216,7 +216,8 @@ def _add_blocks(digest: Any, file: Path, size: int) -> bool:
 
 
 def _header_size(stream: BinaryIO, file: Path) -> int:
-    """In bytes. That of safetensors, which names the tensors, their types and offsets, is known exactly."""
+    """Return the bytes of a file's header. The size is exact for safetensors, whose header names the tensors, their
+    types and offsets."""
     if file.suffix != ".safetensors":
         return _HEADER
     size = 8 + int.from_bytes(stream.read(8), "little")

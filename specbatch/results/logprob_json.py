@@ -20,7 +20,7 @@ _FEW = 64  # numbers for which Python takes no longer than a library's call
 
 
 class _Parts(dict[int, str]):
-    """By key of `TokenPieces`, each made at its first use; bounded by the vocabulary."""
+    """Parts of JSON by key of `TokenPieces`. Each is made at its first use, and the vocabulary bounds their number."""
 
     def __init__(self, make: Callable[[int], str]) -> None:
         super().__init__()

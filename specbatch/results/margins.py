@@ -43,7 +43,7 @@ class MarginTotals:
         return cls(report["rows"], report["smallest"], dict(report["rows_by_decade"]))
 
     def report(self) -> dict[str, Any]:
-        """Their part of stats.json."""
+        """Return the part of stats.json about margins."""
         decades = dict(sorted(self.decades.items(), key=lambda item: float(item[0])))
         return {"rows": self.rows, "smallest": self.smallest, "rows_by_decade": decades}
 

@@ -188,8 +188,8 @@ class RowIndex:
                 yield Entry(*entry[:-1])
 
     def margins(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(number of the first row, margins of the rows from there on), float32, by row number. Infinite: the row has
-        none, or is not confirmed."""
+        """Yield (number of the first row, margins of the rows from there on), float32, by row number. An infinite
+        margin says that the row has none, or is not confirmed."""
         for number in sorted(self._blocks):
             block = self._blocks[number]
             yield number * _BLOCK, np.where(block["state"] == _CONFIRMED, block["margin"], np.float32(np.inf))

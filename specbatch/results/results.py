@@ -204,7 +204,7 @@ class ResultFile:
         return totals
 
     def discard_partial(self) -> None:
-        """To be called when output and statistics are in place."""
+        """Remove the partial file. Call it when output and statistics are in place."""
         unlink_quietly(running_path(self.output))  # if it could not be removed before
         with disk_errors(self._path):
             self._path.unlink(missing_ok=True)

@@ -57,7 +57,7 @@ def failed_choice(error: RowError) -> Choice:
 
 
 def choice_of(completion: Completion, answer: Answer) -> Choice:
-    """`answer`: what the completion's text holds."""
+    """Make the choice of a completion. `answer`: the parts of the completion's text."""
     reason = completion.finish_reason
     if answer.tool_calls and reason is FinishReason.STOP:
         reason = FinishReason.TOOL_CALLS

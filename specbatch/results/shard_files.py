@@ -59,8 +59,8 @@ class FinishedShard:
 
 
 def read_shards(paths: Iterable[Path]) -> list[FinishedShard]:
-    """By number. Raises InputError unless they are all shards of one job, finished, each once, and as long as when they
-    were written."""
+    """Read the shards of a job, in the order of their numbers. It raises InputError unless they are all shards of one
+    job, finished, each once, and as long as when they were written."""
     problems = []
     shards = []
     for path in paths:

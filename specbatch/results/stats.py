@@ -41,7 +41,8 @@ class RowTotals:
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any]) -> RowTotals:
-        """Those of a finished job, without `lengths`. Raises LookupError or TypeError for other files."""
+        """Return the totals of a finished job, without `lengths`. It raises LookupError or TypeError for other
+        files."""
         rows, tokens, counts, answers = report["rows"], report["tokens"], report["speculation"], report["answers"]
         rounds = SpeculationCounts(
             counts["rounds"],
@@ -65,7 +66,7 @@ class RowTotals:
         )
 
     def report(self) -> dict[str, Any]:
-        """Their part of stats.json."""
+        """Return the part of stats.json about rows."""
         counts = self.speculation
         return {
             "rows": {

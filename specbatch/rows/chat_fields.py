@@ -42,8 +42,8 @@ NO_CHAT_FIELDS = ChatFields()
 
 
 def read_chat_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> ChatFields:
-    """Those of a native row, or of the body of an OpenAI Batch line. `defaults`: data.chat_template_kwargs, over which
-    the row's have precedence, name by name. Raises RowError."""
+    """Read the chat fields of a native row, or of the body of an OpenAI Batch line. `defaults`:
+    data.chat_template_kwargs; a name that the row gives has precedence. It raises RowError."""
     if all(fields.get(name) is None for name in CHAT_FIELDS):
         return NO_CHAT_FIELDS
     own = _kwargs(fields)
@@ -74,7 +74,7 @@ def _kwargs(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chosen(choice: Any, tools: tuple[dict[str, Any], ...]) -> tuple[tuple[dict[str, Any], ...], ...]:
-    """(the tools that the template is given, those of which the answer must call one)"""
+    """Return the tools that the template gets, and the tools of which the answer must call one."""
     if choice in (None, "auto"):
         return tools, ()
     if choice == "none":

@@ -25,8 +25,9 @@ class DataSetFiles:
 
 
 def files_of(builder: Any, split: str, *, local: bool) -> DataSetFiles | None:
-    """`builder`: of `datasets`, which knows the files of the split. None if `datasets` has to read them: it declares
-    types or options, or has files of other kinds. Raises InputError for a file here that cannot be read."""
+    """Return the files of a split. `builder`: an object of `datasets` that knows them. Return None if `datasets` has to
+    read them, because the builder declares types or options, or has files of other kinds. It raises InputError for a
+    file here that cannot be read."""
     names = [str(file) for file in (getattr(builder.config, "data_files", None) or {}).get(split, ())]
     if not names or builder.info.features is not None or not _reads_as_here(builder.config, names):
         return None

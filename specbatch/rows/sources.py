@@ -199,7 +199,7 @@ def _remote_source(url: str, on_bytes: OnBytes) -> Source:
 
 
 def _file_source(path: Path, name: str = "") -> Source:
-    """`name`: for messages, if it is not the path."""
+    """Make the source of a file. `name`: its name for messages, if it is not the path."""
     name = name or str(path)
     touched = _watch([path])
     identity, num_lines = identify_input(path)

@@ -96,7 +96,7 @@ class TextProcessor:
             row.error = row.error or _misfit(limits, row, row.token_ids)
 
     def doubts(self, row: Row) -> list[Doubt]:
-        """How the prompt of an encoded row can be other than it was meant."""
+        """List the reasons why the prompt of an encoded row may not be what was meant."""
         if row.kind == "messages":
             chat = row.chat
             left_out = self._chat.leaves_out_text(row.content, chat.kwargs, bool(chat.tools))
@@ -113,7 +113,7 @@ class TextProcessor:
         return self._bos is not None and self._tokenize(["a"], True)[0][:1] == [self._bos]
 
     def stop_late(self) -> None:
-        """To be called by a thread that waits for one in `encode_batch`: ends a chat template that does not end."""
+        """End a chat template that does not end. A thread calls it that waits for another one in `encode_batch`."""
         self._chat.stop_late()
 
     def close(self) -> None:

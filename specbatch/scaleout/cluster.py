@@ -22,7 +22,7 @@ _SMALLEST_SHARE = 0.0001  # smallest part of a GPU that Ray can assign
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """`memory_share`: a worker's part of the memory that one worker alone would use."""
+    """The plan of workers. `memory_share`: a worker's part of the memory that one worker alone would use."""
 
     needs: WorkerNeeds
     memory_share: float
@@ -126,9 +126,9 @@ def plan_workers(
     nodes: Sequence[Mapping[str, float]],
     environment: Mapping[str, str] = os.environ,
 ) -> WorkerPlan:
-    """`device`: engine.device. `nodes`: the resources of each, by Ray's names.
+    """Plan the workers. `device`: engine.device. `nodes`: the resources of each node, by Ray's names.
 
-    Raises ConfigError if this host alone has too few GPUs. A cluster can grow.
+    It raises ConfigError if this host alone has too few GPUs. A cluster can grow.
     """
     assert section.workers is not None
     all_gpus = [int(node.get("GPU", 0)) for node in nodes]
@@ -160,7 +160,7 @@ def plan_workers(
 
 
 def num_cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # only Linux has it

@@ -57,7 +57,7 @@ class Member:
 
     @property
     def back_off_seconds(self) -> float:
-        """Until the next process is asked for: 1, 2, 4 ... after deaths without an engine."""
+        """The seconds until the next process is requested: 1, 2, 4 ... after deaths without an engine."""
         return 2.0 ** (self.deaths_at_start - 1) if self.deaths_at_start else 0.0
 
     def line(self, now: float) -> WorkerLine:
@@ -74,7 +74,7 @@ class Member:
         return WorkerLine(self.node, self.device, state, self.rows, running, tokens, self.deaths, round(seconds, 3))
 
     def end(self, now: float) -> None:
-        """Its process is gone. What that has done counts."""
+        """Note that the process is gone. Its tokens and seconds still count."""
         line = self.line(now)
         self.tokens, self.seconds, self.worker = line.tokens, line.seconds, None
 

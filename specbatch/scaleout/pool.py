@@ -52,7 +52,7 @@ class Pool:
         log: Callable[[str], None] = lambda line: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: of seconds, the one of the transport."""
+        """`clock`: the transport's clock, in seconds."""
         self._transport = transport
         self._limits = limits or PoolLimits()
         self._clock = clock

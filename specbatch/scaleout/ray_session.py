@@ -61,8 +61,8 @@ ray: Any = _import_ray()
 
 
 class RaySession:
-    """`address` None: a Ray of this host, with `num_cpus`; else the cluster of that address. A Ray that this process is
-    connected to already is used, and is left as it is. Raises SpecbatchError."""
+    """A connection to Ray. `address`: the cluster to join; None: Ray starts on this host, with `num_cpus`. If this
+    process is already connected to Ray, that is used, and left as it is. It raises SpecbatchError."""
 
     # the session that has started or joined Ray: a process can have one at a time
     _own: ClassVar[RaySession | None] = None
@@ -216,7 +216,7 @@ def _init(failure: str, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """For the processes that are started meanwhile. What the user has set stays."""
+    """Set environment variables for the processes that start in the block. Variables that the user has set stay."""
     added = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in added})
     try:
@@ -228,7 +228,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_outer_address() -> Iterator[None]:
-    """In this process, too, which read the environment when Ray was imported."""
+    """Ignore an outer Ray address in the block, also in this process, which read the environment when Ray was
+    imported."""
     constants = ray._private.ray_constants
     before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:

@@ -145,8 +145,8 @@ class RayTransport:
         return Died(worker, f"its process crashed ({crash})" if crash else "its process was killed or crashed")
 
     def _last_answers(self) -> list[Event]:
-        """Those that are there when Ray has ended. Then an error, before Ray itself ends this process: it does so a
-        minute after its head has gone."""
+        """Return the answers that have come when Ray has ended. The next call raises an error, before Ray itself ends
+        this process, which it does a minute after its head has gone."""
         events = [] if self._is_ending else self._ready(0.0)
         self._is_ending = True
         if not events:
@@ -154,7 +154,8 @@ class RayTransport:
         return events
 
     def _check_nodes(self) -> None:
-        """Without a node, workers would wait for ever: Ray of this host was killed, for example."""
+        """Raise SpecbatchError if Ray has no node, for example because Ray of this host was killed. Otherwise workers
+        would wait for ever."""
         if not self._session.nodes():
             raise SpecbatchError("Ray has ended: it has no node", _AGAIN)
 

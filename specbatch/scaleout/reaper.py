@@ -23,14 +23,16 @@ _NUM_EMPTY_LOOKS = 3  # one after another, before the folder is deleted
 
 
 def start_reaper(folder: Path) -> subprocess.Popen[bytes]:
-    """For the processes with open files in `folder`. It begins when its standard input is closed."""
+    """Start a process that ends the processes with open files in `folder`. It begins when its standard input is
+    closed."""
     # A session of its own: signals of the terminal do not reach it. -P: modules of this folder hide no others.
     command = [sys.executable, "-P", __file__, str(folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
 def processes_of(folder: Path, but: int) -> Iterator[psutil.Process]:
-    """Those that have a file of `folder` open: each process of Ray writes its log there. `but`: a process to leave."""
+    """Yield the processes that have a file of `folder` open, where each process of Ray writes its log. `but`: a process
+    to leave out."""
     inside = f"{folder.resolve()}{os.sep}"
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it belongs to somebody else, or has just ended

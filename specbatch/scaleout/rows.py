@@ -100,7 +100,7 @@ class PoolRows:
         return self._take_over(holding)
 
     def finish(self, holding: Holding, rows: list[FinishedRow]) -> tuple[list[FinishedRow], list[FinishedRow]]:
-        """(rows that finish now, rows that another worker has finished before)."""
+        """Return the rows that finish now, and the rows that another worker has finished before."""
         own = holding.own
         first, again = [], []
         for row in rows:

@@ -126,7 +126,7 @@ class Stoppable:
 
 
 def _cpu_seconds(thread: int) -> float:
-    """That a thread has used. Where the system does not count them: of wall time."""
+    """Return the CPU seconds that a thread has used, or seconds of wall time if the system does not count these."""
     clock = getattr(time, "pthread_getcpuclockid", None)
     return time.clock_gettime(clock(thread)) if clock is not None else time.monotonic()
 

@@ -84,7 +84,7 @@ class AnswerReader:
 
 
 def _split_reasoning(text: str, thinking: Thinking) -> tuple[str, str | None]:
-    """(answer, reasoning). Reasoning without an end takes all: the answer was cut in it."""
+    """Divide a text into (answer, reasoning). Reasoning without an end is the whole text, which was cut in it."""
     if (body := text.lstrip()).startswith(_THINK):
         reasoning, _, answer = body.removeprefix(_THINK).partition(_END_THINK)
     elif thinking == "open":

@@ -74,7 +74,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def facts(self) -> TemplateFacts:
-        """Without chats, and for a template that does not work, it reads nothing."""
+        """The facts about the template. Without chats, and for a template that does not work, it reads nothing."""
         return self._facts(self._text)
 
     @functools.cached_property
@@ -200,7 +200,7 @@ class ChatTemplate:
             return TemplateFacts.of(text)
 
     def _unread(self, kwargs: Mapping[str, Any], facts: TemplateFacts) -> str | None:
-        """Which of `kwargs` would have no effect, as a message."""
+        """Return a message that names one of `kwargs` that would have no effect, or None."""
         legal = facts.variables - set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"messages"}
         name = next((name for name in kwargs if name not in legal), None)
         if name is None:

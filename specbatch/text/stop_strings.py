@@ -33,8 +33,8 @@ def _is_plain(decoder: dict[str, Any]) -> bool:
 
 
 class TokenTexts(dict[int, str | None]):
-    """Token id -> its text when it is decoded alone; None: a special token, which no text shows. A text is decoded at
-    its first use."""
+    """A map from a token id to its text when it is decoded alone; None: a special token, which no text shows. A text is
+    decoded at its first use."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], show: Callable[[int], str]) -> None:
         """`decode` leaves special tokens out, and `show` does not."""
@@ -49,7 +49,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 class _OwnTexts(dict[int, str]):
-    """Token id -> the characters that the token adds wherever it is: see `adds_its_own_text`."""
+    """A map from a token id to the characters that the token adds at every position: see `adds_its_own_text`."""
 
     def __init__(self, texts: TokenTexts) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ class _OwnTexts(dict[int, str]):
 
 
 class StopTokens(dict[int, bool]):
-    """Token id -> whether it can complete a stop string that ends with one of `last_chars`. It is decided at its first
-    use. `plain`: see `adds_its_own_text`; of other tokenizers each token can. `others`: of the tokens seen so far,
-    those that cannot."""
+    """A map from a token id to whether the token can complete a stop string that ends with one of `last_chars`. This is
+    decided at its first use. `plain`: see `adds_its_own_text`; with other tokenizers each token can. `others`: the
+    tokens seen so far that cannot."""
 
     def __init__(self, texts: TokenTexts, last_chars: frozenset[str], *, plain: bool) -> None:
         super().__init__()
@@ -93,8 +93,8 @@ class StopChecker:
     """
 
     def __init__(self, texts: TokenTexts, stops: Sequence[str], ends: StopTokens, min_tokens: int = 0) -> None:
-        """`ends`: for the last characters of `stops`. `min_tokens`: a stop string that these first tokens complete is
-        part of the text."""
+        """`ends`: the tokens for the last characters of `stops`. `min_tokens`: a stop string that these first tokens
+        complete is part of the text."""
         assert stops, "no stop strings"
         assert all(stops), stops
         self._texts = texts

@@ -37,8 +37,8 @@ class TokenPiece(NamedTuple):
 
 
 class TokenPieces(dict[int, TokenPiece]):
-    """Token id -> its piece, and `~id` -> its piece where it is the first one of a text. A piece is found at its first
-    use; the vocabulary bounds their number."""
+    """A map from a token id to its piece, and from `~id` to its piece if it is the first one of a text. A piece is
+    found at its first use; the vocabulary bounds their number."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class TokenPieces(dict[int, TokenPiece]):
         show: Callable[[int], str],
         marks: Mapping[int, str],
     ) -> TokenPieces:
-        """Those of a transformers tokenizer."""
+        """Make the pieces of a transformers tokenizer."""
         kind = _kind_of(tokenizer)
         token_bytes = _READERS[kind](tokenizer)
         return cls(decode, show, token_bytes, kind=kind, before=_visible_token(tokenizer, decode), marks=marks)

@@ -180,8 +180,8 @@ def part_seconds(budget: float, remaining: float, share: float) -> float:
 
 
 def _shared(common_prefix: int, page_size: int) -> int:
-    """Tokens that are cached of a prompt which begins as all do: of full pages. The last token is computed in any case,
-    and a head's pages depend on the token after them."""
+    """Return the cached tokens of a prompt that begins as all do: those of full pages. The last token is always
+    computed, and a head's pages depend on the token after them."""
     return max(0, common_prefix - 1) // page_size * page_size
 
 

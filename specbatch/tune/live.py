@@ -46,7 +46,7 @@ class Live:
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second of each run."""
+        """The tokens per second of each run."""
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
 

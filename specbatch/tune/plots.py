@@ -32,7 +32,8 @@ class Caption:
     device: str
 
     def draw(self, figure: Figure, title: str, shapes: bool) -> None:
-        """`shapes`: the plot shows shapes of a draft network, which are explained."""
+        """Draw the title and the caption. `shapes`: the plot shows shapes of a draft network, which the caption
+        explains."""
         made_by = textwrap.fill(f"{self.models}, on {self.device}", width=int(11 * figure.get_figwidth()))
         figure.suptitle(f"{title}\n{made_by}", fontsize="medium")
         if shapes:
@@ -83,8 +84,8 @@ def plot_throughput(
     caption: Caption,
     path: Path,
 ) -> None:
-    """Tokens per second over batch size of some shapes, with their 90% intervals, and of plain decoding. Raises
-    TuningError where matplotlib is missing."""
+    """Plot tokens per second over batch size, for some shapes with their 90% intervals, and for plain decoding. It
+    raises TuningError if matplotlib is missing."""
     figure = _figure(8)
     from matplotlib.ticker import LogLocator, StrMethodFormatter
 
@@ -132,7 +133,7 @@ def plot_comparisons(comparisons: Sequence[Comparison], caption: Caption, path: 
 
 
 def _ticks(batches: Sequence[int]) -> tuple[list[int], list[str]]:
-    """Those far enough apart on a logarithmic axis."""
+    """Choose the batch sizes that are far enough apart on a logarithmic axis, and return them with their labels."""
     shown: list[int] = []
     for batch in batches:
         if not shown or batch >= 1.4 * shown[-1]:

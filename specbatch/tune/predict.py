@@ -284,7 +284,7 @@ class Simulation:
 
 
 def _tokens(count: int) -> list[int]:
-    """Their number is all that the scheduler reads, without a prefix cache."""
+    """Return placeholders for tokens. Without a prefix cache, the scheduler reads only their number."""
     return cast(list[int], range(count))
 
 

@@ -79,7 +79,7 @@ class Replay:
         )
 
     def rates(self) -> NDArray[np.float64]:
-        """(R,) each row's own tokens per round; that of all for a row without rounds."""
+        """The tokens per round of each row, (R,). A row without rounds has the value of all rows."""
         has = self.rounds_R > 0
         return np.where(has, self.tokens_R / np.where(has, self.rounds_R, 1.0), self.tokens_per_round)
 
@@ -107,7 +107,7 @@ class Replayer:
 
     @cached_property
     def _chains(self) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
-        """(P,) how many drafts of the longest chain are right, and whether none was drafted."""
+        """The number of right drafts of the longest chain, (P,), and whether nothing was drafted, (P,)."""
         chain_PS = stacked(self._trace, "chain_PS", self._trace.depth)
         return leading(chain_PS == self._true_PS), np.asarray(chain_PS[:, 0] == -1)
 
@@ -134,7 +134,8 @@ class Replayer:
         return self._trees.rank_shares(self._true_PS) if self._trace.topk else None
 
     def _accepted(self, shape: DraftShape) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
-        """(P,) drafts that a round at each position accepts, and whether that is not certain."""
+        """Return the number of drafts that a round at each position accepts, (P,), and whether it is uncertain,
+        (P,)."""
         shape.check()
         if shape.ngram_match is not None:
             assert shape.num_steps <= MAX_NGRAM_DRAFTS, shape
@@ -151,7 +152,7 @@ class Replayer:
         return ranks.accepted(*size), ranks.unknown(*size)
 
     def _walk(self, accepted_QP: NDArray[np.int16]) -> NDArray[np.bool_]:
-        """(Q, P) the positions at which rounds begin, all rows of all shapes at once."""
+        """Find the positions at which rounds begin, (Q, P), for all rows and all shapes at once."""
         visited_QP = np.zeros(accepted_QP.shape, dtype=np.bool_)
         count = len(accepted_QP)
         here, last = np.tile(self._positions.first_R, count), np.tile(self._positions.last_R, count)
@@ -207,8 +208,9 @@ class NgramMatches:
         self._accepted: dict[tuple[int, int], tuple[NDArray[np.int16], NDArray[np.bool_]]] = {}
 
     def accepted(self, min_match: int, max_match: int) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
-        """(P,) drafts accepted of a round that drafts MAX_NGRAM_DRAFTS tokens (of one that drafts fewer, at most
-        those), and (P,) whether the text has a match, without which nothing is drafted."""
+        """Return the number of accepted drafts of a round that drafts MAX_NGRAM_DRAFTS tokens, (P,); a round with fewer
+        drafts accepts at most these. Also return whether the text has a match, (P,), without which nothing is
+        drafted."""
         match = min_match, max_match
         if match not in self._accepted:
             found_P = np.full(len(self._next_P), -1, dtype=np.int64)
@@ -218,8 +220,8 @@ class NgramMatches:
         return self._accepted[match]
 
     def _after_match(self, size: int) -> NDArray[np.int64]:
-        """(P,) the token of T after the last earlier occurrence of the `size` tokens that end with the root; -1: there
-        is none."""
+        """Find the token of T after the last earlier occurrence of the `size` tokens that end with the root, (P,); -1:
+        there is none."""
         if size not in self._found:
             found: list[int] = []
             for row in self._trace.rows:
@@ -235,8 +237,8 @@ class NgramMatches:
         return self._found[size]
 
     def _common(self, found_P: NDArray[np.int64]) -> NDArray[np.int16]:
-        """(P,) how many tokens after the occurrence equal those after the root. A draft that reaches the root goes on
-        with itself: as long as it is right, that is the text."""
+        """Count the tokens after the occurrence that equal those after the root, (P,). A draft that reaches the root
+        goes on with itself, which is the text as long as it is right."""
         count_P = np.zeros(len(found_P), dtype=np.int16)
         going = np.flatnonzero((found_P >= 0) & (self._left_P > 0))
         for step in range(MAX_NGRAM_DRAFTS):

@@ -117,7 +117,7 @@ def _comment(speed: ShapeSpeed) -> str:
 
 
 def duration(seconds: float) -> str:
-    """For people: 12.3 s, 2 min 5 s, 3 h 10 min."""
+    """Format a duration for people: 12.3 s, 2 min 5 s, 3 h 10 min."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -34,8 +34,8 @@ class Sample:
 
 
 def check_enough(source: Source) -> None:
-    """Before models are loaded. Raises InputError for a file of fewer rows than `sample_rows` needs, whatever is in
-    them. Other sources may be read but once."""
+    """Check a source before models are loaded. It raises InputError for a file that has fewer rows than `sample_rows`
+    needs. Other sources are not checked, because they can be read only once."""
     if source.path is not None and (count := sum(1 for _ in islice(source.rows(), MIN_ROWS))) < MIN_ROWS:
         raise _too_few(source, count, "")
 

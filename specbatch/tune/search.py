@@ -136,9 +136,9 @@ def search(
     *,
     max_shapes: int = 4,
 ) -> SearchResult:
-    """`max_shapes`: most different entries of the schedule, plain decoding counted.
+    """Search the fastest schedule. `max_shapes`: the most different entries of the schedule, plain decoding included.
 
-    N-gram drafts have one min_match and max_match for all entries. Raises TuningError where nothing fits the limits,
+    N-gram drafts have one min_match and max_match for all entries. It raises TuningError if nothing fits the limits,
     and for costs that were not measured.
     """
     assert max_shapes >= 1, max_shapes
@@ -173,9 +173,9 @@ def search(
 
 
 def _fitting(replays: Sequence[Replay], profile: FileProfile, limits: Limits) -> tuple[list[Replay], list[Dropped]]:
-    """Those whose rounds fit the cache and the verification's memory, and what is wrong with the others: a row as long
-    as the traced ones must not end earlier because of what is drafted. Raises TuningError where not even plain decoding
-    fits."""
+    """Return the replays whose rounds fit the cache and the verification's memory, and the reasons against the others.
+    Drafts must not end a row earlier that is as long as the traced ones. It raises TuningError if even plain decoding
+    does not fit."""
     room = limits.kv_tokens // limits.page_size * limits.page_size
     prompt = int(profile.prompt_tokens.max())
     if prompt + 1 > room:
@@ -223,7 +223,8 @@ class _Table:
         ladder: Sequence[int],
         typical_B: Sequence[int] | None = None,
     ) -> _Table:
-        """`typical_B`: the sizes to take the costs of; None: those of the ladder, for which it must be legal anyway."""
+        """Make the table. `typical_B`: the batch sizes whose costs are taken; None: those of the ladder. A shape must
+        be legal for the sizes of the ladder."""
         shapes = (*(replay.shape for replay in replays), None)
         most, sizes = limits.max_verify_tokens, list(zip(ladder, typical_B or ladder, strict=True))
         round_CB = np.array(

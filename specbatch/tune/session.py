@@ -51,7 +51,7 @@ _RECORD_DTYPES = (np.int64, np.int64, np.int32, np.int32, np.float32, np.int16)
 
 
 class Session:
-    """`sampled`: graphs are captured for sampled requests, too."""
+    """An engine that runs the rows of a tuning. `sampled`: graphs are captured for sampled requests, too."""
 
     def __init__(
         self,

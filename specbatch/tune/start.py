@@ -45,8 +45,8 @@ class TuneOptions:
 
 
 def rows_to_trace(on_cuda: bool, max_batch_size: int) -> int:
-    """By default. 64 rows give the gain of one shape over another within about a percent, 256 within half of that. A
-    GPU takes seconds for eight batches."""
+    """Return the default number of rows to trace. 64 rows give the gain of one shape over another within about a
+    percent, 256 within half of that. A GPU takes seconds for eight batches."""
     return max(ROWS, min(_MAX_ROWS, _BATCHES * max_batch_size)) if on_cuda else ROWS
 
 

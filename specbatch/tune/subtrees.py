@@ -50,7 +50,7 @@ class WideTrees:
         return DraftShape(num_steps, self.topk, 2).num_candidates
 
     def _true_path(self, true_PS: NDArray[np.int32]) -> NDArray[np.int32]:
-        """(P, S) the candidate that holds the true token of each step after the true ones; -1: none."""
+        """Find the candidate that holds the true token of each step after the true ones, (P, S); -1: there is none."""
         path_PS = np.full(true_PS.shape, -1, dtype=np.int32)
         rows = np.arange(len(true_PS))
         start_P = np.where(self.not_drafted_P, -1, 0)
@@ -66,9 +66,9 @@ class WideTrees:
         return path_PS
 
     def rank_shares(self, true_PS: NDArray[np.int32]) -> NDArray[np.float64]:
-        """(S, K + 1): of the positions whose true tokens are all among the drafts up to a step, the share whose next
-        true token is the first, second ... child of that node; the last column: none of them, or the wide pass did
-        not branch from it. Rows that no position reaches are 0."""
+        """Compute (S, K + 1) shares of the positions whose true tokens up to a step are all among the drafts: the share
+        whose next true token is the first, second ... child of that node. The last column is the share where it is no
+        child, or where the wide pass did not branch from the node. Rows that no position reaches are 0."""
         shares_SK = np.zeros((self.depth, self.topk + 1))
         reached_P = ~self.not_drafted_P
         for step in range(self.depth):
@@ -137,15 +137,15 @@ class Ranks:
     not_drafted_P: NDArray[np.bool_]
 
     def accepted(self, num_steps: int, num_draft_tokens: int) -> NDArray[np.int16]:
-        """(P,) drafts accepted from the tree of that many steps and nodes. A parent comes before its children, so the
-        path goes as far as its nodes are in the tree."""
+        """Return the number of accepted drafts, (P,), of a tree with `num_steps` and `num_draft_tokens`. A parent comes
+        before its children, so the path goes as far as its nodes are in the tree."""
         ranks_PS = self.true_PSS[:, :num_steps, num_steps - 1]
         return (ranks_PS < num_draft_tokens - 1).sum(axis=1).astype(np.int16)
 
     def unknown(self, num_steps: int, num_draft_tokens: int) -> NDArray[np.bool_]:
-        """(P,) whether the tree may be another one than drafted here. That takes a node in it whose children are not
-        known: the descendants of one that is not in it come after all that are, and so does whatever replaces
-        them."""
+        """Return whether the tree may differ from the one drafted here, (P,). This needs a node in the tree whose
+        children are not known. The descendants of a node that is not in the tree come after all its nodes, and so do
+        the nodes that replace them."""
         ranks_PS = self.unknown_PSS[:, : num_steps - 1, num_steps - 1]
         return np.any(ranks_PS < num_draft_tokens - 1, axis=1) | self.not_drafted_P
 
@@ -166,8 +166,8 @@ def _rank(
     nodes: list[NDArray[np.int64]],
     scores: list[NDArray[np.float32]],
 ) -> NDArray[np.uint16]:
-    """(P, S) candidates of steps 0 .. j before a node of `step`; _NOWHERE where j < step, and for a node that is
-    not among the candidates."""
+    """Count the candidates of steps 0 .. j before a node of `step`, (P, S). It is _NOWHERE where j < step, and for a
+    node that is not among the candidates."""
     is_it_Pc = nodes[step] == node_P[:, None]
     there_P = is_it_Pc.any(axis=1) & (node_P >= 0)
     place_P = is_it_Pc.argmax(axis=1)

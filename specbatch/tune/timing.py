@@ -123,7 +123,8 @@ def _run(round_: Round, req_idx_B: Tensor, mark: Callable[[int], None]) -> Verif
 
 
 def _medians(marks: list[list[float]]) -> dict[str, float]:
-    """`marks`: milliseconds at which each phase began, and at which the round ended, of each run."""
+    """Compute the median time of each phase and of the round. `marks`: for each run the milliseconds at which each
+    phase began, and at which the round ended."""
     spans = {name: [m[i + 1] - m[i] for m in marks] for i, name in enumerate(_PHASES)}
     spans["round"] = [m[-1] for m in marks]
     return {name: statistics.median(values) for name, values in spans.items()}
@@ -145,8 +146,8 @@ def probes(depth: int, topk: int, *, every: bool = False) -> list[DraftShape]:
 
 
 def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
-    """On CUDA: plain rounds of `batch` requests of `context` tokens, and what the host and the copies take of any
-    round; empty where the cache does not hold that many requests."""
+    """Time plain rounds on CUDA of `batch` requests of `context` tokens, and the time of the host and of copies in any
+    round. The list is empty if the cache does not hold that number of requests."""
     engine, net = session.engine, session.parts.net
     if not fits(engine, batch, context):
         return []

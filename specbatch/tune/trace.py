@@ -134,7 +134,7 @@ class Positions:
 
     @property
     def num_committed_R(self) -> NDArray[np.int64]:
-        """Tokens that rounds commit: all but the first, which the prefill drew."""
+        """The tokens that rounds commit: all but the first, which the prefill drew."""
         return np.maximum(self.num_outputs_R - 1, 0)
 
     @property
@@ -144,7 +144,7 @@ class Positions:
 
 
 def true_tokens(trace: Trace, positions: Positions, depth: int) -> NDArray[np.int32]:
-    """(P, S) the tokens after each root; PAST_END after the row's last."""
+    """Return the tokens after each root, (P, S), with PAST_END after the row's last token."""
     true_PS = np.full((positions.count, depth), PAST_END, dtype=np.int32)
     for row, first in zip(trace.rows, positions.first_R.tolist(), strict=True):
         text = row.tokens[row.num_prompt :]
@@ -154,15 +154,15 @@ def true_tokens(trace: Trace, positions: Positions, depth: int) -> NDArray[np.in
 
 
 def leading(right_PS: NDArray[np.bool_]) -> NDArray[np.int16]:
-    """(P,) how many drafts are right before the first wrong one."""
+    """Count the right drafts before the first wrong one, (P,)."""
     wrong_PS = ~right_PS
     first = wrong_PS.argmax(axis=1)
     return np.where(wrong_PS.any(axis=1), first, right_PS.shape[1]).astype(np.int16)
 
 
 def stacked(trace: Trace, name: str, num_columns: int) -> NDArray[np.generic]:
-    """(P, num_columns) the arrays `name` of all rows, of which one has drafts; -1 for a row without, as one that ended
-    with its first token may be."""
+    """Stack the arrays `name` of all rows, (P, num_columns). At least one row has drafts. A row without drafts, such as
+    one that ended with its first token, gets -1."""
     parts = [getattr(row, name) for row in trace.rows]
     dtype = next(part.dtype for part in parts if part is not None)
     return np.concatenate(

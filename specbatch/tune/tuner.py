@@ -46,8 +46,8 @@ class SearchLimits:
         return SearchLimits(8, 8, 64, 4096) if on_cuda else SearchLimits(6, 4, 24, 256)
 
     def schedule(self, max_batch_size: int) -> list[tuple[int, int, int, int]]:
-        """For the engine to be built with: (max_batch, num_steps, topk, num_draft_tokens), trees as wide as the number
-        of requests allows."""
+        """Return the schedule with which the engine is built: (max_batch, num_steps, topk, num_draft_tokens), with
+        trees as wide as the number of requests allows."""
         if not self.depth:
             return [(max_batch_size, self.nodes - 1, 1, self.nodes)]
         nodes = min(self.nodes, DraftShape(self.depth, self.topk, 2).num_candidates + 1)
@@ -212,7 +212,7 @@ class Tuner:
 
 
 def _is_enough(rows: list[RowTrace], new: int, size: int, spent: float, seconds: float) -> str | None:
-    """Why not to trace `size` more; None: there is no reason. `new` of the rows took `spent` seconds."""
+    """Return the reason against tracing `size` more rows, or None. `new` of the rows took `spent` seconds."""
     if len(rows) < MIN_ROWS:
         return None
     if sum(row.num_output for row in rows) * (1 + size / len(rows)) > _MAX_POSITIONS:
