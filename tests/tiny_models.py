@@ -87,8 +87,46 @@ def tiny_config(num_layers: int = 2, hidden: int = 32, vocab: int = VOCAB, **cha
     return ModelConfig(**values)  # type: ignore[arg-type]
 
 
+# Traits of the target by family. Windows are shorter than the prompts, and caps are small enough to bind.
+_GEMMA2: dict[str, object] = {
+    "model_type": "gemma2",
+    "norms": ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "norm_offset": 1.0,
+    "activation": "gelu_tanh",
+    "embedding_scale": 32**0.5,
+    "attention_scale": 0.3,
+    "attention_soft_cap": 2.0,
+    "logits_soft_cap": 4.0,
+    "tie_word_embeddings": True,
+}
+FAMILY_TRAITS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "gemma2": _GEMMA2,
+    "gemma3": {
+        **_GEMMA2,
+        "model_type": "gemma3_text",
+        "qk_norm": True,
+        "attention_soft_cap": None,
+        "logits_soft_cap": None,
+        "window_rope": RopeConfig(theta=100.0),
+    },
+}
+
+
+def target_config(family: str, num_layers: int, hidden: int, vocab: int, head_dim: int = 8) -> ModelConfig:
+    windows = (None,) * num_layers if family == "llama" else tuple((9, None)[i % 2] for i in range(num_layers))
+    traits = FAMILY_TRAITS[family]
+    return tiny_config(num_layers, hidden, vocab, head_dim=head_dim, sliding_windows=windows, **traits)
+
+
+def score_traits(config: ModelConfig) -> dict[str, float | None]:
+    """Return the traits of a model that attention backends take."""
+    return {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
+
+
 def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttention:
-    return TorchAttention(config.num_heads, config.num_kv_heads, config.head_dim, device, chunk=CHUNK)
+    sizes = config.num_heads, config.num_kv_heads, config.head_dim
+    return TorchAttention(*sizes, device, chunk=CHUNK, **score_traits(config))  # type: ignore[arg-type]
 
 
 def num_target_layers(method: str) -> int:
@@ -105,11 +143,12 @@ Spoil = Callable[[dict[str, Tensor]], None]  # a function that changes a checkpo
 
 def paged_of(config: ModelConfig, device: torch.device = CPU) -> PagedAttention:
     """Return the attention of the device engine, with the reference kernel in float64."""
-    return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, torch.float64, device)
+    sizes = config.num_heads, config.num_kv_heads, config.head_dim
+    return PagedAttention(*sizes, torch.float64, device, **score_traits(config))  # type: ignore[arg-type]
 
 
 AttentionOf = Callable[[ModelConfig, torch.device], AttentionBackend]
-Backend = Callable[[int, int, int, torch.dtype, torch.device], AttentionBackend]
+Backend = Callable[..., AttentionBackend]  # of the three sizes, the dtype, the device and `score_traits`
 
 
 def tiny_decoder(
@@ -153,6 +192,9 @@ def tiny_draft_net(
     dtype, device, num_positions = target.embedding_VE.dtype, target.device, target.num_positions
     if method == "draft_model":
         draft_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
+        if target.config.model_type != "llama":  # the target without its later layers
+            windows = target.config.sliding_windows[:1]
+            draft_config = replace(target.config, num_layers=1, sliding_windows=windows)
         draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, num_positions, spoil)
         return ModelNet(draft, draft.new_cache(num_slots, kv_dtype), vocab)
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
@@ -205,12 +247,13 @@ def tiny_oracle(
     spoil: Spoil | None = None,
     spoil_draft: Spoil | None = None,
     coupled: bool = False,
+    family: str = "llama",
     **traits: Any,
 ) -> OracleEngine:
     """Make the oracle, which computes one sequence after the other in plain Python. `draft_seed` 0 makes a draft that
     often agrees with the target (draft_model: the target itself with one layer less). `coupled`: see `DraftParts`.
     `traits`: fields of an EAGLE head's `EagleConfig`."""
-    config = tiny_config(num_layers or num_target_layers(method), hidden, vocab)
+    config = target_config(family, num_layers or num_target_layers(method), hidden, vocab)
     target = tiny_decoder(config, dtype, scale=scale, device=device, spoil=spoil)
     pool = PagePool(num_pages, page_size)
     num_slots = num_pages * page_size
@@ -282,6 +325,7 @@ def tiny_device_engine(
     cascade: GroupLimits | None = None,
     checks: bool = True,
     deterministic: bool = False,
+    family: str = "llama",
     **traits: Any,
 ) -> Engine:
     """Make the engine as it runs on a GPU, with the oracle's weights; on a CPU it has the reference kernels. `kv_dtype`
@@ -292,9 +336,9 @@ def tiny_device_engine(
     see `Grammars`."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
-        return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device)
+        return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, **score_traits(config))
 
-    config = tiny_config(num_layers or num_target_layers(method), hidden, vocab, head_dim=head_dim)
+    config = target_config(family, num_layers or num_target_layers(method), hidden, vocab, head_dim)
     schedule, kind = as_schedule(shape), METHODS[method].net
     offset = None if kind is None else kind.draft_kv_offset
     lookahead = MAX_ROOM if method == "none" else max(num_lookahead(one, offset) for one in schedule.items)
@@ -354,9 +398,9 @@ def round_of(engine: Engine) -> Round:
 
 
 def _torch_attention(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, **traits: Any
 ) -> TorchAttention:
-    return TorchAttention(num_heads, num_kv_heads, head_dim, device, chunk=CHUNK)
+    return TorchAttention(num_heads, num_kv_heads, head_dim, device, chunk=CHUNK, **traits)
 
 
 def run(

@@ -33,7 +33,6 @@ from specbatch.kernels.triton.attention import attend_by
 from specbatch.kernels.triton.parts.attention_tile import Tile, tile_for
 from specbatch.kernels.triton.workspace import Workspace
 
-DIM = 128
 DTYPE = torch.bfloat16
 LAYERS = 4  # caches in rotation
 COPY_BYTES_PER_SECOND = 4.2e12
@@ -51,6 +50,7 @@ class Size:
     kv_heads: int
     tree: bool = False
     page_size: int = 64
+    dim: int = 128
 
     @property
     def num_rows(self) -> int:
@@ -58,12 +58,12 @@ class Size:
 
     @property
     def kv_bytes(self) -> int:
-        return self.batch * (self.start + self.queries) * self.kv_heads * DIM * 2 * 2
+        return self.batch * (self.start + self.queries) * self.kv_heads * self.dim * 2 * 2
 
     @property
     def flops(self) -> float:
         seen = self.batch * (self.start * self.queries + self.queries * (self.queries + 1) / 2)
-        return 4.0 * seen * self.heads * DIM
+        return 4.0 * seen * self.heads * self.dim
 
 
 def sizes(heads: tuple[int, int], batches: list[int], queries: list[int]) -> list[Size]:
@@ -79,8 +79,8 @@ def sizes(heads: tuple[int, int], batches: list[int], queries: list[int]) -> lis
 
 
 def candidates(size: Size) -> Iterator[tuple[Tile, int]]:
-    splits = num_splits(size.batch, size.kv_heads, size.num_rows)
-    current = tile_for(size.num_rows, DIM, DTYPE.itemsize, num_programs=size.batch * size.kv_heads)
+    splits = num_splits(size.batch, size.kv_heads, size.num_rows, size.dim)
+    current = tile_for(size.num_rows, size.dim, DTYPE.itemsize, num_programs=size.batch * size.kv_heads)
     yield current, splits
     if size.num_rows > 64:
         for block_m, block_n, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3)):
@@ -111,9 +111,9 @@ def candidates(size: Size) -> Iterator[tuple[Tile, int]]:
 def make(size: Size, device: str, layers: int) -> tuple[Tensor, list[Tensor], PagedBatch]:
     pages = -(-(size.start + size.queries) // size.page_size)
     num_slots = size.batch * pages * size.page_size
-    caches = [torch.empty(2, size.kv_heads, num_slots, DIM, dtype=DTYPE, device=device) for _ in range(layers)]
+    caches = [torch.empty(2, size.kv_heads, num_slots, size.dim, dtype=DTYPE, device=device) for _ in range(layers)]
     tokens = size.batch * size.queries
-    q = torch.empty(tokens, size.heads, DIM, dtype=DTYPE, device=device)
+    q = torch.empty(tokens, size.heads, size.dim, dtype=DTYPE, device=device)
     if device != "cpu":
         for tensor in (q, *caches):
             tensor.normal_()
@@ -136,8 +136,8 @@ def only_compile_for_hopper() -> None:
 def compile_one(size: Size, tile: Tile, splits: int) -> str | None:
     try:
         q, caches, batch = make(replace(size, batch=2), "cpu", 1)
-        workspace = Workspace(torch.device("cpu"), WORKSPACE_ROWS, DIM)
-        attend_by(tile, q, caches[0], batch, DIM**-0.5, None, splits, workspace)
+        workspace = Workspace(torch.device("cpu"), WORKSPACE_ROWS, size.dim)
+        attend_by(tile, q, caches[0], batch, size.dim**-0.5, None, splits, workspace)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:160]}"
     return None
@@ -147,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path)
     parser.add_argument("--heads", default="32/8", metavar="QUERY/KEY")
+    parser.add_argument("--dim", type=int, default=128, help="head dimension")
     parser.add_argument("--batch", default="", metavar="1,64,...", help="rounds of these alone")
     parser.add_argument("--queries", default="4,1", help="new tokens of a row in a round")
     parser.add_argument("--budget", type=float, default=100.0, help="seconds")
@@ -154,7 +155,7 @@ def main() -> None:
     args = parser.parse_args()
     heads, kv_heads = (int(part) for part in args.heads.split("/"))
     batches, queries = ([int(part) for part in text.split(",") if part] for text in (args.batch, args.queries))
-    wanted = sizes((heads, kv_heads), batches, queries)
+    wanted = [replace(size, dim=args.dim) for size in sizes((heads, kv_heads), batches, queries)]
     deadline = time.monotonic() + args.budget
     tasks = {}
     with multiprocessing.get_context("fork").Pool(max((os.cpu_count() or 2) - 1, 1), only_compile_for_hopper) as pool:
@@ -165,7 +166,7 @@ def main() -> None:
                 if key not in tasks:
                     tasks[key] = pool.apply_async(compile_one, (size, tile, splits))
         device = torch.device("cuda")
-        workspace = Workspace(device, WORKSPACE_ROWS, DIM)
+        workspace = Workspace(device, WORKSPACE_ROWS, args.dim)
         report = []
         for size in wanted:
             q, caches, batch = make(size, "cuda", LAYERS)
@@ -180,7 +181,7 @@ def main() -> None:
 
                 def launch() -> None:
                     for layer in range(2 * LAYERS):
-                        attend_by(tile, q, caches[layer % LAYERS], batch, DIM**-0.5, None, splits, workspace)  # noqa: B023
+                        attend_by(tile, q, caches[layer % LAYERS], batch, size.dim**-0.5, None, splits, workspace)  # noqa: B023
 
                 try:
                     microseconds = replay_time(launch, 5) / (2 * LAYERS) * 1e6

@@ -20,6 +20,7 @@ _MAX_PROGRAMS = 512
 # The limit for 17 to 32 rows. In bfloat16, 512 programs take 1.09 to 1.19 of the time
 # (docs/bench/2026-11-26-h200-attention-32.json).
 _MAX_PROGRAMS_32 = 256
+# For heads of 256, half of both limits takes 0.84 to 0.91 of the time (log, 2026-11-27).
 _MAX_SPLITS = 8
 _MAX_SPLITS_SMALL, _SMALL_PROGRAMS = 16, 4
 _MAX_ROWS = 64  # the most (new token, query head) pairs of one program
@@ -64,7 +65,7 @@ class PagedAttention:
         self._attend, self._attend_prefixes = ops.attend, ops.attend_prefixes
         self._long_sequences, self._long_tokens = ops.long_sequences, long_tokens
         self._workspace = ops.Workspace(device, WORKSPACE_ROWS, head_dim)
-        self._num_kv_heads = num_kv_heads
+        self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
         self._group = num_heads // num_kv_heads
         self._scale = head_dim**-0.5 if scale is None else scale
         self._soft_cap = soft_cap
@@ -72,7 +73,7 @@ class PagedAttention:
     def plan(self, layout: PagedBatch) -> _Plan:
         num_seqs, max_pages = layout.page_table_BP.shape
         num_rows = layout.max_queries * self._group
-        splits = num_splits(num_seqs, self._num_kv_heads, num_rows)
+        splits = num_splits(num_seqs, self._num_kv_heads, num_rows, self._head_dim)
         parts = 0 if layout.groups is None else num_prefix_parts(num_seqs, self._num_kv_heads, num_rows)
         if splits > 1 or self._long_tokens is None or max_pages * layout.page_size < self._long_tokens:
             return _Plan(layout, splits, None, parts)
@@ -94,12 +95,14 @@ class PagedAttention:
         return out
 
 
-def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int) -> int:
+def num_splits(num_seqs: int, num_kv_heads: int, num_rows: int, head_dim: int = 128) -> int:
     """Return the number of splits of each sequence's keys: a power of two, more for fewer sequences."""
     programs = num_seqs * num_kv_heads * -(-num_rows // _MAX_ROWS)
     max_programs = _MAX_PROGRAMS_32 if 16 < num_rows <= 32 else _MAX_PROGRAMS
     splits = 1
     max_splits = _MAX_SPLITS_SMALL if programs <= _SMALL_PROGRAMS else _MAX_SPLITS
+    if head_dim > 128:
+        max_programs, max_splits = max_programs // 2, max_splits // 2
     while splits < max_splits and splits * 2 * programs <= max_programs:
         splits *= 2
     return splits

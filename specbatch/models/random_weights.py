@@ -66,6 +66,11 @@ def _published() -> dict[str, dict[str, Any]]:
         "qwen2.5-1.5b": qwen2 | _sizes(1536, 8960, 28, 12, 2, 131072) | tied,
         # HuggingFaceTB/SmolLM2-135M
         "smollm2-135m": smollm2 | _sizes(576, 1536, 30, 9, 3, 8192) | tied,
+        # google/gemma-2-9b
+        "gemma-2-9b": _gemma("gemma2", 256000, _sizes(3584, 14336, 42, 16, 8, 8192)) | {"sliding_window": 4096},
+        # google/gemma-3-4b-pt, without its part for images
+        "gemma-3-4b": _gemma("gemma3_text", 262208, _sizes(2560, 10240, 34, 8, 4, 131072))
+        | {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         # Not a published model: small enough for tests, deep enough for an EAGLE-3 head.
         "tiny": tiny | _sizes(64, 128, 8, 4, 2, 4096),
     }
@@ -79,6 +84,16 @@ def _family(model_type: str, vocab_size: int, eps: float, theta: float, *, bos: 
         "rope_theta": theta,
         "bos_token_id": bos,
         "eos_token_id": eos,
+    }
+
+
+def _gemma(model_type: str, vocab_size: int, sizes: dict[str, Any]) -> dict[str, Any]:
+    return sizes | {
+        "model_type": model_type,
+        "vocab_size": vocab_size,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "eos_token_id": [1, 106],
     }
 
 

@@ -32,5 +32,6 @@ def test_workspace_holds_every_launch(head_dim: int, itemsize: int) -> None:
 def test_splits_as_measured() -> None:
     """Of the heads of half a Llama-3-70B: a chain of 4 nodes has 32 rows."""
     assert [num_splits(num_seqs, 4, 32) for num_seqs in (4, 8, 16, 32, 33, 64)] == [8, 8, 4, 2, 1, 1]
+    assert [num_splits(num_seqs, 4, 8, 256) for num_seqs in (1, 4, 16, 32, 64)] == [8, 4, 4, 2, 1]
     assert [num_splits(32, 4, num_rows) for num_rows in (16, 17, 32, 33)] == [4, 2, 2, 4]
     assert [num_splits(num_seqs, 4, 8) for num_seqs in (4, 8, 16, 32, 64, 65)] == [8, 8, 8, 4, 2, 1]

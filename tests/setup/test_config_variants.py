@@ -35,6 +35,7 @@ BASE: dict[str, Any] = {
 SLIDING, FULL = "sliding_attention", "full_attention"
 TYPES = [FULL, SLIDING, FULL]
 WINDOW = {"sliding_window": 9, "head_dim": 8}  # transformers' Ministral cannot do without head_dim
+GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "hidden_activation": "gelu_pytorch_tanh"}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 
@@ -134,12 +135,68 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "qk-norm": ("llama", {"use_qk_norm": True}, ("use_qk_norm",)),
     "experts": ("llama", {"num_local_experts": 8}, ("num_local_experts",)),
     "vision": ("llama", {"vision_config": {"hidden_size": 8}}, ("vision_config",)),
+    "gemma": ("gemma", {"head_dim": 12, "hidden_act": "gelu", "rope_theta": ...}, ()),
+    "gemma-hidden-activation": ("gemma", {"head_dim": 12, "hidden_act": "gelu_pytorch_tanh"}, ()),
+    "gemma-silu": ("gemma", {"head_dim": 12, "hidden_act": "silu"}, ("hidden_act", "silu")),
+    "gemma-untied-biases": (
+        "gemma", {"head_dim": 12, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1}, ()
+    ),
+    "gemma2": ("gemma2", {**GEMMA, "sliding_window": 9}, ()),
+    "gemma2-caps": (
+        "gemma2", {**GEMMA, "sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}, ()
+    ),
+    "gemma2-cap-0": ("gemma2", {**GEMMA, "attn_logit_softcapping": 0}, ("attn_logit_softcapping", "above 0")),
+    "gemma2-no-caps": (
+        "gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}, ()
+    ),
+    "gemma2-layer-types": ("gemma2", {**GEMMA, "sliding_window": 9, "layer_types": TYPES}, ()),
+    "gemma2-types-without-window": (
+        "gemma2", {**GEMMA, "sliding_window": None, "layer_types": TYPES}, ("layer_types", "sliding_window is null")
+    ),
+    "gemma2-linear": ("gemma2", {**GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, ()),
+    "gemma2-bidirectional": ("gemma2", {**GEMMA, "use_bidirectional_attention": True}, ("bidirectional",)),
+    "gemma2-relu": ("gemma2", {**GEMMA, "hidden_activation": "relu"}, ("hidden_activation", "relu")),
+    "gemma3": (
+        "gemma3_text",
+        {**GEMMA, "sliding_window": 9, "sliding_window_pattern": 3, "rope_local_base_freq": 50.0},
+        (),
+    ),
+    "gemma3-defaults": ("gemma3_text", {**GEMMA, "sliding_window": 9, "rope_theta": ...}, ()),
+    "gemma3-linear": (
+        "gemma3_text",
+        {**GEMMA, "sliding_window": 9, "layer_types": TYPES, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        (),
+    ),
+    "gemma3-rope-parameters": (
+        "gemma3_text",
+        {
+            **GEMMA, "rope_theta": ..., "sliding_window": 9, "layer_types": TYPES,
+            "rope_parameters": {
+                FULL: {"rope_type": "yarn", "rope_theta": 300.0, **YARN},
+                SLIDING: {"rope_type": "default", "rope_theta": 20.0},
+            },
+        },
+        (),
+    ),
+    "gemma3-one-rope-parameter": (
+        "gemma3_text",
+        {
+            **GEMMA, "rope_theta": ..., "sliding_window": 9, "layer_types": TYPES,
+            "rope_parameters": {FULL: {"rope_type": "linear", "factor": 2.0}},
+        },
+        (),
+    ),
+    "gemma3-cap": ("gemma3_text", {**GEMMA, "final_logit_softcapping": 1.5}, ()),
+    # transformers' class has this key and does not read it.
+    "gemma3-score-cap": ("gemma3_text", {**GEMMA, "attn_logit_softcapping": 2.0}, ("attn_logit_softcapping",)),
+    "gemma3-vision": ("gemma3_text", {**GEMMA, "vision_config": {"hidden_size": 8}}, ("vision_config",)),
     "qwen2-mlp-bias": ("qwen2", {"mlp_bias": True}, ("mlp_bias", "qwen2")),
 }  # fmt: skip
 # A default run has one of each kind.
 NOT_WIDE = {
     *("mistral-layer-types", "mistral-types-without-window", "mistral-window-off", "qwen2-types-window-off"),
     *("llama-layer-types", "not-causal", "per-layer", "attn-softcap", "logit-scale", "experts", "both-ropes"),
+    *("gemma2-caps", "gemma3", "gemma3-rope-parameters", "gemma2-types-without-window"),
 }
 
 
@@ -149,7 +206,7 @@ def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, raw: dict[str, Any], state: dict[str, Tensor]) -> None:
-    tied = raw.get("tie_word_embeddings") and "lm_head.weight"
+    tied = raw.get("tie_word_embeddings", "gemma" in raw["model_type"]) and "lm_head.weight"
     save_file({name: t.contiguous() for name, t in state.items() if name != tied}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(raw))
 
@@ -171,7 +228,9 @@ def test_a_variant_is_equal_or_refused(name: str, tmp_path: Path) -> None:
         return
     (tmp_path / "config.json").write_text(json.dumps(raw))
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(tmp_path), dtype=torch.float64, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():  # norms of 1 and biases of 0 would hide mistakes
             centre = 1.0 if "norm" in key else 0.0

@@ -98,7 +98,6 @@ def _read_gemma3(config: HfConfig) -> ModelConfig:
         rope=rope,
         window_rope=window_rope,
         qk_norm=True,
-        attention_soft_cap=config.positive_number("attn_logit_softcapping"),
         logits_soft_cap=config.positive_number("final_logit_softcapping"),
         attention_scale=_attention_scale(config),
     )
@@ -168,12 +167,12 @@ def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 _KEYS = frozenset(("attention_bias", "hidden_activation"))
-_KEYS_2 = _KEYS | {"sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
+_KEYS_23 = _KEYS | {"sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"}
 GEMMA = Family(("GemmaForCausalLM",), _read_gemma, _KEYS, layer=GemmaLayer)
-GEMMA2 = Family(("Gemma2ForCausalLM",), _read_gemma2, _KEYS_2, layer=GemmaLayer)
+GEMMA2 = Family(("Gemma2ForCausalLM",), _read_gemma2, _KEYS_23 | {"attn_logit_softcapping"}, layer=GemmaLayer)
 GEMMA3 = Family(
     ("Gemma3ForCausalLM",),
     _read_gemma3,
-    _KEYS_2 | {"sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"},
+    _KEYS_23 | {"sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"},
     layer=GemmaLayer,
 )

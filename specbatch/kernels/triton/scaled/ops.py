@@ -91,7 +91,7 @@ def linear(
         launch(
             combine_kernel, (num_tokens, triton.cdiv(num_out, _COMBINE_BLOCK)),
             y_MO, partial, bias_O, residual_MO, num_tokens, OUT=num_out, SPLITS=tile.splits, GATED=False,
-            HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, BLOCK=_COMBINE_BLOCK, PDL=pdl,
-            num_warps=4, **options,
+            ACTIVATION="silu", HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None,
+            BLOCK=_COMBINE_BLOCK, PDL=pdl, num_warps=4, **options,
         )  # fmt: skip
     return y_MO

@@ -187,6 +187,54 @@ _MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
         32: GemmTile("dot", 32, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
         64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
     },
+    (4096, 2560): {  # Gemma-3-4B: qkv
+        1: GemmTile("fma", 1, 4, 1024, 1, 4, pdl=True, early=True),
+        4: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True, early=True),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True, early=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, fuse_norm=False, pdl=True),
+    },
+    (2560, 2048): {  # o
+        1: GemmTile("fma", 1, 4, 2048, 1, 8, pdl=True, early=True, prefetch=512),
+        4: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, splits=2, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, tma=True, fuse_norm=False, pdl=True, early=True),
+    },
+    (20480, 2560): {  # gate_up
+        1: GemmTile("fma", 1, 8, 1024, 1, 4, pdl=True, early=True),
+        4: GemmTile("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 256, 64, 5, 8, tma=True, fuse_norm=False, pdl=True, early=True),
+    },
+    (2560, 10240): {  # down
+        1: GemmTile("fma", 1, 8, 2048, 1, 8, pdl=True, early=True, prefetch=512),
+        4: GemmTile("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, splits=2, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+    },
+    (262208, 2560): {  # lm_head
+        1: GemmTile("fma", 1, 8, 1024, 1, 4, pdl=True, early=True),
+        4: GemmTile("dot", 8, 32, 512, 3, 4, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 128, 128, 5, 4, tma=True, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True, early=True),
+    },
+    (2560, 7680): {  # draft_fc
+        1: GemmTile("fma", 1, 2, 4096, 1, 8, pdl=True, early=True),
+        4: GemmTile("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, splits=2, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True, early=True),
+    },
+    (4096, 5120): {  # draft_qkv
+        1: GemmTile("fma", 1, 2, 2048, 1, 4, pdl=True, early=True),
+        4: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True),
+        64: None,
+    },
+    (32000, 2560): {  # draft_head
+        1: GemmTile("fma", 1, 8, 512, 4, 2, pdl=True, early=True),
+        4: GemmTile("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True, early=True),
+    },
 }
 
 

@@ -1,0 +1,56 @@
+"""Speculation changes nothing with the traits of other families: windows that bind, soft caps, norms after attention
+and MLP, two rotary embeddings. The measure is the oracle, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specbatch.cache.prefix_groups import GroupLimits
+from specbatch.draft.shape import DraftShape
+from specbatch.types import SamplingParams
+from tests.engine.test_lossless import GREEDY, SAMPLED, SHAPES, texts
+from tests.tiny_models import num_target_layers, random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
+
+FAMILIES = ["gemma2", pytest.param("gemma3", marks=pytest.mark.wide)]
+# Method, shape, settings of the engine. Prompts of 17 shared tokens hit the prefix cache.
+CASES: dict[str, tuple[str, DraftShape | None, dict[str, Any]]] = {
+    "plain": ("none", None, {}),
+    "ngram": ("ngram", SHAPES["chain-3"], {}),
+    "draft-model-chain": ("draft_model", SHAPES["chain-7"], {}),
+    "draft-model-tree": ("draft_model", SHAPES["tree-5-4-8"], {}),
+    "eagle-tree": ("eagle", SHAPES["tree-2-2"], {}),
+    "eagle3-tree": ("eagle3", SHAPES["tree-4-4-34"], {}),
+    "short-chunks": ("draft_model", SHAPES["tree-5-4-8"], {"prefill_chunk_tokens": 3, "prefix_cache": False}),
+    "preempted": ("ngram", SHAPES["chain-3"], {"num_pages": 22}),
+    "lanes": ("draft_model", SHAPES["chain-3"], {"min_lane": 1, "max_batch_size": 6}),
+    "pieces": ("draft_model", SHAPES["tree-5-4-8"], {"piece_sizes": (8, 32)}),
+    "cascade": ("draft_model", SHAPES["chain-3"], {"cascade": GroupLimits(2, 2)}),
+}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [*random_prompts(4, shared=17), [5, 6, 7, 8, 9] * 4, [3] * 12]
+
+
+@pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_to_the_oracle(family: str, case: str, sampled: bool, prompts: list[list[int]]) -> None:
+    method, shape, settings = CASES[case]
+    if sampled and shape is not None and shape.is_chain and method != "ngram":
+        pytest.skip("chains draw other numbers from the same distribution")
+    params: SamplingParams = SAMPLED if sampled else GREEDY
+    layers = num_target_layers(method)
+    plain = texts(run(tiny_oracle("none", family=family, num_layers=layers, num_pages=256), prompts, params))
+    on_device = "min_lane" in settings or "cascade" in settings or "piece_sizes" in settings
+    make = tiny_device_engine if on_device else tiny_engine
+    engine = make(method, shape, **{"num_pages": 256, "family": family, **settings})
+    completions = run(engine, prompts, params)
+    assert texts(completions) == plain
+    if method == "draft_model":
+        assert sum(c.speculation.accepted for c in completions) > 0
+    if case == "preempted":
+        assert engine.stats.preemptions > 0
