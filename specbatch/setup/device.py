@@ -67,7 +67,7 @@ def find_driver(root: Path = Path("/")) -> Driver | None:
 
 
 def why_unused(driver: Driver, torch_version: str = torch.__version__, cuda: str | None = torch.version.cuda) -> str:
-    """Why this torch does not use the GPU of that driver, and the mend: two or three sentences."""
+    """Explain in two or three sentences why this torch does not use the GPU of the driver, and what to do."""
     version, major = driver.version or "unknown", driver.major
     known = f"NVIDIA driver {version}, torch {torch_version}, CUDA {cuda or 'none'}"
     newest = _CUDA_12 if major is not None and major < _MIN_DRIVER[13] else _CUDA_13

@@ -31,8 +31,8 @@ class Job(NamedTuple):
 
 
 def resolve_mode(section: EngineSection, device: torch.device, attention: str, notes: list[str]) -> Mode:
-    """`auto`: lanes are measured where `lane_limits` allows them. Raises ConfigError where two passes at the same time
-    would share working memory."""
+    """Decide the mode of lanes. With `auto`, lanes are measured where `lane_limits` allows them. It raises ConfigError
+    if two passes at the same time would share working memory."""
     mode: Mode = section.two_batch_overlap
     if mode == "auto":
         if device.type == "cpu" and section.tensor_parallel == 1:
@@ -54,7 +54,7 @@ def resolve_mode(section: EngineSection, device: torch.device, attention: str, n
 
 
 def _reason_against(section: EngineSection, device: torch.device, attention: str) -> str | None:
-    """Why `auto` does not measure."""
+    """Return the reason why `auto` does not measure, or None."""
     if device.type != "cuda":
         return None
     if attention != "triton":

@@ -37,7 +37,8 @@ class CachedModel:
 
     @staticmethod
     def whole(config: ModelConfig, packs: bool) -> CachedModel:
-        """`packs`: the LM head is kept in a layout of its own, so that tied embeddings take their memory twice."""
+        """Return the model with all its layers. `packs`: the LM head is kept in a separate layout, so that tied
+        embeddings take their memory twice."""
         copies = 1 if config.tie_word_embeddings and not packs else 2
         return CachedModel(config, config.num_layers, copies * config.vocab_size)
 
@@ -83,8 +84,9 @@ class CachePlan:
 
 
 def bytes_for_cache(available: int, fraction: float, weights: int, reserved: int) -> int:
-    """`available`: free before this run took anything. `weights`: all that the run holds already, or will.
-    `reserved`: working memory and graphs. A `fraction` of what is available is for all three and the cache."""
+    """Return the bytes for the cache. `available`: the free memory before this run. `weights`: all memory that the run
+    holds already, or will hold. `reserved`: working memory and graphs. A `fraction` of the available memory is for
+    weights, the reserve and the cache."""
     return max(0, int(available * fraction) - weights - reserved)
 
 
@@ -152,14 +154,15 @@ def estimated_working_bytes(model: ModelConfig, batch: int, num_nodes: int, chun
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes free for this process, of the GPU or of the host."""
+    """Return the bytes that are free for this process, on the GPU or on the host."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min(int(psutil.virtual_memory().available), _container_limit(), _address_space())
 
 
 def _container_limit() -> int:
-    """Bytes that this process's control group leaves (cgroup v2); a very large number without one."""
+    """Return the bytes that this process's control group leaves (cgroup v2), or a very large number without a
+    limit."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit, used = (folder / "memory.max").read_text().strip(), (folder / "memory.current").read_text().strip()
@@ -169,7 +172,7 @@ def _container_limit() -> int:
 
 
 def _address_space() -> int:
-    """Bytes that `ulimit -v` leaves; a very large number without one."""
+    """Return the bytes that `ulimit -v` leaves, or a very large number without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return 1 << 62

@@ -1,1 +1,1 @@
-"""The plain, slow engine that tests compare the product with. It computes one request's decisions in host Python."""
+"""The plain, slow engine with which tests compare specbatch. It computes one request's decisions in host Python."""

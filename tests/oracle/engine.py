@@ -58,12 +58,13 @@ class OracleEngine(EngineBase):
         prefix = PrefixIndex(pool, proposer.prefix_lookahead) if prefix_cache else None
         scheduler = Scheduler(pool, prefix, proposer.num_lookahead, self._start, max_batch_size, prefill_chunk_tokens)
         super().__init__(scheduler, target.config.vocab_size, max_length, longest_row, eos_token_ids)
-        # What drafting, the target and draft-extend took in the last round.
+        # The times of drafting, of the target and of draft-extend in the last round.
         self.phase_seconds = 0.0, 0.0, 0.0
 
     def set_methods(self, proposer: Proposer) -> None:
-        """Draft so from now on, with the same draft network or none. The engine must be idle, and was built for the
-        widest; what its prefix cache holds is of use to the network that it was computed with only."""
+        """Draft with this proposer from now on, with the same draft network or none. The engine must be idle, and must
+        be built for the widest proposer. The entries of its prefix cache are only valid for the network that computed
+        them."""
         assert not self.num_running, "requests are running"
         assert not self.num_waiting, "requests are waiting"
         assert proposer.num_lookahead <= self._scheduler.num_lookahead, "wider than what the engine was built for"
@@ -79,7 +80,7 @@ class OracleEngine(EngineBase):
         try:
             finished = self._step()
         except Exception as error:
-            if is_out_of_memory(error):  # which may be anywhere within the step: the engine is of no use any more
+            if is_out_of_memory(error):  # it can come anywhere in the step, so the engine cannot go on
                 raise self._shortage(error) from error
             raise
         if self._threads is not None and not (self.num_running or self.num_waiting):
@@ -124,8 +125,8 @@ class OracleEngine(EngineBase):
                 reason = self._append(s.seq, [token], logits[None], edited[None])
                 if reason is not None:
                     finished.append((s.seq, reason))
-        # A request that ends with its first token is drafted for all the same: later rows may share its pages, and
-        # those hold the draft's entries too. Only if a stop string took that token away there is nothing to extend to.
+        # Draft-extend also runs for a request that ends with its first token: later rows may share its pages, which
+        # hold the draft's entries, too. It does not run if a stop string removed that token.
         whole = {s.seq for s in spans if len(s.seq.tokens) > s.end}
         self._extend([(s.seq, s.start) for s in spans], hidden, aux_hidden_states, whole)
         for s in spans:
@@ -134,7 +135,7 @@ class OracleEngine(EngineBase):
         return [self._complete(seq, reason) for seq, reason in finished]
 
     def _score(self, spans: list[PrefillSpan], hidden_TE: Tensor) -> None:
-        """The log-probabilities of prompt tokens, one after the other."""
+        """Compute the log-probabilities of prompt tokens, one after the other."""
         row = 0
         for s in spans:
             for index in range(s.start + 1, s.end + 1):
@@ -185,7 +186,7 @@ class OracleEngine(EngineBase):
         return [self._complete(seq, reason) for seq, reason in finished]
 
     def _verify_forward(self, sequences: list[Sequence], tree: DraftTree) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Target forward over all real nodes: node j of a tree lies at slot num_computed_tokens + j, at position + its
+        """Run the target over all real nodes. Node j of a tree is at slot num_computed_tokens + j, at position + its
         depth."""
         spans, tokens = [], []
         for b, seq in enumerate(sequences):
@@ -199,7 +200,7 @@ class OracleEngine(EngineBase):
         return hidden, aux_hidden_states, self._target.logits(hidden)
 
     def _compact(self, sequences: list[Sequence], tree: DraftTree, accepted: list[Accepted]) -> None:
-        """Make the target KV of accepted paths contiguous. A chain's already is."""
+        """Make the target's keys and values of accepted paths contiguous. Those of a chain already are."""
         if tree.is_chain:
             return
         size = self._page_size
@@ -217,8 +218,8 @@ class OracleEngine(EngineBase):
             self._cache.move(self._tensor(source), self._tensor(target))
 
     def _append(self, seq: Sequence, tokens: list[int], logits_RV: Tensor, edited_RV: Tensor) -> FinishReason | None:
-        """Append new tokens up to where the request ends. `edited_RV`: what each was drawn from, `logits_RV`: what the
-        model said before its rules."""
+        """Append new tokens up to the end of the request. `edited_RV`: the logits from which each was drawn.
+        `logits_RV`: the model's logits before the request's rules."""
         before = len(seq.tokens)
         reason = append_tokens(seq, tokens, self._eos)
         new = seq.tokens[before:]
@@ -240,7 +241,7 @@ class OracleEngine(EngineBase):
         aux_hidden_states: list[Tensor],
         wanted: set[Sequence],
     ) -> None:
-        """Draft-extend over what each sequence committed since its start, for those in `wanted`."""
+        """Run draft-extend over the tokens that each sequence committed since its start, for those in `wanted`."""
         keep: list[tuple[Sequence, int]] = []
         rows: list[int] = []
         row = 0

@@ -1,4 +1,4 @@
-"""Makes the oracle's proposers of a draft method."""
+"""The factory of the oracle's proposers for a draft method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.oracle.schedule import scheduled
 
 
 def proposer_of(method: str, schedule: Schedule, parts: DraftParts, vocab_size: int, page_size: int) -> Proposer:
-    """`vocab_size`: of the target."""
+    """Make the proposer of a draft method. `vocab_size`: the target's vocabulary."""
 
     def make(shape: DraftShape) -> Proposer:
         if method == "ngram":

@@ -1,4 +1,5 @@
-"""Drafting with a network, as a chain or as a dynamic tree, one decision after the other: what `draft` does in tensors.
+"""Drafting with a network, as a chain or as a dynamic tree, one decision after the other. The package `draft` does the
+same in tensors.
 
 Shape suffixes: B sequences, T packed tokens, K = topk, E hidden size, W draft vocabulary, V target vocabulary.
 """
@@ -27,10 +28,10 @@ from tests.oracle.tree import DraftTree, select_nodes
 
 @dataclass(slots=True)
 class _State:
-    """A sequence's draft side. `logits` and `hidden` are those of the root, once everything is committed."""
+    """The draft's state of a sequence. `logits` and `hidden` are those of the root, once everything is committed."""
 
     length: int  # valid slots in the draft's cache
-    num_kept: int = 0  # slots behind them that the last chain filled, valid as far as its tokens were accepted
+    num_kept: int = 0  # slots after them that the last chain filled, valid as far as its tokens were accepted
     logits: Tensor | None = None  # (W,)
     hidden: Tensor | None = None  # (E,)
 
@@ -78,8 +79,8 @@ class NeuralProposer:
         spans, tokens, last_rows, ready, row = [], [], [], [], 0
         for seq, start in zip(sequences, output.starts, strict=True):
             state: _State = seq.draft_state
-            # A draft model's own chain filled the slots of accepted drafts with what they would be computed to
-            # again. EAGLE's were made from the draft's features and are always redone with the target's.
+            # A draft model's chain filled the slots of accepted drafts with the same values that draft-extend would
+            # compute. EAGLE's were made from the draft's features, so they are computed again from the target's.
             state.length += min(state.num_kept, seq.num_computed_tokens - start - 1)
             state.num_kept = 0
             end = seq.num_computed_tokens + self._net.draft_kv_offset
@@ -95,7 +96,7 @@ class NeuralProposer:
         features = self._net.features(output.hidden_TE, output.aux_hidden_states)
         hidden = self._net.forward(torch.tensor(tokens, device=self._device), features, layout)
         if ready:
-            # Draft logits of the selected rows only: the vocabulary is the expensive part.
+            # Draft logits are computed for the selected rows only, because the vocabulary is the expensive part.
             logits_indices = hidden[last_rows]
             for state, logits, last in zip(ready, self._net.logits(logits_indices), logits_indices, strict=True):
                 state.logits, state.hidden = logits, last
@@ -110,7 +111,7 @@ class NeuralProposer:
         )
 
     def _start(self, sequences: list[Sequence]) -> tuple[list[_State], Tensor, Tensor]:
-        """The sequences' states, and their roots' draft logits (B, W) and hidden states (B, E)."""
+        """Return the sequences' states, and their roots' draft logits (B, W) and hidden states (B, E)."""
         states: list[_State] = [seq.draft_state for seq in sequences]
         logits = torch.stack([s.logits for s in states if s.logits is not None])
         hidden = torch.stack([s.hidden for s in states if s.hidden is not None])
@@ -118,8 +119,8 @@ class NeuralProposer:
         return states, logits, hidden
 
     def chain(self, sequences: list[Sequence], *, greedy: bool = False) -> DraftTree:
-        """A chain of num_steps drafts for each sequence, whatever topk is: drawn where the request samples, unless
-        `greedy`."""
+        """Draft a chain of num_steps tokens for each sequence; topk is not read. Drafts are drawn if the request
+        samples, unless `greedy`."""
         states, logits_BW, hidden_BE = self._start(sequences)
         chains = [[seq.tokens[-1]] for seq in sequences]
         probs: list[list[Tensor]] = [[] for _ in sequences]
@@ -138,7 +139,7 @@ class NeuralProposer:
                     continue
                 q = self._widen(distribution(logits_BW[b], seq.request.params))
                 position = seq.num_computed_tokens + step + 1
-                # Of NaN, `best` is the first draft token: any will do, for it is rejected.
+                # For NaN, `best` is the first draft token. Any token is right, because it is rejected.
                 is_drawn = not is_broken(q)
                 u = uniform(seq.request.rng, position, Draw.SAMPLE if self._coupled else Draw.DRAFT)
                 chains[b].append(draw(q, u) if is_drawn else best[b])
@@ -150,14 +151,15 @@ class NeuralProposer:
         return DraftTree.chain(chains, [torch.stack(p) if p else None for p in probs])
 
     def candidates(self, sequences: list[Sequence]) -> Candidates:
-        """What trees are chosen from: topk drafts of the root, and topk of each of the best topk at every step."""
+        """Draft the candidates: topk drafts after the root, and at every later step topk after each of the best topk
+        branches."""
         states, logits_BW, hidden_BE = self._start(sequences)
         batch, k, device = len(sequences), self._shape.topk, self._device
         rows = torch.arange(batch, device=device)[:, None]
         scores_BK, ids = unbroken_drafts(*torch.log_softmax(logits_BW, dim=-1).topk(k, dim=-1))
         beam_BK = self._to_target(ids)
         tokens, scores, parents = [beam_BK], [scores_BK], [torch.full_like(beam_BK, -1)]
-        beam_index_BK = torch.arange(k, device=device).expand(batch, k)  # the beam's places among the candidates
+        beam_index_BK = torch.arange(k, device=device).expand(batch, k)  # indices of the beam's candidates
         features = hidden_BE[:, None].expand(-1, k, -1)
         own = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
         seen = own  # (B, K, slots drafted so far): ancestors and itself
@@ -188,7 +190,8 @@ class NeuralProposer:
         return ids if self._net.target_ids is None else self._net.target_ids[ids]
 
     def _widen(self, q_W: Tensor) -> Tensor:
-        """A distribution over draft tokens as one over the target's vocabulary (V,); all NaN where it is."""
+        """Return a distribution over draft tokens as one over the target's vocabulary (V,). It is NaN if the given one
+        is."""
         if self._net.target_ids is None and q_W.shape[0] == self._vocab_size:
             return q_W
         ids = (

@@ -11,7 +11,7 @@ from tests.oracle.tree import DraftTree
 
 
 class NoProposer:
-    """Plain decoding: trees of the root alone."""
+    """Plain decoding: draft trees have the root alone."""
 
     num_lookahead = 1
     prefix_lookahead = 0
@@ -29,7 +29,7 @@ class NoProposer:
 
 
 class NgramIndex:
-    """Where each n-gram of a growing token list was last seen, for n in [min_match, max_match]."""
+    """Index of a growing token list: where each n-gram was last seen, for n in [min_match, max_match]."""
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self._sizes = range(min_match, max_match + 1)
@@ -45,7 +45,7 @@ class NgramIndex:
         self._indexed = len(tokens)
 
     def find(self, tokens: list[int]) -> int | None:
-        """Index of the token after the last earlier occurrence of the longest indexed suffix of `tokens`."""
+        """Return the index of the token after the last earlier occurrence of the longest indexed suffix of `tokens`."""
         for size in reversed(self._sizes):
             if size < len(tokens):
                 found = self._after.get(tuple(tokens[-size:]))
@@ -75,7 +75,7 @@ class NgramProposer:
         return self._num_draft_tokens
 
     def start(self, seq: Sequence) -> None:
-        if seq.draft_state is None:  # a preempted sequence keeps its index: its tokens are the same
+        if seq.draft_state is None:  # a preempted sequence keeps its index, because its tokens stay the same
             seq.draft_state = NgramIndex(self._min_match, self._max_match)
 
     def extend(self, sequences: list[Sequence], output: TargetOutput) -> None:

@@ -1,5 +1,5 @@
-"""What a draft method is to the engine: something that proposes a tree for each sequence, and that is told what the
-target computed.
+"""The interface of a draft method in the oracle: it proposes a tree for each sequence, and gets the output of the
+target.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tests.oracle.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """What the target computed for new committed tokens, sequence after sequence.
+    """The output of the target for new committed tokens, sequence after sequence.
 
     Sequence b committed tokens [starts[b], sequences[b].num_computed_tokens).
     """
 
     starts: list[int]
-    hidden_TE: Tensor  # after the final norm
+    hidden_TE: Tensor  # hidden states after the final norm
     aux_hidden_states: list[Tensor]  # (T, E) inputs of the layers `Proposer.aux_layers`
 
 
@@ -31,31 +31,31 @@ class Proposer(Protocol):
 
     @property
     def num_lookahead(self) -> int:
-        """Slots past the committed ones that a round needs, in either cache."""
+        """The slots past the committed ones that a round needs, in either cache."""
         ...
 
     @property
     def prefix_lookahead(self) -> int:
-        """Tokens past a page on which the draft's entries in that page depend (see `PrefixIndex`)."""
+        """The number of tokens past a page on which the draft's entries in that page depend (see `PrefixIndex`)."""
         ...
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Target layers whose inputs `extend` needs."""
+        """The target's layers whose inputs `extend` needs."""
         ...
 
     @property
     def cache(self) -> KVCache | None:
-        """The draft's own cache, addressed by the same pages as the target's."""
+        """The draft's cache, which has the same pages as the target's."""
         ...
 
     def start(self, seq: Sequence) -> None:
-        """A sequence was admitted: its first `num_computed_tokens` tokens came from the prefix cache. Also after a
-        preemption."""
+        """Note that a sequence was admitted, also after a preemption. Its first `num_computed_tokens` tokens came from
+        the prefix cache."""
         ...
 
     def extend(self, sequences: list[Sequence], output: TargetOutput) -> None:
-        """Draft-extend: follow what was committed, by a prefill chunk or a round."""
+        """Run draft-extend over the tokens that a prefill chunk or a round committed."""
         ...
 
     def propose(self, sequences: list[Sequence]) -> DraftTree:

@@ -1,4 +1,4 @@
-"""What a request's rules make of logits, one token after the other: `engine.edits` in plain Python.
+"""Changes to logits by the rules of a request, one token after the other: `kernels.torch.edits` in plain Python.
 
 Shape suffixes: V vocabulary.
 """
@@ -13,7 +13,7 @@ from tests.oracle.tree import DraftTree
 
 
 def path_tokens(tree: DraftTree, b: int) -> list[list[int]]:
-    """Of each node of a sequence's tree the drafts that lead to it, itself included."""
+    """Return for each node of a sequence's tree the drafts that lead to it, itself included."""
     paths: list[list[int]] = [[]]
     for node in range(1, tree.num_nodes[b]):
         paths.append([*paths[int(tree.parents_BN[b, node])], int(tree.tokens_BN[b, node])])
@@ -21,7 +21,7 @@ def path_tokens(tree: DraftTree, b: int) -> list[list[int]]:
 
 
 def edited_logits(logits_V: Tensor, seq: Sequence, path: list[int], eos: frozenset[int]) -> Tensor:
-    """The logits of the token after `path`, which comes after the sequence's tokens."""
+    """Return the edited logits of the token after `path`, which comes after the sequence's tokens."""
     params, text = seq.request.params, [*seq.tokens, *path]
     output, forbidden = text[seq.num_prompt :], set[int]()
     if params.allowed_token_ids is not None:
@@ -30,7 +30,7 @@ def edited_logits(logits_V: Tensor, seq: Sequence, path: list[int], eos: frozens
         forbidden |= {*eos, *params.stop_token_ids}
     if (matcher := seq.request.matcher) is not None:
         num_legal = next((i for i, token in enumerate(output) if not matcher.advance(token)), len(output))
-        if num_legal == len(output):  # else no path comes here
+        if num_legal == len(output):  # otherwise no path comes here
             words, ends = matcher.mask(), {*eos, *params.stop_token_ids}
             allowed = {token for token in range(len(logits_V)) if words[token >> 5] >> (token & 31) & 1} - eos
             forbidden |= set(range(len(logits_V))) - allowed - (ends if matcher.is_complete() else set())

@@ -1,4 +1,4 @@
-"""From logits to a distribution to a token.
+"""Sampling: from logits to a distribution, and to a token.
 
 Shape suffixes: V vocabulary.
 """
@@ -16,13 +16,13 @@ _PART = 1 << 14
 
 
 def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities (V,), float64, after temperature, top-k, top-p and min-p, applied in this order (each on the
+    """Compute probabilities (V,), float64, after temperature, top-k, top-p and min-p, in this order (each on the
     distribution that the one before it left, as in transformers). `params.temperature` is positive.
 
-    Tokens that tie with the k-th of top-k stay; of top-p the smallest set whose mass reaches p stays, ties broken by
-    id.
+    Top-k keeps all tokens that tie with the k-th. Top-p keeps the smallest set that reaches p; of equal tokens the
+    lower id comes first.
 
-    NaN, all of it, where the logits are not finite.
+    All probabilities are NaN if the logits are not finite.
     """
     wide = logits_V.double()
     peak = wide.max()
@@ -44,33 +44,34 @@ def distribution(logits_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _total(p_V: Tensor) -> Tensor:
-    """The sum, in parts so short that one thread computes each: torch shares longer ones among its threads, and then
-    bits depend on their number."""
+    """Compute the sum in parts that are so short that one thread computes each. Torch divides longer sums among its
+    threads, and then bits depend on the number of threads."""
     return torch.stack([part.sum() for part in p_V.split(_PART)]).sum()
 
 
 def is_broken(p_V: Tensor) -> bool:
-    """Whether the logits of this distribution were not finite."""
+    """Return whether the logits of this distribution were not finite."""
     return bool(p_V[0].isnan())
 
 
 def draw(p_V: Tensor, u: float) -> int:
-    """The token at quantile `u` in [0, 1) of (unnormalised) probabilities; never one of probability zero."""
+    """Return the token at quantile `u` in [0, 1) of (unnormalised) probabilities. It never has probability zero."""
     cdf = p_V.cumsum(0)
     token = int(torch.searchsorted(cdf, u * float(cdf[-1]), right=True))
     if token < p_V.shape[0]:
         return token
-    return int(torch.nonzero(p_V)[-1])  # u * total rounded up to the total
+    return int(torch.nonzero(p_V)[-1])  # reached if u * total is rounded up to the total
 
 
 def margin_of(logits_V: Tensor, position: int) -> Margin:
-    """Of the token at `position`: how far the two largest logits are apart."""
+    """Return the margin of the token at `position`: the difference of the two largest logits."""
     first, second = sorted(logits_V.tolist(), reverse=True)[:2]
     return Margin(first - second, position)
 
 
 def token_logprob(logits_V: Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Log-probability of `token` and of the `num_top` most likely tokens, before temperature and filters."""
+    """Compute the log-probability of `token` and of the `num_top` most likely tokens, before temperature and
+    filters."""
     logprobs = torch.log_softmax(logits_V, dim=-1)
     top: tuple[tuple[int, float], ...] = ()
     if num_top:

@@ -1,4 +1,4 @@
-"""Proposers of a schedule."""
+"""The proposers of a schedule."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from tests.oracle.tree import DraftTree
 
 
 class ScheduledProposer:
-    """One of several proposers, which share their draft network and the sequences' draft side, by the number of running
-    rows. `leader` follows what is committed, also behind rounds that did not draft: the next ones may."""
+    """A proposer that calls one of several by the number of running requests. They share their draft network and the
+    sequences' draft states. `leader` follows the committed tokens, also after rounds that did not draft, because the
+    next ones may."""
 
     def __init__(self, proposers: ByBatch[Proposer], leader: Proposer) -> None:
         self._proposers = proposers
@@ -48,7 +49,7 @@ class ScheduledProposer:
 
 
 def scheduled(schedule: Schedule, proposer_of: Callable[[DraftShape], Proposer]) -> Proposer:
-    """The proposer of a schedule, whose parts `proposer_of` makes."""
+    """Make the proposer of a schedule from the proposers that `proposer_of` makes."""
     drafting = {shape: proposer_of(shape) for shape in schedule.items if shape is not None}
     if not drafting:
         return NoProposer()

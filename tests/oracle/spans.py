@@ -1,4 +1,4 @@
-"""The batches of forward passes from lists: what the oracle and tests write down, as a `PagedBatch`.
+"""The batches of forward passes from lists: the oracle and tests give spans, which become a `PagedBatch`.
 
 Sequence b writes its new tokens at consecutive slots [start, start + num_tokens) of its own pages and attends to its
 slots [0, start + num_tokens): to those before the *window of the mask* without restriction, and to the last M slots as
@@ -21,14 +21,14 @@ class Span:
     """The new tokens of one sequence."""
 
     pages: Sequence[int]  # the sequence's page table
-    start: int  # slots in the cache before the new tokens
-    num_tokens: int  # new tokens, written at slots [start, start + num_tokens)
+    start: int  # the number of slots in the cache before the new tokens
+    num_tokens: int  # the number of new tokens, which are written at slots [start, start + num_tokens)
     positions: Sequence[int] | None = None  # rotary positions; None: equal to the slots
     mask: Tensor | None = None  # (Q, M) bool, True = visible, over the last M slots; None: causal
 
 
 def batch_of(spans: Sequence[Span], page_size: int, device: torch.device) -> PagedBatch:
-    """The spans, packed."""
+    """Pack the spans to a batch."""
     slots: list[int] = []
     positions: list[int] = []
     ends = [0]
@@ -56,7 +56,8 @@ def batch_of(spans: Sequence[Span], page_size: int, device: torch.device) -> Pag
 
 
 def _words(spans: Sequence[Span]) -> tuple[Tensor | None, list[int]]:
-    """The masks' words, a row for each token, and the slots at which they begin; None where no span has a mask."""
+    """Return the masks' words, a row for each token, and the slots at which they begin. The words are None if no span
+    has a mask."""
     if all(span.mask is None for span in spans):
         return None, []
     masks = [

@@ -1,4 +1,4 @@
-"""Draft trees as the oracle builds them, and the choice of nodes to verify (EAGLE-2, Li et al. 2024).
+"""The draft trees of the oracle, and the choice of nodes to verify (EAGLE-2, Li et al. 2024).
 
 Shape suffixes: B sequences, N nodes, C candidates, V vocabulary.
 """
@@ -19,19 +19,20 @@ class DraftTree:
     parents_BN: Tensor  # int64; -1 for the root
     num_nodes: list[int]
     is_chain: bool
-    # Chains of a sampling draft: for sequence b the distributions (num_nodes[b] - 1, V) its drafts were drawn from.
-    # None for a sequence whose drafts are compared with the target's own tokens.
+    # The distributions (num_nodes[b] - 1, V) from which the drafts of sequence b were drawn, if they are a sampled
+    # chain. None for a sequence whose drafts are compared with the target's own tokens.
     draft_probs: list[Tensor | None]
 
     def depths(self, b: int) -> list[int]:
-        """Depth of each node of sequence `b`; the root's is 0."""
+        """Return the depth of each node of sequence `b`. The root has 0."""
         depths = [0]
         for parent in self.parents_BN[b, 1 : self.num_nodes[b]].tolist():
             depths.append(depths[parent] + 1)
         return depths
 
     def mask(self, b: int) -> Tensor | None:
-        """(n, n) bool: which nodes a node sees, its ancestors and itself; None for a chain (causal)."""
+        """Return (n, n) bool: the nodes that a node sees, its ancestors and itself. Return None for a chain
+        (causal)."""
         if self.is_chain:
             return None
         n = self.num_nodes[b]
@@ -42,7 +43,7 @@ class DraftTree:
 
     @staticmethod
     def chain(tokens: list[list[int]], draft_probs: list[Tensor | None] | None = None) -> DraftTree:
-        """Chains of possibly different lengths; `tokens[b]` starts with the root."""
+        """Make chains, which can have different lengths. `tokens[b]` starts with the root."""
         width = max(len(t) for t in tokens)
         padded = torch.tensor([t + [0] * (width - len(t)) for t in tokens])
         parents = torch.arange(-1, width - 1).expand(len(tokens), -1)
@@ -52,10 +53,10 @@ class DraftTree:
 def select_nodes(
     root_B: Tensor, tokens_BC: Tensor, scores_BC: Tensor, parents_BC: Tensor, num_draft_tokens: int
 ) -> DraftTree:
-    """Keep the root and the num_draft_tokens - 1 candidates of the highest cumulative score.
+    """Keep the root and the num_draft_tokens - 1 candidates with the highest cumulative scores.
 
-    `parents_BC` is the candidate that a candidate hangs on, -1 for the root; it has a smaller index. A child scores
-    at most what its parent does, and of equals the earlier one is kept, so the parent of a kept candidate is kept.
+    `parents_BC` is the parent of a candidate, -1 for the root. It has a smaller index. A child has at most the score of
+    its parent, and of equal ones the earlier one is kept, so the parent of a kept candidate is kept.
     """
     num_rows, keep = tokens_BC.shape[0], num_draft_tokens - 1
     chosen = torch.sort(scores_BC, dim=1, descending=True, stable=True).indices[:, :keep].sort(dim=1).values

@@ -1,12 +1,12 @@
-"""Acceptance: which drafts the target keeps, and the token it adds itself. Lossless: the output is distributed as the
-target's own, and equals it token for token where the draft is a deterministic choice.
+"""Acceptance: the drafts that the target keeps, and the token that it adds itself. It is lossless: the output has the
+target's distribution, and if drafts are a deterministic choice, it equals plain sampling token for token.
 
 - Greedy: the longest path of argmax matches.
 - Sampled, deterministic drafts (trees, n-grams): draw a token from the target's distribution at a node; if a child
-  holds it, go there, else it is the bonus token. That is what multi-branch rejection with the residual distribution
-  (SpecInfer, Miao et al. 2023; EAGLE) comes to when each branch is proposed with certainty: the child x is accepted
-  with probability p(x), and what is emitted otherwise follows p without the children. It draws the very numbers that
-  plain sampling draws, so the text is the same too.
+  holds it, go there, else it is the bonus token. This is multi-branch rejection with the residual distribution
+  (SpecInfer, Miao et al. 2023; EAGLE) for branches that are proposed with certainty: the child x is accepted with
+  probability p(x), and other tokens follow p without the children. It draws the same numbers as plain sampling, so the
+  text is the same, too.
 - Sampled, chain of a sampling draft (Leviathan et al. 2023; Chen et al. 2023): accept x ~ q with probability
   min(1, p(x) / q(x)); at the first rejection draw from max(p - q, 0), normalised. A draft whose q is NaN is rejected,
   and the token drawn from p.
@@ -35,15 +35,15 @@ from tests.oracle.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What a round keeps of one sequence's tree."""
+    """The part of one sequence's tree that a round keeps."""
 
-    path: list[int]  # accepted nodes from the root (always there) downwards
-    next_token: int  # drawn at the last of them: the bonus token, the root of the next tree; or NO_TOKEN
-    num_broken: int = 0  # drafts whose probabilities are NaN, of a chain that they were drawn from
+    path: list[int]  # accepted nodes, the root first
+    next_token: int  # the bonus token, drawn at the last node: the root of the next tree; or NO_TOKEN
+    num_broken: int = 0  # drafts of a sampled chain whose probabilities are NaN
 
 
 def sample_token(logits_V: Tensor, seq: Sequence, position: int) -> int:
-    """The plain decision about the token at `position`: argmax, or a draw from the target's distribution."""
+    """Decide the token at `position` as in plain decoding: argmax, or a draw from the target's distribution."""
     params = seq.request.params
     if params.temperature == 0:
         return int(argmax(logits_V[None], NO_TOKEN))
@@ -52,7 +52,7 @@ def sample_token(logits_V: Tensor, seq: Sequence, position: int) -> int:
 
 
 def verify(sequences: list[Sequence], tree: DraftTree, logits_TV: Tensor) -> list[Accepted]:
-    """`logits_TV`: the target's logits at every node, sequence after sequence (only real nodes)."""
+    """Accept drafts. `logits_TV`: the target's logits at every real node, sequence after sequence."""
     best = argmax(logits_TV, NO_TOKEN).tolist()
     tokens, parents = tree.tokens_BN.tolist(), tree.parents_BN.tolist()
     accepted, first = [], 0
@@ -96,11 +96,11 @@ def _accept_chain(seq: Sequence, tokens: list[int], logits_NV: Tensor, draft_pro
         if is_broken(q):
             return Accepted(list(range(node)), draw(p, uniform(rng, position, Draw.RESIDUAL)), num_broken)
         token = tokens[node]
-        # u < p/q, written so that q = 0 cannot divide; u is never 1, so p = q always accepts.
+        # The condition is u < p/q without a division by q = 0. u is never 1, so p = q always accepts.
         if uniform(rng, position, Draw.ACCEPT) * float(q[token]) < float(p[token]):
             continue
         residual = torch.clamp(p - q, min=0.0)
-        if float(residual.sum()) <= 0.0:  # p = q up to rounding: a rejection that happens with probability zero
+        if float(residual.sum()) <= 0.0:  # p = q up to rounding, where a rejection has probability zero
             residual = p
         return Accepted(list(range(node)), draw(residual, uniform(rng, position, Draw.RESIDUAL)), num_broken)
     last = sample_token(logits_NV[-1], seq, seq.num_computed_tokens + len(tokens))
