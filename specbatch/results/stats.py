@@ -66,7 +66,7 @@ class RowTotals:
         )
 
     def report(self) -> dict[str, Any]:
-        """Return the part of stats.json about rows."""
+        """Return the part of stats.json with these totals."""
         counts = self.speculation
         return {
             "rows": {

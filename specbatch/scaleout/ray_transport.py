@@ -145,8 +145,8 @@ class RayTransport:
         return Died(worker, f"its process crashed ({crash})" if crash else "its process was killed or crashed")
 
     def _last_answers(self) -> list[Event]:
-        """Return the answers that have come when Ray has ended. The next call raises an error, before Ray itself ends
-        this process, which it does a minute after its head has gone."""
+        """Return the answers that have come when Ray has ended. If there are none, raise an error, before Ray itself
+        ends this process, which it does a minute after its head has gone."""
         events = [] if self._is_ending else self._ready(0.0)
         self._is_ending = True
         if not events:

@@ -24,7 +24,8 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 @triton.jit
 def _scale_of(y, NUM: tl.constexpr):
     """Return scales (NUM,) for y (NUM, ...). Numbers without a sign have the order of their bits, and NaN comes last.
-    So the largest of these integers is NaN if one number is, which is not sure for float32. The division is exact."""
+    So the largest of these integers is NaN if one number is, while a maximum of float32 need not be. The division is
+    exact."""
     largest = tl.max(tl.abs(y).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, tl.full((NUM,), 448.0, tl.float32))
     return tl.maximum(scale, _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
