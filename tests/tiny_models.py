@@ -121,7 +121,8 @@ def target_config(family: str, num_layers: int, hidden: int, vocab: int, head_di
 
 def score_traits(config: ModelConfig) -> dict[str, float | None]:
     """Return the traits of a model that attention backends take."""
-    return {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
+    traits = {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
+    return {name: value for name, value in traits.items() if value is not None}
 
 
 def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttention:

@@ -103,7 +103,7 @@ class _Plan:
 
 class FlashInferAttention:
     """The backend `flashinfer`. `num_heads` is a multiple of `num_kv_heads`; `head_dim` and `dtype` are among HEAD_DIMS
-    and DTYPES. Sliding windows are not supported."""
+    and DTYPES. Sliding windows and soft caps are not supported."""
 
     def __init__(
         self,
@@ -115,7 +115,6 @@ class FlashInferAttention:
         kv_dtype: torch.dtype | None = None,
         *,
         scale: float | None = None,
-        soft_cap: float | None = None,
     ) -> None:
         """`kv_dtype`: the dtype of the cache; None: `dtype`. `scale` None: head_dim ** -0.5."""
         self._device = device
@@ -127,7 +126,6 @@ class FlashInferAttention:
             "q_data_type": dtype,
             "kv_data_type": kv_dtype or dtype,
             "sm_scale": scale,
-            "logits_soft_cap": soft_cap,
         }
         self._tree_mask_bits = ops_for(device, dtype).tree_mask_bits
         self._planned: dict[tuple[int, ...], _Planner] = {}

@@ -123,7 +123,7 @@ def unknown_keys(config: Mapping[str, Any], read: Collection[str], neutral: Coll
 
 
 def _unknown_rope_keys(rope: Mapping[str, Any], section: str) -> list[str]:
-    nested = {key: value for key, value in rope.items() if isinstance(value, Mapping)}  # by layer type
+    nested = {key: value for key, value in rope.items() if isinstance(value, Mapping)}  # parameters of a layer type
     read = _ROPE_KEYS_OF[rope.get("rope_type", rope.get("type", "default"))] | nested.keys()
     unknown = [f"{section}.{key}" for key, value in rope.items() if key not in read and value is not None]
     return unknown + [name for key, value in nested.items() for name in _unknown_rope_keys(value, f"{section}.{key}")]

@@ -106,7 +106,7 @@ class Decoder(PagedModel):
         self.embedding_VE = weights.tensor("model.embed_tokens.weight")  # on a rank: its part
         self.embed = weights.embedding(self.embedding_VE)
         self._embedding_scale: float | None = None
-        if config.embedding_scale is not None:  # in the precision of the model, as transformers has it
+        if config.embedding_scale is not None:  # rounded to the dtype of the model, as in transformers
             self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=torch.float32).to(weights.dtype))
         layer = FAMILIES[config.model_type].layer
         self.layers: list[DecoderLayer] = [

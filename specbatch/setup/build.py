@@ -317,7 +317,7 @@ def _attention(
     if name == "triton":
         return PagedAttention(*sizes, dtype, device, scale=scale, soft_cap=soft_cap)
     if name == "flashinfer":
-        return FlashInferAttention(*sizes, dtype, device, kv_dtype, scale=scale, soft_cap=soft_cap)
+        return FlashInferAttention(*sizes, dtype, device, kv_dtype, scale=scale)
     if name == "torch":
         return TorchAttention(*sizes, device, scale=scale, soft_cap=soft_cap)
     assert_never(name)
