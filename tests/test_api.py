@@ -103,7 +103,7 @@ def test_lines_are_those_of_a_result_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def thawed_heap() -> Iterator[None]:
-    """As in a program of a user. The tests after it are a tenth faster with a frozen one."""
+    """Thaw the heap, as it is in a user's program. The tests after this one are a tenth faster with a frozen heap."""
     gc.unfreeze()
     yield
     gc.collect()

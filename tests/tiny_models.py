@@ -149,7 +149,7 @@ def paged_of(config: ModelConfig, device: torch.device = CPU) -> PagedAttention:
 
 
 AttentionOf = Callable[[ModelConfig, torch.device], AttentionBackend]
-Backend = Callable[..., AttentionBackend]  # of the three sizes, the dtype, the device and `score_traits`
+Backend = Callable[..., AttentionBackend]  # takes the three sizes, the dtype, the device and `score_traits`
 
 
 def tiny_decoder(
