@@ -132,8 +132,8 @@ def test_costs_by_part_and_batch_size() -> None:
     lines = [line.split() for line in out.getvalue().splitlines()[2:]]
     verify, draft = [line for line in lines if line[0] == "verify"], [line for line in lines if line[0] == "draft_step"]
     assert [line[:2] for line in verify] == [["verify", "1"], ["verify", "2"]]
-    assert verify[0][2:] == ["2:1.000", "3:1.500", "4:3.000(-33.3%)"]
-    assert verify[1][2:] == ["2:2.000", "4:1.000(+100.0%)"]
+    assert verify[0][2:] == ["2:1.000", "3:1.500(-16.7%)", "4:3.000(-33.3%)"]
+    assert verify[1][2:] == ["2:2.000(-25.0%)", "4:1.000(+100.0%)"]
     assert draft == [["draft_step", "1", "1:1.000(-50.0%)", "2:0.000(fitted:0.500)"]]
 
 
