@@ -43,7 +43,7 @@ from specbatch.setup.memory import GIB, available_memory, sizes_to_try
 from specbatch.setup.resolve import AttentionName, ResolvedRun
 from specbatch.setup.round_parts import RoundParts
 from specbatch.setup.sizing import CardBudget, Sized, measured, planned
-from specbatch.setup.trial import Trials
+from specbatch.setup.trial import TrialRunner
 from specbatch.types import BatchEngine
 
 
@@ -235,7 +235,7 @@ def _measured(
     given = run.config.engine.kv_cache_tokens
     budget = CardBudget(available, run.cache, run.rows, given, engine.memory_fraction, sizes, group)
     whole_prompts = engine.prompt_graphs in ("whole", "both")
-    trials = Trials(rounds, run.cache.capacity, engine.graphs, whole_prompts, pieces, shrinks=group is None)
+    trials = TrialRunner(rounds, run.cache.capacity, engine.graphs, whole_prompts, pieces, shrinks=group is None)
     return measured(trials, budget, run.notes.append)
 
 

@@ -28,24 +28,30 @@ from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenize
 from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
-from specbatch.setup.cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
+from specbatch.setup.cache import (
+    DEFAULT_BATCH,
+    KV_DTYPE_NAMES,
+    CacheRequest,
+    check_flashinfer,
+    resolve_cache,
+    resolve_kv_dtype,
+    with_default_batch,
+)
 from specbatch.setup.cascade import resolve_cascade
-from specbatch.setup.data import note_on_prompts, runs_prompts_as_chat
 from specbatch.setup.deterministic import bits_depend_on, check_deterministic, check_kv_dtype
 from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
-from specbatch.setup.kv_dtype import KV_DTYPE_NAMES, check_flashinfer, resolve_kv_dtype
 from specbatch.setup.lanes import Job as LaneJob
 from specbatch.setup.lanes import Mode as LaneMode
 from specbatch.setup.lanes import lane_limits, resolve_mode
 from specbatch.setup.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
 from specbatch.setup.model import (
+    part_of_a_rank,
     quantization_name,
     quantization_of_draft,
     resolve_quantization,
     saved_bytes,
 )
 from specbatch.setup.prefill import resolve_prompt_graphs
-from specbatch.setup.ranks.limits import part_of_a_rank
 from specbatch.setup.sampling import resolve_sampling
 from specbatch.setup.speculation import (
     Speculation,
@@ -55,6 +61,7 @@ from specbatch.setup.speculation import (
     low_acceptance,
     resolve_speculation,
 )
+from specbatch.text.chat_template import note_on_prompts, runs_prompts_as_chat
 
 
 @dataclass(frozen=True)

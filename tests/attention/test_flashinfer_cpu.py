@@ -16,7 +16,7 @@ from specbatch.config import Config, EngineSection
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.config import ModelConfig
-from specbatch.setup.kv_dtype import check_flashinfer
+from specbatch.setup.cache import check_flashinfer
 from specbatch.setup.speculation import check_mask_size
 from specbatch.types import SamplingParams
 from tests import fake_flashinfer

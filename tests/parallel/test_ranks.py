@@ -192,7 +192,7 @@ def test_where_a_gpu_waits_for_a_killed_rank_the_process_ends_without_it(
 def test_a_process_that_ends_without_its_gpu_frees_nothing() -> None:
     code = """
 import sys, time
-from specbatch.setup.ranks.stuck_gpu import end_without_gpu
+from specbatch.setup.ranks.process import end_without_gpu
 from specbatch.errors import SpecbatchError
 
 class Waits:

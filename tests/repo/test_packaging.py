@@ -59,7 +59,9 @@ def test_the_package_holds_its_data_files(project: dict[str, Any]) -> None:
     whole = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = whole["tool"]["setuptools"]["package-data"]["specbatch"]
     held = {path for pattern in patterns for path in (ROOT / "specbatch").glob(pattern)}
-    found = {path for path in (ROOT / "specbatch").rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    found = {
+        path for path in (ROOT / "specbatch").rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
     assert found - held == set()
 
 
