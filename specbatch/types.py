@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import FieldError, shown
@@ -14,9 +14,6 @@ from specbatch.logprobs import TokenLogprobs
 from specbatch.matcher import GrammarMatcher
 from specbatch.options.option import SEED, Range, option
 from specbatch.schemas.response_format import read_response_format
-
-if TYPE_CHECKING:
-    pass
 
 
 class FinishReason(StrEnum):

@@ -11,9 +11,8 @@ from typing import Any
 from specbatch.config import ClusterSection, Config
 from specbatch.errors import ConfigError
 from specbatch.job.worker import Worker
-from specbatch.scaleout.needs import WorkerNeeds
 from specbatch.scaleout.pool import Pool
-from specbatch.scaleout.transport import Event, Transport, WorkerId
+from specbatch.scaleout.transport import Event, Transport, WorkerId, WorkerNeeds
 from specbatch.scaleout.worker import MakeWorker
 from specbatch.scaleout.worker_manager import PoolLimits
 
