@@ -90,8 +90,8 @@ class Engines:
 
     def _resolve(self, config: Config) -> Any:
         wanted = config_to_dict(config)
-        if config.engine.cascade_attention != "auto":  # which decides by this number
-            wanted["engine"] = wanted["engine"] | {"shared_tokens": None}
+        if config.engine.cascade_attention == "auto":  # which decides by this number
+            wanted["shared_tokens"] = config.engine.shared_tokens
         if self._wanted != wanted:
             self.forget()
             self._run = resolve(config)
@@ -175,7 +175,7 @@ def run(rows: Rows, config: Config, engines: Engines) -> dict[str, Any]:
         "joules": session["joules"],
         "failed": outcome.report["rows"]["failed"],
         "ready_seconds": round(engines.ready_seconds, 1) if engines.ready_seconds != ready else 0.0,
-        **{name: used[name] for name in ("max_batch_size", "cascade_attention", "shared_tokens")},
+        **{name: used[name] for name in ("max_batch_size", "cascade_attention")},
         "device": device_name(used["device"]),
     }
 

@@ -36,7 +36,7 @@ def open_pool(config: Config, new_worker: Callable[[], Worker], log: Callable[[s
     cores = num_cores()
     check_section(section, config.engine.device, cores)
     transport = _Deferred(lambda: _open_transport(config, new_worker, cores, log))
-    limits = PoolLimits(section.slice_seconds, section.max_deaths, section.stuck_seconds, section.start_seconds)
+    limits = PoolLimits(section.max_deaths, section.stuck_seconds, section.start_seconds)
     return Pool(transport, section.workers, limits, log=log)
 
 

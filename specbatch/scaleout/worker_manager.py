@@ -26,10 +26,10 @@ _KEPT = "finished rows are kept, and the same command continues"
 
 @dataclass(frozen=True)
 class PoolLimits:
-    slice_seconds: float = 0.25  # time that a worker runs in an exchange
     max_deaths: int = 5  # deaths of a member after which it gets another worker
     stuck_seconds: float = 300.0  # longest wait for the answer to an exchange; then the worker is killed
     start_seconds: float = 3600.0  # longest wait for each answer before that; then the worker is not used
+    slice_seconds: float = 0.25  # time that a worker runs in an exchange
 
 
 @dataclass(slots=True, eq=False)
