@@ -212,7 +212,7 @@ class Request:
     check_stop: StopCheck | None = None  # None: no stop strings
     bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
     matcher: GrammarMatcher | None = None  # of this request alone; None: any text
-    matcher_spec: Any = None  # a `grammar.spec.MatcherSpec`, of which other ranks make the same matcher
+    matcher_spec: Any = None  # a `grammar.compiler.MatcherSpec`, of which other ranks make the same matcher
 
 
 class Margin(NamedTuple):

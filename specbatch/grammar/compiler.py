@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ from specbatch.errors import RowError
 from specbatch.grammar.constraint import MAX_CHARS, ONE_LINE, Constraint
 from specbatch.grammar.deep_thread import Abandoned, DeepThread
 from specbatch.grammar.matcher import DEAD_END, Matcher, Threads, first_words
+from specbatch.grammar.reasoning import AfterReasoning, Reasoning
+from specbatch.matcher import GrammarMatcher
 
 # Of what is compiled. Choices become a regex in which a character can have eight. Others can be deep, see `DeepThread`.
 _MAX_CHARS = {"regex": 8 * MAX_CHARS, "json_schema": MAX_CHARS, "grammar": MAX_CHARS}
@@ -195,3 +198,17 @@ def _refused(constraint: Constraint, problem: str) -> RowError:
     # Of a long error the first lines say what is wrong; the others repeat the grammar. That of a regex is the reverse.
     problem = problem.rsplit("\nerror: ", 1)[-1].split("\n", 1)[0] if constraint.kind == "regex" else problem
     return RowError("invalid_value", f"{constraint.option} cannot be used: {first_words(problem)}")
+
+
+@dataclass(frozen=True, slots=True)
+class MatcherSpec:
+    """The specification of a matcher. It is small, and other processes can make the same matcher from it. `reasoning`:
+    the tokens of the reasoning before the constraint's text; None: there is no reasoning."""
+
+    constraint: Constraint
+    reasoning: Reasoning | None = None
+
+    def make(self, compiler: GrammarCompiler) -> GrammarMatcher:
+        """Make a matcher at the beginning of an output. It raises RowError for a constraint that cannot be compiled."""
+        answer = compiler.matcher(self.constraint)
+        return answer if self.reasoning is None else AfterReasoning(answer, *self.reasoning)

@@ -8,10 +8,9 @@ from typing import Any
 
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, FieldError, RowError
-from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.compiler import GrammarCompiler, MatcherSpec
 from specbatch.grammar.constraint import Constraint, constraint_of
 from specbatch.grammar.reasoning import Reasoning
-from specbatch.grammar.spec import MatcherSpec
 from specbatch.grammar.tool_calls import arguments_schema, calls_of
 from specbatch.matcher import GrammarMatcher
 from specbatch.rows.chat_fields import NO_CHAT_FIELDS, ChatFields

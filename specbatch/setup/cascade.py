@@ -32,7 +32,7 @@ def resolve_cascade(
         return None
     if section.shared_tokens is None:
         notes.append(
-            "engine.cascade_attention: off (it is not known whether prompts begin alike: this input cannot be read twice)"
+            "engine.cascade_attention: off (it is not known whether prompts begin alike: the input cannot be read twice)"
         )
         return None
     shared = section.shared_tokens

@@ -22,10 +22,9 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, ModelError, SpecbatchError
-from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.compiler import GrammarCompiler, MatcherSpec
 from specbatch.grammar.constraint import Constraint
 from specbatch.grammar.reasoning import Reasoning
-from specbatch.grammar.spec import MatcherSpec
 from specbatch.setup.build import build_engine
 from specbatch.setup.ranks import ranked_engine as ranks
 from specbatch.setup.ranks.process import open_group, run_rank
