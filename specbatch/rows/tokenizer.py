@@ -17,8 +17,9 @@ from specbatch.rows.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.rows.choice_scoring import FIELD as SCORE_CHOICES
 from specbatch.rows.choice_scoring import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.rows.row import Doubt, Row
+from specbatch.setup.sampling import runs_prompts_as_chat
 from specbatch.text.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, thinking_after
-from specbatch.text.chat_template import ChatTemplate, runs_prompts_as_chat
+from specbatch.text.chat_template import ChatTemplate
 from specbatch.text.stop_strings import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
 from specbatch.text.token_pieces import TokenPieces
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck, check_unicode

@@ -52,7 +52,7 @@ from specbatch.setup.model import (
     saved_bytes,
 )
 from specbatch.setup.prefill import resolve_prompt_graphs
-from specbatch.setup.sampling import resolve_sampling
+from specbatch.setup.sampling import note_on_prompts, resolve_sampling, runs_prompts_as_chat
 from specbatch.setup.speculation import (
     Speculation,
     check_device_shape,
@@ -61,7 +61,6 @@ from specbatch.setup.speculation import (
     low_acceptance,
     resolve_speculation,
 )
-from specbatch.text.chat_template import note_on_prompts, runs_prompts_as_chat
 
 
 @dataclass(frozen=True)

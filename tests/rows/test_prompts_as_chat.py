@@ -10,7 +10,7 @@ from specbatch.config import DataSection
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
 from specbatch.setup.resolve import resolve
-from specbatch.text.chat_template import runs_prompts_as_chat
+from specbatch.setup.sampling import runs_prompts_as_chat
 
 TINY = ["model.target=random:tiny", "engine.device=cpu", "speculation.method=none"]
 
