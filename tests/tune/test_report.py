@@ -19,7 +19,7 @@ from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import TuningError
 from specbatch.tune.costs import CostModel, Measurement
-from specbatch.tune.plots import Caption, plot_acceptance, plot_comparisons, plot_throughput
+from specbatch.tune.plots import plot_acceptance, plot_comparisons, plot_throughput
 from specbatch.tune.replay import Replayer
 from specbatch.tune.report import (
     Comparison,
@@ -39,7 +39,7 @@ from tests.tune.test_search import LADDER, LIMITS, SPACE, costs, found, profile_
 
 NEURAL = ByBatch((4, 32, 64), (DraftShape(5, 2, 9), DraftShape(2, 1, 3), None))
 NGRAM = ByBatch((8, 64), (DraftShape.ngram(9, 1, 4), None))
-CAPTION = Caption("a model, its draft", "a device")
+CAPTION = "a model, its draft, on a device"
 LIVE = [Comparison("3/1/4", 100.0, 98.0, 95.0, 101.0), Comparison("plain", 20.0, 21.0, 21.0, 21.0)]
 
 
