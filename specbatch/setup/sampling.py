@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specbatch.config import OF_GENERATION_CONFIG, Config, DataSection, sampling_value
 from specbatch.errors import ConfigError, FieldError, ModelError, shown
 from specbatch.models.checks import first_names, flag, is_one_of
-from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.types import SamplingParams
+
+if TYPE_CHECKING:  # commands find mistakes in their input before they import torch
+    from specbatch.models.formats.checkpoint import Checkpoint
 
 _FILE = "generation_config.json"
 _HINT = "--set model.generation_config=none runs without the sampling options of the model"
