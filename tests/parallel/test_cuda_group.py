@@ -36,8 +36,8 @@ from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_
 from specbatch.parallel.cuda import CudaGroup, named_group
 from specbatch.parallel.group import Group, Norm
 from specbatch.parallel.multicast import disable_multicast
+from specbatch.setup.engine import resolve_prompt_graphs
 from specbatch.setup.model import part_of_a_rank
-from specbatch.setup.prefill import resolve_prompt_graphs
 from specbatch.setup.ranks.ranked_engine import OtherRanks, RankedEngine
 from specbatch.types import SamplingParams
 from tests.coins import plain_logits
