@@ -28,7 +28,7 @@ from specbatch.files.urls import url_of
 from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.crash_retry import died
 from specbatch.job.failures import MaxFailed
-from specbatch.job.first_day import with_first_day
+from specbatch.job.output import with_first_day
 from specbatch.job.pool import WorkerPool
 from specbatch.job.runner import failed_row
 from specbatch.rows.memory_rows import raw_rows

@@ -189,14 +189,9 @@ class EngineSection:
         "`on`: several requests share a cached beginning, and a round reads it once, not once for each of them. It "
         "needs `engine.attention: triton` and `engine.prefix_cache`, and runs neither with `engine.deterministic` nor "
         "with `engine.two_batch_overlap: on`. Layers with a sliding window do not share. `auto`: on where "
-        "prompts begin alike (`shared_tokens`) and a model of costs says that reading once is faster; off on a CPU.",
+        "the first rows begin alike and a model of costs says that reading once is faster; off on a CPU, and where the "
+        "input cannot be read twice.",
         read=read_switch,
-    )
-    shared_tokens: int | None = option(
-        None,
-        "Number of tokens with which prompts begin alike, on average. null: counted in the first rows, where the input "
-        "can be read twice. Only `cascade_attention: auto` reads it.",
-        AT_LEAST_0,
     )
     prefill_chunk_tokens: int | None = option(
         None,
@@ -229,6 +224,8 @@ class EngineSection:
         "resume with others is refused.",
     )
     seed: int = option(0, "Seeds all sampling. Each row draws from its own stream of random numbers.", SEED)
+    # Number of tokens with which prompts begin alike, as the job has counted them; None: not counted.
+    shared_tokens: int | None = field(default=None, metadata={"in_file": False})
 
 
 @dataclass(frozen=True)
@@ -361,9 +358,6 @@ class ClusterSection:
         "CPU cores that Ray reserves for a worker, and its number of threads. null: the workers of a host share its "
         "cores.",
         AT_LEAST_1,
-    )
-    slice_seconds: float = option(
-        0.25, "How long a worker computes before it returns finished rows and takes new ones.", ABOVE_0
     )
     max_deaths: int = option(5, "How often a worker is replaced after its process or its host has died.", AT_LEAST_0)
     stuck_seconds: float = option(300.0, "A worker that has not answered for this time is ended and replaced.", ABOVE_0)

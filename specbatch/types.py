@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import FieldError, shown
@@ -14,9 +14,6 @@ from specbatch.logprobs import TokenLogprobs
 from specbatch.matcher import GrammarMatcher
 from specbatch.options.option import SEED, Range, option
 from specbatch.schemas.response_format import read_response_format
-
-if TYPE_CHECKING:
-    pass
 
 
 class FinishReason(StrEnum):
@@ -215,7 +212,7 @@ class Request:
     check_stop: StopCheck | None = None  # None: no stop strings
     bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
     matcher: GrammarMatcher | None = None  # the matcher, which no other request has; None: any text
-    matcher_spec: Any = None  # a `grammar.spec.MatcherSpec`, from which other ranks make the same matcher
+    matcher_spec: Any = None  # a `grammar.compiler.MatcherSpec`, from which other ranks make the same matcher
 
 
 class Margin(NamedTuple):

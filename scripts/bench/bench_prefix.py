@@ -1,5 +1,5 @@
-"""A benchmark of files whose prompts begin alike: without sharing, with the prefix cache alone, with the plan of the
-file, and with rounds that read shared pages once.
+"""Files whose prompts begin alike: without sharing, with the prefix cache alone, with the plan of the file, and with
+rounds that read what requests share once.
 
     python scripts/bench/bench_prefix.py [--target random:llama-3-8b] [--method none eagle3:3/1/4@2.5=random:eagle3-32k]
         [--files shared samples] [--modes "prefix cache" plan cascade] [--shorter 2] [--time-limit 150]
@@ -65,7 +65,7 @@ MODES = {
     "cascade": ["engine.cascade_attention=on"],
     "auto": ["engine.cascade_attention=auto"],
 }
-# Counters of an engine since its start, as are its seconds.
+# Of an engine since its start, as its seconds.
 SUMS = ("prompt_tokens", "prefill_tokens", "output_tokens", "preemptions", "late_graphs", "late_graph_seconds")
 PARTS = {"prefill": "prefill_seconds", "decode": "round_seconds"}
 VOCABULARY = 49152
@@ -75,23 +75,23 @@ Encode = Callable[[str], list[int]]
 
 
 class Engines:
-    """A builder of engines that keeps the last one for jobs with the same configuration. Memory is measured when a run
-    is resolved, so the last engine is freed before that."""
+    """Builds engines, and keeps the last one for jobs that want the same. Memory is measured when a run is resolved, so
+    the last engine is gone before that."""
 
     def __init__(self) -> None:
         self._wanted: dict[str, Any] | None = None
         self._run: Any = None
         self._engine: Any = None
         self.ready_seconds = 0.0
-        self.sums: dict[str, float] = {}  # the counters of the kept engine when the last job ended
+        self.sums: dict[str, float] = {}  # of the kept engine, when the last job ended
 
     def runtime(self) -> Runtime:
         return Runtime(self._resolve, self._build, model_paths)
 
     def _resolve(self, config: Config) -> Any:
         wanted = config_to_dict(config)
-        if config.engine.cascade_attention != "auto":  # only auto reads this number
-            wanted["engine"] = wanted["engine"] | {"shared_tokens": None}
+        if config.engine.cascade_attention == "auto":  # which decides by this number
+            wanted["shared_tokens"] = config.engine.shared_tokens
         if self._wanted != wanted:
             self.forget()
             self._run = resolve(config)
@@ -148,7 +148,7 @@ def main() -> None:
         line["at"] = round(time.perf_counter() - began, 1)
         lines.append(line)
         print(json.dumps(line), flush=True)
-        if args.output is not None:  # written each time, so that a run that is cut off loses nothing
+        if args.output is not None:  # as far as it got
             args.output.write_text(json.dumps(head | {"runs": lines}, default=str, indent=1) + "\n")
 
 
@@ -175,13 +175,13 @@ def run(rows: Rows, config: Config, engines: Engines) -> dict[str, Any]:
         "joules": session["joules"],
         "failed": outcome.report["rows"]["failed"],
         "ready_seconds": round(engines.ready_seconds, 1) if engines.ready_seconds != ready else 0.0,
-        **{name: used[name] for name in ("max_batch_size", "cascade_attention", "shared_tokens")},
+        **{name: used[name] for name in ("max_batch_size", "cascade_attention")},
         "device": device_name(used["device"]),
     }
 
 
 def method_sets(method: str) -> list[str]:
-    """Return the options of a method, in the syntax of `bench.py`."""
+    """As `bench.py` reads it."""
     method, _, draft = method.partition("=")
     method, _, acceptance = method.partition("@")
     name, _, shape = method.partition(":")
@@ -239,7 +239,7 @@ def row(prompt: list[int], **fields: Any) -> dict[str, Any]:
 
 
 def varied(rows: Rows, number: int, shorter: int) -> Rows:
-    """Return the same rows with other token ids, and fewer output tokens."""
+    """The same rows with other token ids, and fewer tokens out."""
     return [
         one
         | {

@@ -43,8 +43,8 @@ from specbatch.files.local import disk_errors
 from specbatch.files.template_files import with_template_texts
 from specbatch.models.eagle_config import eagle_config, expected_eagle_tensors
 from specbatch.rows.tokenizer import TextProcessor
-from specbatch.setup.data import has_chat_template
 from specbatch.setup.resolve import ResolvedRun, resolve
+from specbatch.setup.sampling import has_chat_template
 
 SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
 STAGES = ("answers", "training", "evaluation")

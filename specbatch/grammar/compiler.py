@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ from specbatch.errors import RowError
 from specbatch.grammar.constraint import MAX_CHARS, ONE_LINE, Constraint
 from specbatch.grammar.deep_thread import Abandoned, DeepThread
 from specbatch.grammar.matcher import DEAD_END, Matcher, Threads, first_words
+from specbatch.grammar.reasoning import AfterReasoning, Reasoning
+from specbatch.matcher import GrammarMatcher
 
 # Limits of the compiled text. Choices become a regex, in which a character can take eight characters. Schemas and
 # grammars can be deeply nested, see `DeepThread`.
@@ -203,3 +206,17 @@ def _refused(constraint: Constraint, problem: str) -> RowError:
     # in its last lines.
     problem = problem.rsplit("\nerror: ", 1)[-1].split("\n", 1)[0] if constraint.kind == "regex" else problem
     return RowError("invalid_value", f"{constraint.option} cannot be used: {first_words(problem)}")
+
+
+@dataclass(frozen=True, slots=True)
+class MatcherSpec:
+    """The specification of a matcher. It is small, and other processes can make the same matcher from it. `reasoning`:
+    the tokens of the reasoning before the constraint's text; None: there is no reasoning."""
+
+    constraint: Constraint
+    reasoning: Reasoning | None = None
+
+    def make(self, compiler: GrammarCompiler) -> GrammarMatcher:
+        """Make a matcher at the beginning of an output. It raises RowError for a constraint that cannot be compiled."""
+        answer = compiler.matcher(self.constraint)
+        return answer if self.reasoning is None else AfterReasoning(answer, *self.reasoning)

@@ -8,8 +8,7 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from specbatch.errors import FieldError, shown
-from specbatch.grammar.constraint import ONE_LINE, Constraint
-from specbatch.grammar.formats import with_exact_formats
+from specbatch.grammar.constraint import ONE_LINE, Constraint, with_exact_formats
 from specbatch.schemas.closed_schema import closed
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"

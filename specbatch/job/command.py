@@ -24,9 +24,8 @@ from specbatch.files.template_files import with_template_texts
 from specbatch.files.urls import url_of
 from specbatch.job.crash_retry import count_crash
 from specbatch.job.failures import FailureWatch, MaxFailed
-from specbatch.job.first_day import with_first_day
 from specbatch.job.generate import FileJob
-from specbatch.job.output import already_finished, checked_output, is_finished, verdict
+from specbatch.job.output import already_finished, checked_output, is_finished, verdict, with_first_day
 from specbatch.job.plan import RowPlan, has_grammars, with_shared_tokens
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress

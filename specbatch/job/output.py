@@ -1,14 +1,18 @@
-"""The output of a command that writes results: where it is, and whether it is finished already."""
+"""The output of a command that writes results: where it is, whether it is finished already, and the
+day that its chat templates print."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from specbatch.config import Config
 from specbatch.errors import InputError
 from specbatch.files.jsonl import encode_line
 from specbatch.files.local import file_facts
@@ -27,6 +31,7 @@ from specbatch.files.paths import (
 from specbatch.files.result_files import is_packed
 from specbatch.job.terminal import print_notes
 from specbatch.results.fingerprint import ModelRecord, differences
+from specbatch.results.partial import read_header
 
 OK, SOME_FAILED = 0, 1  # exit codes
 _OR_OVERWRITE = f"--overwrite replaces it; {ELSEWHERE}"
@@ -115,3 +120,24 @@ def _check_existing(output: Path, unfinished: bool) -> None:
                 f"{output} was not written by specbatch, so the output cannot be written there",
                 "move it away, and run the same command again: finished rows are kept",
             )
+
+
+def with_first_day(config: Config, today: date, output: Path | None = None) -> Config:
+    """Return `config` with the day that all workers of the job print, if it names none: the first day of the job, which
+    later sessions read in its files. `output`: of a job that can have started before; None: it starts now."""
+    if config.data.chat_template_date is not None:
+        return config
+    recorded = None if output is None else _recorded_job(output).get("data.chat_template_date")
+    return replace(config, data=replace(config.data, chat_template_date=recorded or today.isoformat()))
+
+
+def _recorded_job(output: Path) -> Mapping[str, Any]:
+    """Read the identity of the job from the files of `output`. It is empty if there are no files, or if they are
+    damaged."""
+    partial = partial_path(output)
+    if not partial.exists():
+        report = read_stats(stats_path_of(output)) if output.exists() else None
+        return {} if report is None else report["job"]
+    with partial.open("rb") as file:
+        header = file.readline()
+    return (read_header(header, str(partial)) if header.endswith(b"\n") else None) or {}

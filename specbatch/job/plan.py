@@ -226,12 +226,15 @@ class RowPlan:
 
 
 def with_shared_tokens(config: Config, source: Source, parser: RowParser) -> Config:
-    """`engine.shared_tokens`, where it decides something and was left open, is counted in the first rows of an input
-    that can be read twice."""
+    """Return `config` with the tokens that prompts share, counted in the first rows of an input that can be read twice,
+    where they decide something."""
     section = config.engine
-    if section.cascade_attention != "auto" or section.shared_tokens is not None:
-        return config
-    if source.reopen is None or section.device == "cpu" or not section.prefix_cache:
+    if (
+        section.cascade_attention != "auto"
+        or source.reopen is None
+        or section.device == "cpu"
+        or not section.prefix_cache
+    ):
         return config
     found = [(prefix_of(_content(row)), row.num_requests) for row in _first_rows(source, parser)]
     return replace(config, engine=replace(section, shared_tokens=shared_tokens(found)))

@@ -1,5 +1,4 @@
-"""Plots as inline SVG. Shapes are drawn in a square of 1000 by 1000 that is stretched to the width of the page; labels
-are HTML around it, so that they are readable at every width."""
+"""Plots: what to draw in a square of 1000 by 1000 that the page stretches to its width, and where its labels are."""
 
 from __future__ import annotations
 
@@ -8,10 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specbatch.report.html import text
-
 _MAX_BINS = 36
 _TAIL = 0.99  # share of the rows that the bins before the last one hold
+
+Labels = Sequence[tuple[float, str]]  # positions in 0 .. 1, from below or from the left, and words
 
 
 @dataclass(frozen=True)
@@ -19,6 +18,20 @@ class Bar:
     label: str  # below it; "": none
     value: float
     tip: str
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing with its labels. `name`: for readers who do not see it."""
+
+    name: str
+    x_title: str
+    x: Labels
+    y: Labels
+    bars: Sequence[tuple[str, float, float]] = ()  # tip, left side, height
+    bar_width: float = 0.0
+    path: str = ""  # a line
+    dots: Sequence[tuple[str, float, float]] = ()  # tip, x, y from above
 
 
 def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
@@ -49,40 +62,21 @@ def percent(value: float) -> str:
     return f"{100 * value:.10g}%"
 
 
-def _plot(shapes: str, y: Sequence[tuple[float, str]], x: Sequence[tuple[float, str]], x_title: str, name: str) -> str:
-    """`y`, `x`: positions of the labels in 0 .. 1, from below and from the left."""
-    grid = "".join(f'<path class="grid" d="M0 {1000 * (1 - at):.1f}H1000"/>' for at, _ in y)
-    y_labels = "".join(f'<span style="bottom:{100 * at:.2f}%">{text(label)}</span>' for at, label in y)
-    x_labels = "".join(f'<span style="left:{100 * at:.2f}%">{text(label)}</span>' for at, label in x)
-    return (
-        f'<div class="plot"><div class="y">{y_labels}</div><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" '
-        f'role="img" aria-label="{text(name)}">{grid}{shapes}</svg><div class="x">{x_labels}</div>'
-        f'<div class="axis">{text(x_title)}</div></div>'
+def bars(given: Sequence[Bar], x_title: str, name: str, *, share: bool = False) -> Plot:
+    """`share`: values are shares of 1, shown as percentages."""
+    marks = ticks(0, 1 if share else max((bar.value for bar in given), default=1), 4, whole=not share)
+    width = 1000 / max(len(given), 1)
+    return Plot(
+        name,
+        x_title,
+        x=[((i + 0.5) / len(given), bar.label) for i, bar in enumerate(given) if bar.label],
+        y=[(mark / marks[-1], percent(mark) if share else number(mark)) for mark in marks],
+        bars=[(bar.tip, i * width, 1000 * bar.value / marks[-1]) for i, bar in enumerate(given)],
+        bar_width=width,
     )
 
 
-def bars(given: Sequence[Bar], x_title: str, name: str, *, share: bool = False) -> str:
-    """Draw a bar chart. `share`: values are shares of 1, shown as percentages."""
-    marks = ticks(0, 1 if share else max((bar.value for bar in given), default=1), 4, whole=not share)
-    top = marks[-1]
-    width = 1000 / max(len(given), 1)
-    gap = min(width * 0.15, 12)
-    shapes = []
-    for i, bar in enumerate(given):
-        height = 1000 * bar.value / top
-        tip = f"<title>{text(bar.tip)}</title>"
-        left, inner = i * width, width - gap
-        shapes.append(
-            f'<g>{tip}<rect class="hit" x="{left:.2f}" y="0" width="{width:.2f}" height="1000"/>'
-            f'<rect class="bar" x="{left + gap / 2:.2f}" y="{1000 - height:.2f}" width="{inner:.2f}" '
-            f'height="{height:.2f}"/></g>'
-        )
-    y = [(mark / top, percent(mark) if share else number(mark)) for mark in marks]
-    x = [((i + 0.5) / len(given), bar.label) for i, bar in enumerate(given) if bar.label]
-    return _plot("".join(shapes), y, x, x_title, name)
-
-
-def histogram(counts: Counter[int], x_title: str, name: str) -> str:
+def histogram(counts: Counter[int], x_title: str, name: str) -> Plot:
     """Draw a histogram of whole numbers. The last bar holds the longest 1%, if these go far beyond the others."""
     total = counts.total()
     low, high = min(counts), max(counts)
@@ -117,53 +111,32 @@ def line(
     floor: float,
     x_title: str,
     name: str,
-    *,
-    share: bool = False,
-) -> str:
+) -> Plot:
     """A line through (x, y); y None interrupts it. `floor`: the lowest y of the axis."""
-    known = [y for _, y in points if y is not None]
-    marks = ticks(floor, max([*known, floor + 1e-9]), 4)
-    top = marks[-1]
+    marks = ticks(floor, max([*(y for _, y in points if y is not None), floor + 1e-9]), 4)
+    low, width = x_range[0], x_range[1] - x_range[0] or 1
     parts, drawing = [], False
     for x, y in points:
-        if y is None:
-            drawing = False
-            continue
-        at = (x - x_range[0]) / (x_range[1] - x_range[0] or 1)
-        parts.append(f"{'L' if drawing else 'M'}{1000 * at:.1f} {1000 * (1 - (y - floor) / (top - floor)):.1f}")
-        if not drawing:
-            parts.append("h0.01")  # a single point is visible, too
-        drawing = True
-    y_labels = [((mark - floor) / (top - floor), percent(mark) if share else number(mark)) for mark in marks]
-    return _plot(f'<path class="line" d="{"".join(parts)}"/>', y_labels, _x_labels(*x_range), x_title, name)
+        if y is not None:
+            at = f"{1000 * (x - low) / width:.1f} {1000 * (1 - _height(y, marks)):.1f}"
+            parts.append(f"L{at}" if drawing else f"M{at}h0.01")  # a single point is visible, too
+        drawing = y is not None
+    x_labels = [((mark - low) / width, number(mark)) for mark in ticks(*x_range, whole=True) if mark <= x_range[1]]
+    return Plot(name, x_title, x_labels, _heights(marks), path="".join(parts))
 
 
-def scatter(points: Sequence[tuple[float, float, str]], floor: float, x_title: str, name: str) -> str:
-    """Draw points (x, y, tip) as dots, with x from 0."""
+def scatter(points: Sequence[tuple[float, float, str]], floor: float, x_title: str, name: str) -> Plot:
+    """(x, y, tip) as dots, with x from 0."""
     x_marks = ticks(0, max((x for x, _, _ in points), default=1), whole=True)
     y_marks = ticks(floor, max([y for _, y, _ in points] + [floor + 1e-9]), 4)
-    right, top = x_marks[-1], y_marks[-1]
-    dots = "".join(
-        f'<path class="dot" d="M{1000 * x / right:.1f} {1000 * (1 - (y - floor) / (top - floor)):.1f}h0.01">'
-        f"<title>{text(tip)}</title></path>"
-        for x, y, tip in points
-    )
-    y_labels = [((mark - floor) / (top - floor), number(mark)) for mark in y_marks]
-    return _plot(dots, y_labels, [(mark / right, number(mark)) for mark in x_marks], x_title, name)
+    dots = [(tip, 1000 * x / x_marks[-1], 1000 * (1 - _height(y, y_marks))) for x, y, tip in points]
+    return Plot(name, x_title, [(mark / x_marks[-1], number(mark)) for mark in x_marks], _heights(y_marks), dots=dots)
 
 
-def _x_labels(low: float, high: float) -> list[tuple[float, str]]:
-    marks = [mark for mark in ticks(low, high, whole=True) if mark <= high]
-    return [((mark - low) / (high - low or 1), number(mark)) for mark in marks]
+def _height(value: float, marks: Sequence[float]) -> float:
+    """Return where a value is between the lowest mark, 0, and the highest, 1."""
+    return (value - marks[0]) / (marks[-1] - marks[0])
 
 
-def shares(parts: Sequence[tuple[str, float, str]]) -> str:
-    """Horizontal bars: (name, value, value in words). Each is a share of the largest one."""
-    most = max((value for _, value, _ in parts), default=0) or 1
-    rows = "".join(
-        f'<div class="label">{text(name)}</div>'
-        f'<div class="track"><div style="width:{100 * value / most:.2f}%"></div></div>'
-        f'<div class="amount">{text(words)}</div>'
-        for name, value, words in parts
-    )
-    return f'<div class="shares">{rows}</div>'
+def _heights(marks: Sequence[float]) -> Labels:
+    return [(_height(mark, marks), number(mark)) for mark in marks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
@@ -13,10 +14,12 @@ from specbatch.files.local import write_whole
 from specbatch.files.paths import Written, check_can_write, check_written, output_file, stats_path_of, unless
 from specbatch.job.terminal import print_notes
 from specbatch.report.collect import summarize
-from specbatch.report.linked_runs import eval_section, tune_section
+from specbatch.report.linked_runs import eval_rows, tune_facts
 from specbatch.report.page import MARK, page
 from specbatch.report.prompts import find_prompts
 from specbatch.report.rows import Results
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,14 @@ def write_page(options: ReportOptions, console: Console) -> Path:
         reads["the input"] = options.input
     check_written(files, reads)
     check_can_write(files)
-    sections = _sections([(options.tune, tune_section), (options.evaluation, eval_section)])
+    tuned = _linked(options.tune, tune_facts)
+    evaluated = _linked(options.evaluation, eval_rows)
     summary = summarize(results.rows())
     if not summary.totals.rows and results.damaged:
         raise InputError(f"{results.path} has no result of specbatch", "name the output of `specbatch generate`")
     prompts = find_prompts(results, options.input, summary.shown_indices)
     try:
-        text = page(results, summary, prompts, sections)
+        text = page(results, summary, prompts, tuned, evaluated)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as exc:
         if results.stats is None:
             raise
@@ -59,15 +63,11 @@ def write_page(options: ReportOptions, console: Console) -> Path:
     return output
 
 
-def _sections(given: list[tuple[Path | None, Callable[[Path], str]]]) -> list[str]:
-    found = []
-    for path, make in given:
-        if path is not None:
-            try:
-                found.append(make(path))
-            except (LookupError, TypeError, AttributeError, ValueError) as exc:
-                raise InputError(f"{path} is a report of another version of specbatch: {exc!r}") from exc
-    return found
+def _linked(path: Path | None, read: Callable[[Path], T]) -> T | None:
+    try:
+        return None if path is None else read(path)
+    except (LookupError, TypeError, AttributeError, ValueError) as exc:
+        raise InputError(f"{path} is a report of another version of specbatch: {exc!r}") from exc
 
 
 def _default_output(results: Path) -> Path:

@@ -1,53 +1,71 @@
-"""The page: its sections, from the summary of the rows and the statistics of the job."""
+"""The page: the facts that its template shows, from the summary of the rows and the statistics of the job."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from importlib import resources
+import re
+from collections import Counter
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
+
+import jinja2
 
 import specbatch
 from specbatch.errors import without_secrets
 from specbatch.job.progress import duration
-from specbatch.report import charts, samples
+from specbatch.report import charts
 from specbatch.report.collect import Summary
-from specbatch.report.html import clipped, facts, figure, figures, paragraph, section, table, text, tiles
-from specbatch.report.rows import Results
+from specbatch.report.rows import Results, Row
 
 MARK = '<meta name="generator" content="specbatch report">'
-# Nothing is loaded from anywhere, and no script runs.
+_NOT_IN_HTML = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 _MAX_MESSAGE = 500  # characters
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_MAX_CHARS = 6_000  # characters of a text
+_MAX_BEGIN = 90  # characters of the beginning in a list
 
 
-def page(results: Results, summary: Summary, prompts: Mapping[int, str] | None, others: Sequence[str]) -> str:
-    """Make the page. `prompts`: see `samples`. `others`: sections about tune and eval, see `linked_runs`."""
-    stats: Mapping[str, Any] = results.stats or {}
-    parts = [
-        _overview(results, summary, stats),
-        _acceptance(results, summary),
-        _lengths(summary),
-        _endings(results, summary, stats),
-        samples.longest_rows(summary),
-        samples.samples(summary, prompts),
-        *others,
-        _made_by(results, stats),
-    ]
-    css = resources.files("specbatch.report").joinpath("page.css").read_text(encoding="utf-8")
-    title = text(results.path.name)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{MARK}\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>\n{css}</style></head><body>\n"
-        + "\n".join(filter(None, parts))
-        + "\n</body></html>\n"
+def number(value: float | None, form: str = ",") -> str:
+    return "" if value is None else format(value, form)
+
+
+def page(
+    results: Results,
+    summary: Summary,
+    prompts: Mapping[int, str] | None,
+    tuned: Mapping[str, Any] | None = None,
+    evaluated: Any = None,
+) -> str:
+    """`prompts`: [index] = a row's prompt; None: the input was not found. `tuned`, `evaluated`: see `linked_runs`."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("specbatch.report", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
+    environment.filters["form"] = number
+    stats: Mapping[str, Any] = results.stats or {}
+    totals, asked = summary.totals, prompts or {}
+    written = environment.get_template("page.html").render(
+        mark=MARK,
+        title=results.path.name,
+        is_finished=results.is_finished,
+        ok=totals.ok,
+        **_overview(results, summary, stats),
+        acceptance=_acceptance(results, summary),
+        answers=_histogram(summary.completion_lengths, "output tokens"),
+        prompts=_histogram(summary.prompt_lengths, "prompt tokens"),
+        **_endings(results, summary, stats),
+        longest=[_longest(row) for row in summary.longest],
+        has_prompts=prompts is not None,
+        samples=[_sample(row, asked.get(row.index, "")) for row in summary.samples],
+        failed_samples=[_sample(row, asked.get(row.index, "")) for row in summary.failed_samples],
+        tuned=tuned,
+        evaluated=evaluated,
+        **_made_by(results, stats),
+    )
+    return _NOT_IN_HTML.sub("\ufffd", written)
 
 
-def _overview(results: Results, summary: Summary, stats: Mapping[str, Any]) -> str:
+def _overview(results: Results, summary: Summary, stats: Mapping[str, Any]) -> dict[str, Any]:
     totals = summary.totals
     session = stats.get("session") or {}
     models = " with ".join(str(name) for name in stats.get("models", {}).values())
@@ -79,27 +97,19 @@ def _overview(results: Results, summary: Summary, stats: Mapping[str, Any]) -> s
         resumed = session.get("resumed_rows")
         note = f"last session; {resumed:,} rows are older" if resumed else "from start to end"
         shown.append(("Time", duration(session["seconds"]["total"]), note))
-    heads = "".join(f'<p class="warning">{text(words)}</p>' for words in warnings)
-    line = text(" · ".join(str(part) for part in subtitle if part))
-    return f'<h1>{text(results.path.name)}</h1><p class="lead">{line}</p>{heads}{tiles(shown)}'
+    line = " · ".join(str(part) for part in subtitle if part)
+    return {"lead": line, "warnings": warnings, "tiles": shown}
 
 
-def _acceptance(results: Results, summary: Summary) -> str:
+def _acceptance(results: Results, summary: Summary) -> dict[str, Any] | None:
+    """Return the plots of acceptance, or None if no drafts were made."""
     counts = summary.totals.speculation
     if not counts.drafted:
-        return section("Acceptance", paragraph("No drafts were made: every round gives one token."))
+        return None
     at_least = list(accumulate(reversed(counts.histogram[1:])))[::-1]
     by_position = [
         charts.Bar(str(i), rounds / counts.rounds, f"draft {i}: accepted in {rounds:,} of {counts.rounds:,} rounds")
         for i, rounds in enumerate(at_least, 1)
-    ]
-    found = [
-        figure(
-            "Acceptance by position",
-            charts.bars(by_position, "position of the draft in its round", "acceptance by position", share=True),
-            "Each bar is the share of rounds in which the draft at this position was accepted. If the last bars are "
-            "low, deeper drafts would seldom help.",
-        )
     ]
     windows = summary.windows.windows
     starts = [0, *accumulate(window.rows for window in windows)]
@@ -107,77 +117,34 @@ def _acceptance(results: Results, summary: Summary) -> str:
         (start + window.rows / 2, window.committed / window.rounds if window.rounds else None)
         for start, window in zip(starts, windows, strict=False)
     ]
-    found.append(
-        figure(
-            "Acceptance length over the file" if results.is_finished else "Acceptance length over time",
-            charts.line(points, (0, starts[-1]), 1, _order(results), "acceptance length over the file"),
-            "Tokens that a round gives, for groups of rows that follow each other. A drop shows where the rows change "
-            "to a kind that is harder to draft.",
-        )
-    )
-    sampled = summary.points
     dots = [
         (tokens, length, f"row {index:,}: {tokens:,} tokens, {length:.2f} a round")
-        for tokens, length, index in sampled.items
+        for tokens, length, index in summary.points.items
     ]
-    sample = f", from a random sample of {len(dots):,}" if len(dots) < summary.totals.ok else ""
-    found.append(
-        figure(
-            "Acceptance by answer length",
-            charts.scatter(dots, 1, "output tokens of the row", "acceptance length by output tokens"),
-            f"Each dot is a row{sample}. Rows far up gain most from drafts. Long answers far down take most of the "
-            "time.",
-        )
-    )
-    return section("Acceptance", figures(found))
+    position = "position of the draft in its round"
+    return {
+        "by_position": charts.bars(by_position, position, "acceptance by position", share=True),
+        "over_file": charts.line(points, (0, starts[-1]), 1, _order(results), "acceptance length over the file"),
+        "by_length": charts.scatter(dots, 1, "output tokens of the row", "acceptance length by output tokens"),
+        "num_dots": len(dots),
+    }
 
 
 def _order(results: Results) -> str:
     return "rows in the order of the input" if results.is_finished else "rows in the order in which they finished"
 
 
-def _lengths(summary: Summary) -> str:
-    if not summary.totals.ok:
-        return ""
-    answers = charts.histogram(summary.completion_lengths, "output tokens", "output tokens of the rows")
-    prompts = charts.histogram(summary.prompt_lengths, "prompt tokens", "prompt tokens of the rows")
-    how = "The height is the number of rows with this length."
-    end = " A last bar that is high can mean that max_tokens cut many answers."
-    return section(
-        "Lengths",
-        figures([figure("Length of the answers", answers, how + end), figure("Length of the prompts", prompts, how)]),
-    )
+def _histogram(lengths: Counter[int], title: str) -> charts.Plot | None:
+    return charts.histogram(lengths, title, f"{title} of the rows") if lengths else None
 
 
-def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> str:
-    totals, order = summary.totals, _order(results)
+def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> dict[str, Any]:
+    totals, failures = summary.totals, None
     reasons = sorted(totals.finish_reasons.items(), key=lambda item: -item[1])
-    rows = [(name, count, f"{count:,} ({count / totals.rows:.1%})") for name, count in reasons]
-    if totals.failed:
-        rows.append(("error", totals.failed, f"{totals.failed:,} ({totals.failed / totals.rows:.1%})"))
-    found = []
-    if rows:
-        found.append(
-            figure(
-                "How rows ended",
-                charts.shares(rows),
-                "stop: the model ended its answer. length: max_tokens or the end of the context cut it. tool_calls: it "
-                "calls tools. error: the row has no answer.",
-            )
-        )
+    counts = [*reasons, *([("error", totals.failed)] if totals.failed else [])]
     seconds = dict((stats.get("session") or {}).get("seconds") or {})
     if total := seconds.pop("total", 0):
         seconds["other"] = max(total - sum(seconds.values()), 0)
-        found.append(
-            figure(
-                "Where the time went",
-                charts.shares(
-                    [(name, value, f"{duration(value)} ({value / total:.0%})") for name, value in seconds.items()]
-                ),
-                "load: start and weights. prefill: prompts. decode: rounds. input_wait: for rows that were not "
-                "tokenized yet. io: files. Only the last session is counted.",
-            )
-        )
     if totals.failed and totals.ok:
         windows = summary.windows.windows
         starts = [0, *accumulate(window.rows for window in windows)]
@@ -189,32 +156,72 @@ def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> st
             )
             for i, (start, window) in enumerate(zip(starts, windows, strict=False))
         ]
-        found.append(
-            figure(
-                "Failed rows over the file",
-                charts.bars(bars, order, "failed rows over the file"),
-                "The height is the number of failed rows in a group of rows. High bars next to each other show a "
-                "damaged part of the input.",
-            )
-        )
-    parts = [figures(found)]
-    if summary.errors:
-        parts.append("<h3>Errors</h3>")
-        groups = sorted(summary.errors.items(), key=lambda item: -item[1].rows)
-        cells = [
-            [
-                f'<span class="bad">{text(clipped(kind, _MAX_MESSAGE))}</span>',
+        failures = charts.bars(bars, _order(results), "failed rows over the file")
+    return {
+        "endings": [(name, count, f"{count:,} ({count / totals.rows:.1%})") for name, count in counts],
+        "seconds": total and [(name, n, f"{duration(n)} ({n / total:.0%})") for name, n in seconds.items()],
+        "failures": failures,
+        "errors": [
+            (
+                _clipped(kind, _MAX_MESSAGE),
                 f"{group.rows:,}",
-                "<br>".join(text(clipped(message, _MAX_MESSAGE)) for message in group.messages),
-                text(", ".join(f"{index:,}" for index in group.indices) + ", …" * (group.rows > len(group.indices))),
-            ]
-            for kind, group in groups
-        ]
-        parts.append(table(["code", "rows", "messages, the first that differ", "index"], cells, numbers=[1], wide=[2]))
-    return section("Endings and errors", *parts)
+                [_clipped(message, _MAX_MESSAGE) for message in group.messages],
+                ", ".join(f"{index:,}" for index in group.indices) + ", …" * (group.rows > len(group.indices)),
+            )
+            for kind, group in sorted(summary.errors.items(), key=lambda item: -item[1].rows)
+        ],
+    }
 
 
-def _made_by(results: Results, stats: Mapping[str, Any]) -> str:
+def _longest(row: Row) -> list[str]:
+    return [
+        f"{row.index:,}",
+        _clipped(str(row.id), 40) if row.id is not None else "",
+        f"{row.rounds:,}",
+        f"{row.completion_tokens:,}",
+        f"{row.prompt_tokens:,}",
+        number(row.acceptance_length, ".2f"),
+        row.finish_reason,
+        _begin(row),
+    ]
+
+
+def _sample(row: Row, prompt: str) -> dict[str, Any]:
+    parts = [("prompt", prompt)]
+    if row.error is not None:
+        note = row.error[0]
+        parts.append((note, row.error[1]))
+    else:
+        note = f"{row.completion_tokens:,} tokens, {row.finish_reason}"
+        parts.append(("reasoning", row.reasoning))
+        parts.append(("text" if row.reasoning or prompt else "", row.text))
+        parts.append(("tool calls", "\n".join(map(_call, row.tool_calls))))
+    parts.append(("metadata", json.dumps(row.metadata, ensure_ascii=False) if row.metadata else ""))
+    return {
+        "name": f"row {row.index:,}" + (f" · {_clipped(str(row.id), 60)}" if row.id is not None else ""),
+        "note": note,
+        "begin": _begin(row),
+        "parts": [(title, _clipped(value, _MAX_CHARS)) for title, value in parts],
+    }
+
+
+def _begin(row: Row) -> str:
+    shown = row.error[1] if row.error is not None else row.text or row.reasoning or " ".join(map(_call, row.tool_calls))
+    line = " ".join(shown[: 4 * _MAX_BEGIN].split())
+    return line if len(line) <= _MAX_BEGIN else line[:_MAX_BEGIN].rstrip() + " …"
+
+
+def _call(call: object) -> str:
+    function = call.get("function") if isinstance(call, dict) else None
+    return f"{function.get('name')}({function.get('arguments')})" if isinstance(function, dict) else str(call)
+
+
+def _clipped(value: str, limit: int) -> str:
+    """Return the beginning of a long text, with the number of characters that are left out."""
+    return value if len(value) <= limit else f"{value[:limit]} … ({len(value) - limit:,} more characters)"
+
+
+def _made_by(results: Results, stats: Mapping[str, Any]) -> dict[str, Any]:
     versions = ", ".join(f"{name} {version}" for name, version in stats.get("versions", {}).items())
     session = stats.get("session") or {}
     config = _flat(stats["config"]) if "config" in stats else dict(results.job)
@@ -229,13 +236,11 @@ def _made_by(results: Results, stats: Mapping[str, Any]) -> str:
         ("longest row", f"{stats['longest_row']:,} tokens" if stats.get("longest_row") else None),
         ("written by", f"specbatch {specbatch.__version__}, specbatch report"),
     ]
-    parts = [facts([(name, text(value)) for name, value in pairs if value])]
-    if notes := stats.get("notes"):
-        parts.append("<h3>Notes of the job</h3><ul>" + "".join(f"<li>{text(note)}</li>" for note in notes) + "</ul>")
-    if config:
-        cells = [(name, text("null" if value is None else value)) for name, value in config.items()]
-        parts.append(f"<details><summary>Configuration: {len(cells)} options</summary>{facts(cells)}</details>")
-    return section("Configuration and versions", *parts)
+    return {
+        "made_by": [(name, value) for name, value in pairs if value],
+        "notes": stats.get("notes") or [],
+        "config": [(name, "null" if value is None else value) for name, value in config.items()],
+    }
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

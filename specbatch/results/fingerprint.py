@@ -33,7 +33,6 @@ _NOT_IN_RESULTS = (
     "engine.memory_fraction",
     "engine.prefix_cache",
     "engine.cascade_attention",
-    "engine.shared_tokens",
     "engine.prefill_chunk_tokens",
     "engine.two_batch_overlap",
     "prefill.",

@@ -8,17 +8,16 @@ from typing import Any
 
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, FieldError, RowError
-from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.compiler import GrammarCompiler, MatcherSpec
 from specbatch.grammar.constraint import Constraint, constraint_of
 from specbatch.grammar.reasoning import Reasoning
-from specbatch.grammar.spec import MatcherSpec
 from specbatch.grammar.tool_calls import arguments_schema, calls_of
 from specbatch.matcher import GrammarMatcher
 from specbatch.rows.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.rows.choice_scoring import FIELD as SCORE_CHOICES
 from specbatch.rows.choice_scoring import ChoiceTokens, tokens_of_ids, tokens_of_text
 from specbatch.rows.row import Doubt, Row
-from specbatch.setup.data import runs_prompts_as_chat
+from specbatch.setup.sampling import runs_prompts_as_chat
 from specbatch.text.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, thinking_after
 from specbatch.text.chat_template import ChatTemplate
 from specbatch.text.stop_strings import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop

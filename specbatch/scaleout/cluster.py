@@ -6,14 +6,13 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from specbatch.config import ClusterSection, Config
 from specbatch.errors import ConfigError
 from specbatch.job.worker import Worker
-from specbatch.scaleout.needs import WorkerNeeds
 from specbatch.scaleout.pool import Pool
-from specbatch.scaleout.transport import Event, Transport, WorkerId
+from specbatch.scaleout.transport import Transport, WorkerNeeds
 from specbatch.scaleout.worker import MakeWorker
 from specbatch.scaleout.worker_manager import PoolLimits
 
@@ -36,8 +35,8 @@ def open_pool(config: Config, new_worker: Callable[[], Worker], log: Callable[[s
     assert section.workers is not None
     cores = num_cores()
     check_section(section, config.engine.device, cores)
-    transport = _Deferred(lambda: _open_transport(config, new_worker, cores, log))
-    limits = PoolLimits(section.slice_seconds, section.max_deaths, section.stuck_seconds, section.start_seconds)
+    transport = cast(Transport, _Deferred(lambda: _open_transport(config, new_worker, cores, log)))
+    limits = PoolLimits(section.max_deaths, section.stuck_seconds, section.start_seconds)
     return Pool(transport, section.workers, limits, log=log)
 
 
@@ -65,22 +64,10 @@ class _Deferred:
         self._open = open
         self._transport: Transport | None = None
 
-    def start(self, worker: WorkerId) -> None:
+    def __getattr__(self, name: str) -> Any:
         if self._transport is None:
             self._transport = self._open()
-        self._transport.start(worker)
-
-    def call(self, worker: WorkerId, method: str, *arguments: Any) -> None:
-        assert self._transport is not None
-        self._transport.call(worker, method, *arguments)
-
-    def wait(self, seconds: float) -> Sequence[Event]:
-        assert self._transport is not None
-        return self._transport.wait(seconds)
-
-    def kill(self, worker: WorkerId) -> None:
-        assert self._transport is not None
-        self._transport.kill(worker)
+        return getattr(self._transport, name)
 
     def close(self) -> None:
         if self._transport is not None:

@@ -22,10 +22,9 @@ from specbatch.results.finished import Finished
 from specbatch.results.partial import RowDeaths
 from specbatch.results.results import ResultFile
 from specbatch.rows.sources import RawRow
-from specbatch.scaleout.members import PoolWorker, merged
 from specbatch.scaleout.rows import PoolRows
 from specbatch.scaleout.transport import Transport
-from specbatch.scaleout.worker_manager import Handlers, PoolLimits, WorkerManager
+from specbatch.scaleout.worker_manager import Handlers, PoolLimits, PoolWorker, WorkerManager, merged
 
 _CREDIT_BATCHES = 3  # batches of rows at a worker: one that runs, and two that wait
 _CREDIT_SLICES = 3  # slices of rows at a worker, if more rows finish in a slice: else the engine would run out of rows

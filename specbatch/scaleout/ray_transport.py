@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbatch.errors import SpecbatchError
-from specbatch.scaleout.needs import WorkerNeeds, amounts
 from specbatch.scaleout.ray_session import RaySession, ray
-from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply, WorkerId
+from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply, WorkerId, WorkerNeeds, amounts
 
 _PICKLE = 5  # the protocol
 _ENDED = "Ray has ended: the process that has its state (gcs_server) does not answer"

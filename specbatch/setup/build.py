@@ -15,6 +15,7 @@ from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.invariant import InvariantAttention
 from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import KVScales, PagePool
+from specbatch.config import AttentionName
 from specbatch.draft import DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
@@ -40,10 +41,10 @@ from specbatch.parallel.group import Group
 from specbatch.setup.autotune_lanes import with_lanes_that_gain
 from specbatch.setup.compile_ahead import compile_kernels, identity_of
 from specbatch.setup.memory import GIB, available_memory, sizes_to_try
-from specbatch.setup.resolve import AttentionName, ResolvedRun
+from specbatch.setup.resolve import ResolvedRun
 from specbatch.setup.round_parts import RoundParts
 from specbatch.setup.sizing import CardBudget, Sized, measured, planned
-from specbatch.setup.trial import Trials
+from specbatch.setup.trial import TrialRunner
 from specbatch.types import BatchEngine
 
 
@@ -235,7 +236,7 @@ def _measured(
     given = run.config.engine.kv_cache_tokens
     budget = CardBudget(available, run.cache, run.rows, given, engine.memory_fraction, sizes, group)
     whole_prompts = engine.prompt_graphs in ("whole", "both")
-    trials = Trials(rounds, run.cache.capacity, engine.graphs, whole_prompts, pieces, shrinks=group is None)
+    trials = TrialRunner(rounds, run.cache.capacity, engine.graphs, whole_prompts, pieces, shrinks=group is None)
     return measured(trials, budget, run.notes.append)
 
 

@@ -31,10 +31,7 @@ def resolve_cascade(
     if section.cascade_attention == "off" or problem is not None:
         return None
     if section.shared_tokens is None:
-        notes.append(
-            "engine.cascade_attention: off (it is not known whether prompts begin alike: engine.shared_tokens was not "
-            "given, and could not be counted)"
-        )
+        notes.append("engine.cascade_attention: off (it is not known whether prompts begin alike)")
         return None
     shared = section.shared_tokens
     least = costs.min_batch(shared, num_queries, ladder(max_batch_size))

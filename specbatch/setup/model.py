@@ -1,8 +1,10 @@
-"""Decides how the target's weights are held: quantised or not."""
+"""Decides how the target's weights are held: quantised or not, whole or divided among ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
 from typing import Literal
 
 import torch
@@ -15,10 +17,11 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.gguf import GgufSource
 from specbatch.models.layer_names import chosen_layers
 from specbatch.models.linears.quantization import Quantization, chosen
-from specbatch.models.linears.sharded import check_group_borders
+from specbatch.models.linears.sharded import check_group_borders, local_config
 from specbatch.setup.device import DTYPE_NAMES
 from specbatch.setup.memory import GIB
 
+_TESTED = (1, 2)  # numbers of GPUs that have run as one
 _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
 
 
@@ -102,3 +105,42 @@ def quantization_of_draft(
         return None
     is_dequantised = config.model.quantization == "none" or device.type == "cuda"
     return chosen("none" if is_dequantised else "auto", draft.quantization)
+
+
+def part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device, notes: list[str]) -> ModelConfig:
+    """Return the sizes of the part of the target that the first rank holds, which is the largest. Facts that users
+    should know are added to `notes`."""
+    if num_ranks == 1:
+        return config
+    if device.type == "cuda":
+        _check_cards(num_ranks, device)
+        if num_ranks not in _TESTED:
+            notes.append(f"engine.tensor_parallel: {num_ranks} GPUs have not been tested, 2 have: check some rows")
+    try:
+        part = local_config(config, 0, num_ranks)
+    except ValueError as error:
+        raise ConfigError(
+            f"engine.tensor_parallel: {num_ranks} is too many for this model ({error})",
+            hint=f"use at most {config.num_heads}, and a number that divides the model's heads",
+        ) from error
+    return replace(part, vocab_size=-(-config.vocab_size // num_ranks))
+
+
+def _check_cards(num_ranks: int, device: torch.device) -> None:
+    option = f"engine.tensor_parallel: {num_ranks}"
+    if device.index is not None:
+        raise ConfigError(
+            f"{option} runs on the first {num_ranks} GPUs, and engine.device is {device}",
+            hint="set engine.device: cuda; CUDA_VISIBLE_DEVICES says which GPUs are the first",
+        )
+    if (count := torch.cuda.device_count()) < num_ranks:
+        raise ConfigError(
+            f"{option} needs {num_ranks} GPUs, and {count} can be used here",
+            hint="use fewer, or look at CUDA_VISIBLE_DEVICES",
+        )
+    for one, other in permutations(range(num_ranks), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            raise ConfigError(
+                f"{option} needs GPUs that read each other's memory, and GPU {one} cannot read that of GPU {other}",
+                hint="use GPUs that NVLink connects; --workers N runs N engines on N GPUs",
+            )

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specbatch.attention.flashinfer import DTYPES as FLASHINFER_DTYPES
 from specbatch.cache.cascade_costs import CascadeCosts
-from specbatch.cache.prefix_groups import GroupLimits
-from specbatch.config import AttentionName, Config, EngineSection, SpeculationSection
-from specbatch.engine.executor import GraphMode
-from specbatch.engine.overlap.lanes import LaneLimits
-from specbatch.engine.prefill.models import PromptGraphMode
+from specbatch.config import Config, SpeculationSection
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import random_name
 from specbatch.models.checks import first_names
@@ -28,25 +22,29 @@ from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenize
 from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
-from specbatch.setup.cache import DEFAULT_BATCH, CacheRequest, resolve_cache, with_default_batch
+from specbatch.setup.cache import (
+    KV_DTYPE_NAMES,
+    CacheRequest,
+    check_flashinfer,
+    resolve_cache,
+    resolve_kv_dtype,
+    with_default_batch,
+)
 from specbatch.setup.cascade import resolve_cascade
-from specbatch.setup.data import note_on_prompts, runs_prompts_as_chat
-from specbatch.setup.deterministic import bits_depend_on, check_deterministic, check_kv_dtype
+from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
 from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
-from specbatch.setup.kv_dtype import KV_DTYPE_NAMES, check_flashinfer, resolve_kv_dtype
+from specbatch.setup.engine import EngineSettings, resolve_engine
 from specbatch.setup.lanes import Job as LaneJob
-from specbatch.setup.lanes import Mode as LaneMode
-from specbatch.setup.lanes import lane_limits, resolve_mode
-from specbatch.setup.memory import MEMORY_FRACTION, CachedModel, CachePlan, Rows
+from specbatch.setup.lanes import lane_limits
+from specbatch.setup.memory import CachedModel, CachePlan, Rows
 from specbatch.setup.model import (
+    part_of_a_rank,
     quantization_name,
     quantization_of_draft,
     resolve_quantization,
     saved_bytes,
 )
-from specbatch.setup.prefill import resolve_prompt_graphs
-from specbatch.setup.ranks.limits import part_of_a_rank
-from specbatch.setup.sampling import resolve_sampling
+from specbatch.setup.sampling import note_on_prompts, resolve_sampling, runs_prompts_as_chat
 from specbatch.setup.speculation import (
     Speculation,
     check_device_shape,
@@ -55,25 +53,6 @@ from specbatch.setup.speculation import (
     low_acceptance,
     resolve_speculation,
 )
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """The decisions on the `engine` options that may be left open."""
-
-    attention: AttentionName
-    graphs: GraphMode
-    max_batch_size: int
-    page_size: int
-    prefill_chunk_tokens: int
-    memory_fraction: float
-    prompt_graphs: PromptGraphMode
-    compiles: bool  # pieces of prompts
-    lane_mode: LaneMode = "off"
-    lanes: LaneLimits | None = None  # sizes from which there are two lanes; None: there is one everywhere
-    compiles_ahead: bool = False  # compile kernels at the start, in threads
-    cascade: GroupLimits | None = None  # None: what requests share is read by each
-    left_open: frozenset[str] = frozenset()  # options that the user has not set: what memory does not hold may be less
 
 
 @dataclass(frozen=True)
@@ -115,7 +94,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     speculation = resolve_speculation(config.speculation, config.model.target, notes, config.engine.deterministic)
     device = resolve_device(config.engine.device, notes)
     dtype = resolve_dtype(config.model.dtype, device, notes)
-    engine = _resolve_engine(config, device, dtype, notes)
+    engine = resolve_engine(config, device, dtype, notes)
     kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
     if config.engine.deterministic:
         check_kv_dtype(device, kv_dtype)
@@ -297,70 +276,9 @@ def _open_draft(
     return open_eagle_head(resolve_model(speculation.draft, progress=progress), kind, target, speculation.aux_layers)
 
 
-def _resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, notes: list[str]) -> EngineSettings:
-    """Decide what is left open, all but the size of the cache."""
-    section, on_cuda = config.engine, device.type == "cuda"
-    has_triton = importlib.util.find_spec("triton") is not None
-    attention, graphs = section.attention, section.cuda_graphs
-    if attention in ("triton", "flashinfer") and on_cuda and not has_triton:
-        raise ConfigError(
-            f"engine.attention: {attention} needs the package triton, which is not installed",
-            hint="pip install triton (CUDA builds of torch bring it along), or use engine.attention: torch",
-        )
-    if attention == "flashinfer" and (not on_cuda or dtype not in FLASHINFER_DTYPES):
-        raise ConfigError(
-            f"engine.attention: flashinfer needs a CUDA device and bfloat16 or float16, not {device} and "
-            f"{DTYPE_NAMES[dtype]}",
-            hint=f"use engine.attention: {'triton' if on_cuda and dtype != torch.float64 else 'torch'}",
-        )
-    if attention == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
-        raise ConfigError(
-            "engine.attention: flashinfer needs the package flashinfer-python, which is not installed",
-            hint="pip install 'specbatch[gpu]', or use engine.attention: triton",
-        )
-    if attention == "triton" and (not on_cuda or dtype == torch.float64):
-        raise ConfigError(
-            f"engine.attention: triton needs a CUDA device and at most 32 bits, not {device} and {DTYPE_NAMES[dtype]}",
-            hint="use engine.attention: torch",
-        )
-    if attention == "auto":
-        attention = "triton" if on_cuda and has_triton and dtype != torch.float64 else "torch"
-        why = "it needs no further package and has no limits of geometry" if attention == "triton" else "the exact one"
-        notes.append(f"engine.attention: {attention} ({why})")
-    if attention == "torch" and graphs == "round":
-        raise ConfigError(
-            f"engine.cuda_graphs: {graphs} needs engine.attention triton or flashinfer; torch plans on the host",
-            hint="leave engine.cuda_graphs out, or set it to none",
-        )
-    if section.deterministic:
-        check_deterministic(device, dtype, attention)
-    page, chunk = (64, 8192) if on_cuda else (16, 512)
-    graph_mode: GraphMode = graphs if graphs != "auto" else "round" if attention != "torch" else "none"
-    return EngineSettings(
-        attention,
-        graph_mode,
-        section.max_batch_size or DEFAULT_BATCH[device.type],
-        section.page_size or page,
-        section.prefill_chunk_tokens or chunk,
-        section.memory_fraction or MEMORY_FRACTION[device.type],
-        resolve_prompt_graphs(config.prefill.graphs, section, on_cuda, attention, graph_mode),
-        section.compile == "auto",
-        resolve_mode(section, device, attention, notes),
-        compiles_ahead=resolve_compile_ahead(section, device, attention),
-        left_open=frozenset(
-            name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None
-        ),
-    )
-
-
 def _check_topk(topk: int, draft: Checkpoint | EagleCheckpoint | None) -> None:
     if draft is None:  # a host method: its trees have tokens of the target's vocabulary
         return
     width = draft.config.draft_vocab_size if isinstance(draft, EagleCheckpoint) else draft.config.vocab_size
     if topk > width:
         raise ConfigError(f"speculation.topk is {topk}, but the draft's vocabulary has only {width} tokens")
-
-
-def resolve_compile_ahead(section: EngineSection, device: torch.device, attention: str) -> bool:
-    """Only for what runs over fake tensors: not for kernels that others launch (FlashInfer, cuBLASLt)."""
-    return device.type == "cuda" and attention == "triton" and not section.deterministic

@@ -1,20 +1,24 @@
-"""Decides the sampling options that are left out: the model's `generation_config.json` has defaults for some.
+"""Decides the options of rows that depend on the model's files: sampling options that are left out, and whether prompts
+run as chat.
 
-It is read as transformers' `generate` reads it, but for defaults that the file does not have (`top_k` 50 of
-transformers): those are of `sampling`. vLLM reads the same keys, and no `do_sample`.
+The model's `generation_config.json` has defaults for some sampling options. It is read as transformers' `generate`
+reads it, but for defaults that the file does not have (`top_k` 50 of transformers): those are of `sampling`. vLLM reads
+the same keys, and no `do_sample`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specbatch.config import OF_GENERATION_CONFIG, Config, sampling_value
-from specbatch.errors import FieldError, ModelError, shown
+from specbatch.config import OF_GENERATION_CONFIG, Config, DataSection, sampling_value
+from specbatch.errors import ConfigError, FieldError, ModelError, shown
 from specbatch.models.checks import first_names, flag, is_one_of
-from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.types import SamplingParams
+
+if TYPE_CHECKING:  # commands find mistakes in their input before they import torch
+    from specbatch.models.formats.checkpoint import Checkpoint
 
 _FILE = "generation_config.json"
 _HINT = "--set model.generation_config=none runs without the sampling options of the model"
@@ -100,3 +104,27 @@ def _value(key: str, name: str, value: Any) -> Any:
         return sampling_value(name, value, f"{_FILE} of the model: {key}")
     except FieldError as error:
         raise ModelError(error.message, hint=_HINT) from error
+
+
+def has_chat_template(data: DataSection, tokenizer: Any) -> bool:
+    """Return whether chats can be written, with the configuration's template or with the model's own."""
+    return bool(data.chat_template or getattr(tokenizer, "chat_template", None))
+
+
+def runs_prompts_as_chat(data: DataSection, tokenizer: Any) -> bool:
+    """Return data.prompts_as_chat. If it is not set, it is true if there is a chat template. Raise ConfigError if it is
+    set and there is none."""
+    has_template = has_chat_template(data, tokenizer)
+    if data.prompts_as_chat and not has_template:
+        raise ConfigError(
+            "data.prompts_as_chat needs a chat template, and the model has none",
+            "--set data.prompts_as_chat=false runs prompts as text to continue; or give data.chat_template",
+        )
+    return has_template if data.prompts_as_chat is None else data.prompts_as_chat
+
+
+def note_on_prompts(as_chat: bool) -> str:
+    """Says what was decided where data.prompts_as_chat was left open."""
+    if as_chat:
+        return "data.prompts_as_chat: true (the model has a chat template: a prompt is one user message)"
+    return "data.prompts_as_chat: false (the model has no chat template: a prompt is text to continue)"

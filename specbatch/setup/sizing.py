@@ -29,7 +29,7 @@ from specbatch.setup.memory import (
     plan_cache,
 )
 from specbatch.setup.round_parts import RoundParts, Rounds
-from specbatch.setup.trial import Trial, Trials
+from specbatch.setup.trial import Trial, TrialRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _Measured:
     by_torch: int
 
 
-def measured(trials: Trials, budget: CardBudget, note: Callable[[str], None]) -> Sized:
+def measured(trials: TrialRunner, budget: CardBudget, note: Callable[[str], None]) -> Sized:
     """Return the sizes of a GPU's engine, by trial runs. `note` gets one line for each decision. Raise ModelError, with
     numbers, if the memory does not suffice."""
 

@@ -48,7 +48,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Trials:
+class TrialRunner:
     """The runner of trials. `max_length`: the length of the longest row that the cache may turn out to hold.
     `whole_prompts`: chunks of short prompts are graphs, if rounds are. `pieces`: the pieces for other chunks; None:
     these have no graphs. `shrinks`: a graph that does not fit into memory is left out. `new_runner`: makes the runner

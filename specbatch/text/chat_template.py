@@ -11,20 +11,20 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, datetime
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
 
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, ModelError, RowError, SpecbatchError, shown
 from specbatch.options.strict import nearest
-from specbatch.setup.data import has_chat_template
+from specbatch.setup.sampling import has_chat_template
 from specbatch.text.bounds import Bounded, OutOfBounds, Stoppable
 from specbatch.text.chat_output import CallFormat, call_format, thinks
 from specbatch.text.message_form import FormFinder, Loss, found_in
-from specbatch.text.template_clock import on_day, reads_clock
-from specbatch.text.template_variables import variables_of
+from specbatch.text.template_variables import parsed, variables_of
 
 # Some templates take the date that they print as a variable. A row must not depend on the day: Llama 3.2's default.
 _DATE_STRING, _DEFAULT_DAY = "26 Jul 2024", "2024-07-26"
@@ -32,6 +32,14 @@ _ROLES = ("system", "user", "assistant", "tool")  # roles that most templates wr
 _GREETING = [{"role": "user", "content": "Hello"}]
 _MAX_GREETING = 1 << 20  # characters
 _A_MARK = re.compile(r"<[^\s<>]+>|\[[A-Z_/]+\]")
+# transformers has a function `strftime_now` that reads the clock, and passes no other functions to templates. So the
+# template gets a macro of this name, and the texts of all formats that it holds.
+# Its line ends with a block: Jinja drops that line break, and reads the template as if it began there.
+_MACRO = """{% macro strftime_now(format) %}\
+{{ strftime_texts[format] if format in strftime_texts else \
+raise_exception('strftime_now needs a format that the template has as a text') }}\
+{% endmacro %}
+"""
 
 
 @dataclass(frozen=True)
@@ -270,3 +278,15 @@ def _refuse_powers(template: str) -> None:
         if kind == "operator" and value == "**" and before not in ("(", ","):  # those pass arguments on
             raise jinja2.TemplateSyntaxError("powers (**) are not supported", line)
         before = value
+
+
+def reads_clock(template: str) -> bool:
+    return "strftime_now" in template
+
+
+def on_day(template: str, day: str) -> tuple[str, dict[str, dict[str, str]]]:
+    """(a template that prints `day`, such as 2026-11-23, as the current one; the variables that it needs). The time is
+    0:00. Raises jinja2.TemplateSyntaxError for a template that is not valid."""
+    formats = {const.value for const in parsed(template).find_all(nodes.Const) if isinstance(const.value, str)}
+    midnight = datetime.fromisoformat(day)
+    return _MACRO + template, {"strftime_texts": {text: midnight.strftime(text) for text in formats}}

@@ -41,8 +41,6 @@ KINDS = {
 OPTIONAL = ("overhead", "copies", "host")  # 0 where not measured
 # The part of plain rounds by which a part is filled in at batch sizes where only plain rounds were timed.
 _PLAIN = {"verify": "plain", "verify_tree": "plain", "extend": "extend"}
-# A cell that was not measured is filled in, and counts next to nothing in the fit.
-_FILLED_WEIGHT = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +191,11 @@ class _Cell(NamedTuple):
     """The measurements of one batch size and width."""
 
     ms: float  # mean
-    weight: float  # number of measurements
     noise: float  # relative
 
     @staticmethod
     def of(found: Sequence[Measurement]) -> _Cell:
-        return _Cell(float(np.mean([m.milliseconds for m in found])), len(found), max(m.noise for m in found))
+        return _Cell(float(np.mean([m.milliseconds for m in found])), max(m.noise for m in found))
 
 
 def _beyond_plain(values: Mapping[tuple[int, int], _Cell], plain: Mapping[int, float]) -> dict[tuple[int, int], float]:
@@ -222,56 +219,34 @@ def _fit(values: Mapping[tuple[int, int], _Cell], between: Mapping[tuple[int, in
     batches = sorted({batch for batch, _ in (*values, *between)})
     widths = sorted({width for _, width in values})
     cells = {place: (batches.index(place[0]), widths.index(place[1])) for place in (*values, *between)}
-    means_BW = np.full((len(batches), len(widths)), np.nan)
-    weights_BW = np.full(means_BW.shape, _FILLED_WEIGHT)
+    measured_BW = np.full((len(batches), len(widths)), np.nan)
+    for place, cell in values.items():
+        measured_BW[cells[place]] = cell.ms
+    below_BW, above_BW = _bounds(measured_BW)
+    means_BW = np.where(np.isnan(measured_BW), np.nan, (below_BW + above_BW) / 2)
+    # Cells that were not measured yield to those that were.
+    below_BW, above_BW = _bounds(means_BW)
     for place, guess in between.items():
         means_BW[cells[place]] = guess
-    for place, cell in values.items():
-        means_BW[cells[place]], weights_BW[cells[place]] = cell.ms, cell.weight
-    fitted_BW = monotone_grid(filled(means_BW, batches, widths), weights_BW)
+    fitted_BW = _rising(np.clip(filled(means_BW, batches, widths), below_BW, above_BW))
     for place, cell in values.items():
         if math.isfinite(cell.noise) and abs(fitted_BW[cells[place]] - cell.ms) > cell.noise * cell.ms:
             fitted_BW[cells[place]] = cell.ms
     return Surface(tuple(batches), tuple(widths), fitted_BW)
 
 
-def isotonic(values: Floats, weights: Floats) -> Floats:
-    """The non-decreasing sequence nearest to `values` in weighted least squares: pool adjacent violators (Barlow et
-    al. 1972)."""
-    means: list[float] = []
-    sums: list[float] = []
-    counts: list[int] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        mean, total, count = value, weight, 1
-        while means and means[-1] >= mean:
-            last, last_total = means.pop(), sums.pop()
-            mean = (last * last_total + mean * total) / (last_total + total)
-            total, count = total + last_total, count + counts.pop()
-        means.append(mean)
-        sums.append(total)
-        counts.append(count)
-    return np.repeat(np.array(means), counts)
+def _rising(values_BW: Floats) -> Floats:
+    """Return the largest value at or below each cell along both axes."""
+    rising: Floats = np.maximum.accumulate(np.maximum.accumulate(values_BW, axis=0), axis=1)
+    return rising
 
 
-def monotone_grid(values_BW: Floats, weights_BW: Floats, max_rounds: int = 500) -> Floats:
-    """The grid nearest to `values_BW` that does not fall along either axis: isotonic regressions of its rows, then of
-    its columns, and again, each corrected by what the other took away (Dykstra & Robertson 1982)."""
-    fitted = values_BW.astype(np.float64)
-    by_rows, by_columns = np.zeros_like(fitted), np.zeros_like(fitted)
-    tolerance = 1e-9 * max(1e-300, float(np.abs(values_BW).max()))
-    for _ in range(max_rounds):
-        before = fitted
-        wanted = fitted + by_rows
-        fitted = np.stack([isotonic(v, w) for v, w in zip(wanted, weights_BW, strict=True)])
-        by_rows = wanted - fitted
-        wanted = fitted + by_columns
-        fitted = np.stack([isotonic(v, w) for v, w in zip(wanted.T, weights_BW.T, strict=True)]).T
-        by_columns = wanted - fitted
-        if np.abs(fitted - before).max() <= tolerance:
-            break
-    # What is left of rounding, and of an iteration cut short.
-    running: Floats = np.maximum.accumulate(np.maximum.accumulate(fitted, axis=0), axis=1)
-    return running
+def _bounds(values_BW: Floats) -> tuple[Floats, Floats]:
+    """Return the largest value at or below each cell along both axes, and the smallest at or above. NaN cells do not
+    count. Neither falls, so their mean is a fit: each cell is between the values that contradict it."""
+    below_BW = _rising(np.nan_to_num(values_BW, nan=-np.inf))
+    above_BW = -_rising(-np.nan_to_num(values_BW, nan=np.inf)[::-1, ::-1])[::-1, ::-1]
+    return below_BW, above_BW
 
 
 def filled(values_BW: Floats, batches: Sequence[int], widths: Sequence[int]) -> Floats:

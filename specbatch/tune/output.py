@@ -20,7 +20,7 @@ from specbatch.job.terminal import print_table
 from specbatch.results.stats import device_name
 from specbatch.tune.command import Tuned
 from specbatch.tune.live import speedups
-from specbatch.tune.plots import Caption, plot_acceptance, plot_comparisons, plot_throughput
+from specbatch.tune.plots import plot_acceptance, plot_comparisons, plot_throughput
 from specbatch.tune.report import (
     Comparison,
     comparisons_table,
@@ -130,7 +130,7 @@ def _live_lines(tuned: Tuned) -> list[str]:
 
 
 def _plots(tuned: Tuned, comparisons: list[Comparison], output: Path, console: Console) -> list[Path]:
-    caption = Caption(", ".join(tuned.run.description.values()), device_name(tuned.run.config.engine.device))
+    caption = f"{', '.join(tuned.run.description.values())}, on {device_name(tuned.run.config.engine.device)}"
     paths = plot_paths(output)
     shown = [ranking.ranked[0].shape for ranking in tuned.result.rankings]
     shown += [shape for plan in tuned.result.fixed for shape in plan.schedule.items]

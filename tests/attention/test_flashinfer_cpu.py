@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import specbatch.setup.resolve as resolving
+import specbatch.setup.engine as engine_settings
 from specbatch.attention.flashinfer import FlashInferAttention
 from specbatch.cache.pages import KVScales
 from specbatch.config import Config, EngineSection
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.config import ModelConfig
-from specbatch.setup.kv_dtype import check_flashinfer
+from specbatch.setup.cache import check_flashinfer
 from specbatch.setup.speculation import check_mask_size
 from specbatch.types import SamplingParams
 from tests import fake_flashinfer
@@ -86,20 +86,22 @@ def has_packages(*names: str) -> object:
 def test_what_flashinfer_needs(
     device: str, dtype: torch.dtype, packages: tuple[str, ...], message: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolving.importlib.util, "find_spec", has_packages(*packages))
+    monkeypatch.setattr(engine_settings.importlib.util, "find_spec", has_packages(*packages))
     with pytest.raises(ConfigError, match=message) as error:
-        resolving._resolve_engine(Config(engine=EngineSection(attention="flashinfer")), torch.device(device), dtype, [])
+        engine_settings.resolve_engine(
+            Config(engine=EngineSection(attention="flashinfer")), torch.device(device), dtype, []
+        )
     assert hint in str(error.value.hint)
 
 
 def test_flashinfer_runs_under_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolving.importlib.util, "find_spec", has_packages("triton", "flashinfer"))
+    monkeypatch.setattr(engine_settings.importlib.util, "find_spec", has_packages("triton", "flashinfer"))
     device, notes = torch.device("cuda"), []
-    settings = resolving._resolve_engine(
+    settings = engine_settings.resolve_engine(
         Config(engine=EngineSection(attention="flashinfer")), device, torch.float16, notes
     )
     assert (settings.attention, settings.graphs) == ("flashinfer", "round")
-    assert resolving._resolve_engine(Config(), device, torch.float16, notes).attention == "triton"
+    assert engine_settings.resolve_engine(Config(), device, torch.float16, notes).attention == "triton"
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_no_scales_of_a_checkpoint() -> None:
 
 def test_the_package_is_optional() -> None:
     """Importing the backend must not import flashinfer, which CPU users do not have."""
-    source = Path(resolving.__file__).parents[1] / "attention" / "flashinfer.py"
+    source = Path(engine_settings.__file__).parents[1] / "attention" / "flashinfer.py"
     assert not any(
         line.startswith(("import flashinfer", "from flashinfer")) for line in source.read_text().splitlines()
     )

@@ -18,7 +18,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
 from specbatch.errors import ConfigError
 from specbatch.kernels import torch as reference
-from specbatch.setup.kv_dtype import resolve_kv_dtype
+from specbatch.setup.cache import resolve_kv_dtype
 from specbatch.setup.memory import CachedModel, Rows, plan_cache
 from specbatch.setup.resolve import resolve
 from specbatch.types import SamplingParams

@@ -263,7 +263,6 @@ def test_shared_tokens_are_counted_in_a_file_where_they_decide_something(tmp_pat
         return with_shared_tokens(config, source, PARSER).engine.shared_tokens
 
     assert counted() == 192
-    assert counted(shared_tokens=7) == 7
     assert counted(cascade_attention="on") is None
     assert counted(prefix_cache=False) is None
     assert counted(device="cpu") is None

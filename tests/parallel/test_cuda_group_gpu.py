@@ -14,9 +14,8 @@ from torch import Tensor
 from specbatch.batch import NO_TOKEN
 from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
-from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.compiler import GrammarCompiler, MatcherSpec
 from specbatch.grammar.constraint import Constraint
-from specbatch.grammar.spec import MatcherSpec
 from specbatch.kernels import ops_for
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears import sharded

@@ -22,10 +22,9 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, ModelError, SpecbatchError
-from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.compiler import GrammarCompiler, MatcherSpec
 from specbatch.grammar.constraint import Constraint
 from specbatch.grammar.reasoning import Reasoning
-from specbatch.grammar.spec import MatcherSpec
 from specbatch.setup.build import build_engine
 from specbatch.setup.ranks import ranked_engine as ranks
 from specbatch.setup.ranks.process import open_group, run_rank
@@ -192,7 +191,7 @@ def test_where_a_gpu_waits_for_a_killed_rank_the_process_ends_without_it(
 def test_a_process_that_ends_without_its_gpu_frees_nothing() -> None:
     code = """
 import sys, time
-from specbatch.setup.ranks.stuck_gpu import end_without_gpu
+from specbatch.setup.ranks.process import end_without_gpu
 from specbatch.errors import SpecbatchError
 
 class Waits:

@@ -54,6 +54,17 @@ def test_a_source_distribution_holds_more_than_the_package(project: dict[str, An
     assert all((ROOT / folder).is_dir() for folder in folders)
 
 
+def test_the_package_holds_its_data_files(project: dict[str, Any]) -> None:
+    """A template that is not in the wheel fails only for users."""
+    whole = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = whole["tool"]["setuptools"]["package-data"]["specbatch"]
+    held = {path for pattern in patterns for path in (ROOT / "specbatch").glob(pattern)}
+    found = {
+        path for path in (ROOT / "specbatch").rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert found - held == set()
+
+
 def test_structured_output_needs_no_extra(project: dict[str, Any]) -> None:
     assert any(need.startswith("llguidance") for need in project["dependencies"])
     assert "grammar" not in project["optional-dependencies"]

@@ -33,7 +33,7 @@ def test_a_file_from_before_an_option_existed_ran_with_its_default() -> None:
 
 
 def test_workers_are_no_part_of_a_job() -> None:
-    many = load_config(None, ["cluster.workers=8", "cluster.resources={a100: 1}", "cluster.slice_seconds=1"])
+    many = load_config(None, ["cluster.workers=8", "cluster.resources={a100: 1}", "cluster.max_deaths=1"])
     assert job_fingerprint(many, {}, None) == job_fingerprint(load_config(), {}, None)
 
 

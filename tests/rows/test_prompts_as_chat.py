@@ -9,8 +9,8 @@ import pytest
 from specbatch.config import DataSection
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
-from specbatch.setup.data import runs_prompts_as_chat
 from specbatch.setup.resolve import resolve
+from specbatch.setup.sampling import runs_prompts_as_chat
 
 TINY = ["model.target=random:tiny", "engine.device=cpu", "speculation.method=none"]
 

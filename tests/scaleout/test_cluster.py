@@ -12,7 +12,7 @@ from specbatch.config import ClusterSection
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
 from specbatch.scaleout.cluster import WorkerPlan, check_section, plan_workers
-from specbatch.scaleout.needs import WorkerNeeds, amounts
+from specbatch.scaleout.transport import WorkerNeeds, amounts
 
 Nodes = Sequence[Mapping[str, float]]
 CPU_HOST: Nodes = [{"CPU": 16.0, "memory": 1e9, "node:127.0.0.1": 1.0}]

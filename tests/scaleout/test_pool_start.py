@@ -6,9 +6,8 @@ import pytest
 
 from specbatch.config import Config, DataSection
 from specbatch.errors import SpecbatchError
-from specbatch.scaleout.members import Member, PoolWorker
 from specbatch.scaleout.rows import Holding
-from specbatch.scaleout.worker_manager import PoolLimits
+from specbatch.scaleout.worker_manager import Member, PoolLimits, PoolWorker
 from tests.scaleout.job import Job, exchanges, loaded_job
 from tests.scaleout.simulation import (
     Machine,

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.scaleout.needs import WorkerNeeds
-from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply
+from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply, WorkerNeeds
 from tests.scaleout.ray_workers import NeverMade, StubWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'specbatch[ray]'")
@@ -276,7 +275,7 @@ def test_a_signal_is_handled_after_the_start_of_ray(monkeypatch: pytest.MonkeyPa
 
 SCRIPT = """
 import time
-from specbatch.scaleout.needs import WorkerNeeds
+from specbatch.scaleout.transport import WorkerNeeds
 from specbatch.scaleout.ray_session import RaySession
 from specbatch.scaleout.ray_transport import RayTransport
 from specbatch.scaleout.transport import Reply

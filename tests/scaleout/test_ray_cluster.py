@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.scaleout.needs import WorkerNeeds
-from specbatch.scaleout.transport import Died, Event, Placed, Reply
+from specbatch.scaleout.transport import Died, Event, Placed, Reply, WorkerNeeds
 from tests.scaleout.ray_workers import StubWorker
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'specbatch[ray]'")
@@ -95,7 +94,7 @@ def test_a_worker_is_placed_when_a_node_comes(cluster: Any, transport: RayTransp
 
 SCRIPT = """
 import sys, time
-from specbatch.scaleout.needs import WorkerNeeds
+from specbatch.scaleout.transport import WorkerNeeds
 from specbatch.scaleout.ray_session import RaySession
 from specbatch.scaleout.ray_transport import RayTransport
 from specbatch.scaleout.transport import Reply
@@ -144,7 +143,7 @@ def test_an_address_of_another_form_is_an_error() -> None:
 HEAD_SCRIPT = """
 import sys, time
 from specbatch.errors import SpecbatchError
-from specbatch.scaleout.needs import WorkerNeeds
+from specbatch.scaleout.transport import WorkerNeeds
 from specbatch.scaleout.ray_session import RaySession
 from specbatch.scaleout.ray_transport import RayTransport
 from tests.scaleout.ray_workers import StubWorker

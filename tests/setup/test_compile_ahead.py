@@ -7,7 +7,7 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.setup.compile_ahead import compile_kernels
-from specbatch.setup.resolve import resolve_compile_ahead
+from specbatch.setup.engine import resolve_compile_ahead
 from specbatch.setup.round_parts import RoundParts
 from tests.tiny_models import as_schedule, tiny_config, tiny_decoder
 

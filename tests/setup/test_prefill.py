@@ -9,7 +9,7 @@ import pytest
 from specbatch.config import EngineSection
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
-from specbatch.setup.prefill import resolve_prompt_graphs
+from specbatch.setup.engine import resolve_prompt_graphs
 
 
 @pytest.mark.parametrize(

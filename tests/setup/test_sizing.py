@@ -22,7 +22,7 @@ from specbatch.setup import trial
 from specbatch.setup.memory import Rows, plan_cache, sizes_to_try
 from specbatch.setup.round_parts import RoundParts, Rounds
 from specbatch.setup.sizing import CardBudget, Sized, measured
-from specbatch.setup.trial import Trials
+from specbatch.setup.trial import TrialRunner
 from specbatch.types import SamplingParams
 from tests.engine.graphs import Replays, Shortage
 from tests.tiny_models import (
@@ -53,7 +53,7 @@ class Card:
     def size(self, kv_cache_tokens: int | None = None) -> tuple[RoundParts, Sized]:
         card, monkeypatch, free = self, self._monkeypatch, self._free
 
-        class Measured(Trials):
+        class Measured(TrialRunner):
             def run(self, max_batch_size: int, prefill_chunk_tokens: int) -> trial.Trial:
                 taken = card._working(max_batch_size, prefill_chunk_tokens)
 

@@ -19,7 +19,7 @@ from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import TuningError
 from specbatch.tune.costs import CostModel, Measurement
-from specbatch.tune.plots import Caption, plot_acceptance, plot_comparisons, plot_throughput
+from specbatch.tune.plots import plot_acceptance, plot_comparisons, plot_throughput
 from specbatch.tune.replay import Replayer
 from specbatch.tune.report import (
     Comparison,
@@ -39,7 +39,7 @@ from tests.tune.test_search import LADDER, LIMITS, SPACE, costs, found, profile_
 
 NEURAL = ByBatch((4, 32, 64), (DraftShape(5, 2, 9), DraftShape(2, 1, 3), None))
 NGRAM = ByBatch((8, 64), (DraftShape.ngram(9, 1, 4), None))
-CAPTION = Caption("a model, its draft", "a device")
+CAPTION = "a model, its draft, on a device"
 LIVE = [Comparison("3/1/4", 100.0, 98.0, 95.0, 101.0), Comparison("plain", 20.0, 21.0, 21.0, 21.0)]
 
 
@@ -132,8 +132,8 @@ def test_costs_by_part_and_batch_size() -> None:
     lines = [line.split() for line in out.getvalue().splitlines()[2:]]
     verify, draft = [line for line in lines if line[0] == "verify"], [line for line in lines if line[0] == "draft_step"]
     assert [line[:2] for line in verify] == [["verify", "1"], ["verify", "2"]]
-    assert verify[0][2:] == ["2:1.000", "3:1.500", "4:3.000(-33.3%)"]
-    assert verify[1][2:] == ["2:2.000", "4:1.000(+100.0%)"]
+    assert verify[0][2:] == ["2:1.000", "3:1.500(-16.7%)", "4:3.000(-33.3%)"]
+    assert verify[1][2:] == ["2:2.000(-25.0%)", "4:1.000(+100.0%)"]
     assert draft == [["draft_step", "1", "1:1.000(-50.0%)", "2:0.000(fitted:0.500)"]]
 
 

@@ -1,7 +1,9 @@
-"""The process of a rank other than 0: it repeats each call of rank 0's engine. See `ranks.py`."""
+"""The process of a rank other than 0, which repeats each call of rank 0's engine (`ranked_engine.py`), and the exit of
+a process whose GPU waits for a dead rank."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 
 from specbatch.engine.engine import Engine
-from specbatch.errors import SpecbatchError
+from specbatch.errors import USAGE_ERROR, SpecbatchError
 from specbatch.grammar.compiler import GrammarCompiler, grammar_threads
 from specbatch.parallel.cuda import CudaGroup, TorchCollectives
 from specbatch.parallel.gloo import GlooGroup
@@ -127,3 +129,25 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def end_process(error: SpecbatchError) -> None:
+    """Exit now: a thread waits for the GPU, and for a dead rank. Finished rows are kept, as they are when a process is
+    killed."""
+    hint = "" if error.hint is None else f"hint: {error.hint}\n"
+    os.write(2, f"error: {error.message}\n{hint}".encode())
+    os._exit(USAGE_ERROR)
+
+
+def end_without_gpu(error: SpecbatchError) -> None:
+    """Exit when the program is done, before the interpreter frees objects: NCCL's wait for the GPU, and it for a dead
+    rank. Nothing can interrupt that wait. Until then the frames of `error`, which came in the middle of a call, keep
+    those objects. The operating system frees the memory."""
+    atexit.register(_exit_flushed, error)
+
+
+def _exit_flushed(kept: SpecbatchError) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    os._exit(USAGE_ERROR)

@@ -29,8 +29,7 @@ from specbatch.engine.engine import Engine
 from specbatch.errors import ModelError, SpecbatchError
 from specbatch.parallel.group import Group
 from specbatch.setup.build import build
-from specbatch.setup.ranks.process import RankStart, open_group
-from specbatch.setup.ranks.stuck_gpu import end_process, end_without_gpu
+from specbatch.setup.ranks.process import RankStart, end_process, end_without_gpu, open_group
 from specbatch.setup.resolve import ResolvedRun
 from specbatch.types import Completion, EngineLimits, Request, StopCheck
 
