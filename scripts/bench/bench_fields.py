@@ -105,9 +105,7 @@ def main() -> None:
                     runs.append(run(llm, kind, num_rows))
                     print(json.dumps({"kind": kind, "time": repeat, **vars(runs[-1])}), flush=True)
         notes, shortages = llm.notes, llm.stats.memory_shortages
-    best = {
-        kind: max(runs[1:], key=lambda one: one.tokens_per_second) for kind, runs in found.items() if len(runs) > 1
-    }
+    best = {kind: max(runs[1:], key=lambda one: one.tokens_per_second) for kind, runs in found.items() if len(runs) > 1}
     report = {
         "command": sys.argv[1:],
         "commit": commit(),
