@@ -20,7 +20,6 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 import specbatch
 from tests.gpu_memory import memory_for
-from tests.tiny_checkpoint import write_checkpoint
 
 _MANY_VARIANTS = {"attention", "cli", "draft", "engine", "files", "graphs", "job", "kernels", "models"}  # folders
 _MANY_VARIANTS |= {"results", "rows", "schemas", "setup", "text", "tune"}
@@ -82,6 +81,8 @@ def _shared_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two layers on disk: a whole run with it takes a quarter of the time that `random:tiny` takes."""
+    from tests.tiny_checkpoint import write_checkpoint  # here, because it imports transformers: 1 s of each process
+
     return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=2048)
 
 
