@@ -1,11 +1,10 @@
-"""What a job survives: kill -9, signals, bad rows. The real command, engine and model; 15 to 30 minutes.
+"""What a job survives: kill -9 and signals. The real command, engine and model; 10 to 20 minutes.
 
-    python scripts/check/check_faults.py [kill] [bad] [signals] [--model REF] [--set A.B=VALUE ...]
+    python scripts/check/check_faults.py [kill] [signals] [--model REF] [--set A.B=VALUE ...]
 
 kill     25 runs die by SIGKILL at random moments (uniform over a run's work, after the model is loaded) and are resumed
          until their file is whole; each file must then be byte for byte that of a run that nothing disturbed. Half of
          the kills hit greedy rows, half sampled ones; rows ask for logprobs, n = 2, stop strings, shared prefixes.
-bad      10,000 rows, 1,000 of them bad in every way: 9,000 results and 1,000 error rows, in order, exit code 1.
 signals  SIGINT and SIGTERM, while loading and at work: exit code 130, how to resume, the same bytes after it.
 
 The exit code is 0 only if all of that holds.
@@ -22,8 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +40,7 @@ build.build_engine = build_engine
 from specbatch.cli import app
 app(sys.argv[2:], prog_name="specbatch")
 """
-_CHECKS = ("kill", "bad", "signals")
+_CHECKS = ("kill", "signals")
 _KILLS = 25
 _KILLS_A_FILE = 4  # about; a file is whole when its last resume was not killed
 _TIMEOUT = 1800.0
@@ -168,86 +165,6 @@ def count_rows(partial: Path) -> int:
     return partial.read_bytes().count(b'","row":{') if partial.exists() else 0
 
 
-def bad_rows(rng: random.Random, longer_than: int) -> list[tuple[str, Callable[[int], Any]]]:
-    """(error type, row number -> a bad row)"""
-    good = {"prompt": "One two"}
-    return [
-        ("invalid_json", lambda i: b'{"prompt": "One two", "id": %d' % i),
-        ("invalid_json", lambda i: b"One two %d" % i),
-        ("invalid_json", lambda i: b'["One", "two"]'),
-        ("invalid_json", lambda i: b'{"prompt": "One", "temperature": NaN}'),
-        ("missing_prompt", lambda i: {"id": i, "text": "One two"}),
-        ("missing_prompt", lambda i: {"id": i, "prompt": None}),
-        ("missing_prompt", lambda i: {}),
-        ("invalid_type", lambda i: {"id": i, "prompt": 12}),
-        ("invalid_type", lambda i: {"id": i, "prompt": ["One"]}),
-        ("invalid_type", lambda i: {"id": i, "messages": "One"}),
-        ("invalid_type", lambda i: {"id": i, "messages": [{"role": "user", "content": 5}]}),
-        ("invalid_type", lambda i: {"id": i, "prompt_token_ids": ["a"]}),
-        ("invalid_type", lambda i: {"id": i, "prompt_token_ids": [10**9]}),
-        ("invalid_type", lambda i: {**good, "max_tokens": "2"}),
-        ("invalid_type", lambda i: {**good, "temperature": True}),
-        ("invalid_type", lambda i: {**good, "stop": 3}),
-        ("invalid_value", lambda i: {**good, "top_p": 1.5}),
-        ("invalid_value", lambda i: {**good, "max_tokens": 0}),
-        ("prompt_too_long", lambda i: {"id": i, "prompt": "word " * (longer_than + rng.randrange(1000))}),
-        ("prompt_too_long", lambda i: {"id": i, "prompt_token_ids": [1] * longer_than}),
-        ("unsupported_parameter", lambda i: {**good, "presence_penalty": 0.5}),
-        ("unsupported_parameter", lambda i: {**good, "tools": [{"type": "function"}]}),
-        ("unsupported_parameter", lambda i: {**good, "response_format": {"type": "json_object"}}),
-        ("empty_prompt", lambda i: {"id": i, "prompt": ""}),
-        ("empty_prompt", lambda i: {"id": i, "messages": []}),
-        ("empty_prompt", lambda i: {"id": i, "prompt_token_ids": []}),
-        ("invalid_text", lambda i: b'{"prompt": "One \\ud800 two"}'),
-        ("invalid_text", lambda i: b'{"prompt": "One \xff two"}'),
-    ]
-
-
-def check_bad(command: Command, rng: random.Random, num_rows: int, num_bad: int) -> list[str]:
-    kinds = bad_rows(rng, longer_than=10_000)
-    bad_at = {index: kinds[k % len(kinds)] for k, index in enumerate(rng.sample(range(num_rows), num_bad))}
-    good = {i: {"prompt": f"{i} and", "id": i, "max_tokens": 1 + (i % 4 == 0)} for i in range(num_rows)}
-    write_lines(command.folder / "bad.jsonl", [bad_at[i][1](i) if i in bad_at else good[i] for i in range(num_rows)])
-    raw_text = "data.prompts_as_chat=false"  # a chat template would make every prompt 30 tokens long
-    code, stderr, work = command.run("bad.jsonl", "--set", raw_text, output="bad.results.jsonl")
-    last = stderr.strip().splitlines()[-1] if stderr.strip() else ""
-    problems = []
-    if code != 1:
-        problems.append(f"exit code {code}, not 1:\n{stderr}")
-        return problems
-    if not last.startswith(f"{num_bad:,} of {num_rows:,} rows failed"):
-        problems.append(f"the last line is {last!r}")
-    results = [json.loads(line) for line in (command.folder / "bad.results.jsonl").read_bytes().splitlines()]
-    if [r["index"] for r in results] != list(range(num_rows)):
-        problems.append("the results are not one for each row in input order")
-        return problems
-    for result in results:
-        i = result["index"]
-        if i in bad_at:
-            if (
-                result["finish_reason"] != "error"
-                or result["error"]["type"] != bad_at[i][0]
-                or result["text"] is not None
-            ):
-                problems.append(f"row {i} should be {bad_at[i][0]}: {str(result)[:200]}")
-        elif result["finish_reason"] not in ("stop", "length") or result["id"] != i or "error" in result:
-            problems.append(f"row {i} was good: {str(result)[:200]}")
-    # The neighbours of bad rows must read as if those had never been there.
-    near = [i for i in good if i not in bad_at and {i - 1, i + 1} & bad_at.keys()][:300]
-    write_lines(command.folder / "near.jsonl", [good[i] for i in near])
-    code, stderr, _ = command.run("near.jsonl", "--set", raw_text, output="near.results.jsonl")
-    alone = [json.loads(line) for line in (command.folder / "near.results.jsonl").read_bytes().splitlines()]
-    for i, row in zip(near, alone, strict=True):
-        if {**row, "index": i} != results[i]:
-            problems.append(f"row {i} is different without bad rows around it")
-    counts = Counter(r["error"]["type"] for r in results if r["finish_reason"] == "error")
-    ok = num_rows - sum(counts.values())
-    print(f"{num_rows:,} rows: {ok:,} results, {sum(counts.values()):,} error rows {dict(sorted(counts.items()))}")
-    print(f"in order; {len(near)} neighbours of bad rows equal to a run without those; {work:.0f} s of work")
-    print(f"exit code 1, last line: {last}", flush=True)
-    return problems
-
-
 def check_signals(command: Command, rng: random.Random, num_rows: int) -> list[str]:
     problems = []
     write_lines(command.folder / "signals.jsonl", job_rows(num_rows, sampled=True))
@@ -293,7 +210,7 @@ def wait_for(path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checks", nargs="*", metavar="CHECK", help="kill, bad or signals; default: all three")
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help="kill or signals; default: both")
     parser.add_argument("--model", help="target; default: the built-in model")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="as for specbatch")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the moments; default: the time")
@@ -315,8 +232,6 @@ def main() -> int:
             command = Command(Path(folder), options)
             if check == "kill":
                 found = check_kill(command, rng, args.kills, args.rows)
-            elif check == "bad":
-                found = check_bad(command, rng, 10_000, 1_000)
             else:
                 found = check_signals(command, rng, args.rows)
         for problem in found[:20]:
