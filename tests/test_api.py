@@ -23,6 +23,7 @@ from specbatch.scaleout.pool import Pool
 from tests.scaleout.simulation import Simulation
 from tests.stub_engine import StubEngine, StubRun, build_engine, stub_modules
 
+TRUE_FREEZE_COUNT = gc.get_freeze_count  # conftest.py replaces it before the first test
 ROWS: list[Any] = [
     *({"prompt": f"p{i}", "id": i, "temperature": 1.0} for i in range(60)),
     {"messages": [{"role": "user", "content": "hi"}], "n": 3, "temperature": 1.0},
@@ -102,9 +103,10 @@ def test_lines_are_those_of_a_result_file(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def thawed_heap() -> Iterator[None]:
+def thawed_heap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Thaw the heap, as it is in a user's program. The tests after this one are a tenth faster with a frozen heap."""
     gc.unfreeze()
+    monkeypatch.setattr(gc, "get_freeze_count", TRUE_FREEZE_COUNT)
     yield
     gc.collect()
     gc.freeze()

@@ -1,17 +1,16 @@
-"""Times the linear layers of FP8 on a GPU against those of bfloat16, and finds the best tiles for few tokens.
+"""Times the GEMMs of FP8 on a GPU against those of bfloat16, and finds the best tiles for few tokens.
 
-    python scripts/bench/bench_fp8.py -o bench_fp8.json [--budget 70] [--shape llama-3-8b] [--parts inputs layers]
+    python scripts/bench/bench_fp8.py -o bench_fp8.json [--budget 70] [--shape llama-3-8b]
     python scripts/bench/bench_fp8.py --table bench_fp8.json
 
 For each GEMM of a layer and each number of tokens: microseconds, TFLOP/s and GB/s (weights, inputs and results) in
 CUDA-graph replay over copies of the weight that together exceed L2, of bfloat16 as it is used now, of the library's FP8
 with sums in the tensor cores (`fast`) and in float32 (`slow`), and of our tiles; and each one's error against float64,
-of the same rounded numbers. Then what quantises inputs, whole layers (all GEMMs, norms, activations and residuals,
-without attention), and the card's power and clock while large GEMMs run.
+of the same rounded numbers.
 
 Every measurement is one JSON line, written at once; a short table of them comes last. What fails is a line with
-"error" and no time. `--table` prints the table of `specbatch/kernels/triton/scaled/tile.py` from the file. Without the
-part `gemms`, layers use the table of `tile.py`. Stops by itself when the budget (seconds) is used up.
+"error" and no time. `--table` prints the table of `specbatch/kernels/triton/scaled/tile.py` from the file. Stops by
+itself when the budget (seconds) is used up.
 """
 
 from __future__ import annotations
@@ -22,17 +21,14 @@ import json
 import math
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tune_linear import Gemm, Geometry, only_compile, replay_time
 
@@ -47,9 +43,8 @@ from specbatch.models.linears.fp8 import quantise_weight
 from specbatch.models.random_weights import geometries
 
 ROWS = (1, 4, 16, 64, 256, 512, 2048, 8192)
-PARTS = ("gemms", "inputs", "layers", "power")
-DTYPE, FP8, EPS = torch.bfloat16, torch.float8_e4m3fn, 1e-5
-ROTATION_BYTES = 280e6  # the size of all copies of a weight; L2 holds 60 MB
+DTYPE, FP8 = torch.bfloat16, torch.float8_e4m3fn
+ROTATION_BYTES = 280e6  # of all copies of a weight; L2 holds 60 MB
 CHECKED = 64  # tokens whose results are compared with float64
 LARGEST_TABLE = 256  # tokens up to which `--table` chooses between us and the library
 
@@ -87,7 +82,7 @@ def name_of(tile: ScaledTile) -> str:
 
 
 def start_compiling() -> None:
-    """Prepare a worker, whose launches only compile, for a Hopper GPU."""
+    """In a worker: launches only compile, as for a Hopper GPU."""
     only_compile()
     ops.dependent_launch = lambda tensor: True
 
@@ -104,8 +99,6 @@ class Bench:
         self._file, self._deadline = output.open("w"), deadline
         self._pool = multiprocessing.get_context("fork").Pool(max((os.cpu_count() or 2) - 1, 1), start_compiling)
         self._compiled: dict[Any, Any] = {}
-        # The best way to compute a GEMM in FP8, by (shape, tokens): its time and tile; None: the library, fast.
-        self._best: dict[tuple[tuple[int, int], int], tuple[float, ScaledTile | None]] = {}
 
     def say(self, **line: Any) -> None:
         text = json.dumps(line)
@@ -136,7 +129,7 @@ class Bench:
         return line
 
     def gemm(self, shape_name: str, gemm: Gemm, rows: list[int]) -> None:
-        """Time every way to compute one GEMM, without the kernels before and after it."""
+        """Every way to compute one GEMM, without what precedes and follows it."""
         num_out, num_in = gemm.weight_shape
         copies = max(4, math.ceil(ROTATION_BYTES / (num_out * num_in)))
         wide = [normal(num_out, num_in, scale=num_in**-0.5)]
@@ -193,102 +186,7 @@ class Bench:
                 continue
             us = timed(name_of(tile), by_tile(tile), 1, exact, most)
             best = min(best, (us, tile), key=lambda one: one[0])
-        self._best[size, tokens] = best
         self.say(**what, how="best", us=best[0], tile=None if best[1] is None else asdict(best[1]))
-
-    def inputs(self, shape_name: str, geometry: Geometry, rows: list[int]) -> None:
-        """Time the kernels that quantise inputs, and the kernels that they replace."""
-        inner = geometry.layer["down"].num_in
-        for tokens in rows:
-            x, both = normal(tokens, geometry.hidden), normal(tokens, 2 * inner)
-            weight = normal(geometry.hidden)
-            ways: dict[str, Callable[[], object]] = {
-                "rms_norm": partial(kernels.rms_norm, x, weight, EPS),
-                "rms_norm_quantised": partial(kernels.rms_norm_quantised, x, weight, EPS),
-                "quantise": partial(kernels.quantise, x),
-                "act_mul": partial(kernels.act_mul, both),
-                "act_mul_quantised": partial(kernels.act_mul_quantised, both),
-            }
-            for name, work in ways.items():
-                self.guarded({"shape": shape_name, "tokens": tokens, "how": name}, partial(graph_time, work))
-
-    def layers(self, shape_name: str, geometry: Geometry, rows: list[int]) -> None:
-        """Time eight layers, each with its own weights, with the best way for each GEMM, or by the table."""
-        gemms, heads = geometry.layer, geometry.heads
-        wide = [{n: normal(*g.weight_shape, scale=g.num_in**-0.5) for n, g in gemms.items()} for _ in range(8)]
-        made = [{n: quantise_weight(w) for n, w in layer.items()} for layer in wide]
-        norm = normal(geometry.hidden).abs()
-
-        def in_bf16(x: Tensor) -> Tensor:
-            x = x.clone()
-            for w in wide:
-                qkv = kernels.norm_linear(x, norm, EPS, w["qkv"])
-                x = kernels.linear(qkv[:, :heads].contiguous(), w["o"], None, x)
-                x = kernels.linear(kernels.norm_gated_linear(x, norm, EPS, w["gate_up"]), w["down"], None, x)
-            return x
-
-        def multiply(q: Quantised, weight: Any, residual: Tensor | None = None) -> Tensor:
-            key = (tuple(weight.values_OI.shape), q.values_TI.shape[0])
-            if key not in self._best:
-                return kernels.scaled_linear(q, weight.values_OI, weight.scale, DTYPE, None, residual)
-            tile = self._best[key][1]
-            if tile is None:
-                return ops.library_linear(q, weight.values_OI, weight.scale, DTYPE, None, residual)
-            return ops.linear(q, weight.values_OI, weight.scale, DTYPE, None, residual, tile)
-
-        def in_fp8(x: Tensor) -> Tensor:
-            x = x.clone()
-            for w in made:
-                qkv = multiply(kernels.rms_norm_quantised(x, norm, EPS), w["qkv"])
-                x = multiply(kernels.quantise(qkv[:, :heads].contiguous()), w["o"], x)
-                gate_up = multiply(kernels.rms_norm_quantised(x, norm, EPS), w["gate_up"])
-                x = multiply(kernels.act_mul_quantised(gate_up), w["down"], x)
-            return x
-
-        for tokens in rows:
-            if self.out_of_time():
-                return
-            x = normal(tokens, geometry.hidden)
-            for how, forward in {"layer bf16": in_bf16, "layer fp8": in_fp8}.items():
-                what = {"shape": shape_name, "tokens": tokens, "how": how}
-                self.guarded(what, partial(graph_time, partial(forward, x), repeats=1, units=len(wide)))
-
-    def power(self, shape_name: str, gemm: Gemm, tokens: int = 8192) -> None:
-        """Measure power and clock of the card during a large GEMM that runs for more than a second."""
-        wide = normal(*gemm.weight_shape, scale=gemm.num_in**-0.5)
-        made, x = quantise_weight(wide), normal(tokens, gemm.num_in)
-        q = kernels.quantise(x)
-        for how, work in {
-            "bf16": lambda: F.linear(x, wide),
-            "library fast": lambda: ops.library_linear(q, made.values_OI, made.scale, DTYPE, fast=True),
-            "library slow": lambda: ops.library_linear(q, made.values_OI, made.scale, DTYPE, fast=False),
-        }.items():
-
-            def run(work: Callable[[], Tensor] = work) -> dict[str, Any]:
-                once = replay_time(work, num_replays=3)
-                calls = max(4, int(1.5 / once))
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                for _ in range(calls):
-                    work()
-                end.record()
-                time.sleep(0.7)
-                query = "power.draw,power.limit,clocks.sm,clocks_event_reasons.active"
-                command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-                seen = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-                running = not end.query()
-                end.synchronize()
-                seconds = begin.elapsed_time(end) / 1e3 / calls
-                flops = 2 * tokens * math.prod(gemm.weight_shape)
-                return {"tflops": round(flops / seconds / 1e12), "card": seen, "seen_while_running": running}
-
-            self.guarded({"shape": shape_name, "gemm": gemm.name, "tokens": tokens, "sustained": how}, run)
-
-
-def graph_time(work: Callable[[], object], repeats: int = 10, units: int = 1) -> dict[str, Any]:
-    """Time a call in a CUDA graph. `units`: the number of layers that one call computes."""
-    seconds = replay_time(lambda: [work() for _ in range(repeats)], num_replays=5) / repeats / units
-    return {"us": round(seconds * 1e6, 2)}
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -296,7 +194,7 @@ def normal(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def print_summary(path: Path) -> None:
-    """Print microseconds, a line for each GEMM and number of tokens, then all else."""
+    """Microseconds, a line for each GEMM and number of tokens; then what failed."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     print(f"{'GEMM':<24}{'tokens':>7}{'bf16':>9}{'fast':>9}{'slow':>9}{'best':>9}  its tile")
     for best in (line for line in lines if line.get("how") == "best"):
@@ -305,11 +203,8 @@ def print_summary(path: Path) -> None:
         tile = "library" if best["tile"] is None else name_of(ScaledTile(**best["tile"]))
         columns = "".join(f"{us:>9.1f}" for us in times)
         print(f"{best['shape'] + ' ' + best['gemm']:<24}{best['tokens']:>7}{columns}  {tile}")
-    for name in dict.fromkeys(line["how"] for line in lines if "how" in line and "gemm" not in line):
-        found = [f"{line['tokens']}: {line.get('us', line.get('error'))}" for line in lines if line.get("how") == name]
-        print(f"{name}: {', '.join(found)}")
     for line in lines:
-        if "sustained" in line or ("error" in line and "us" not in line and isinstance(line["error"], str)):
+        if isinstance(line.get("error"), str):
             print(json.dumps(line))
 
 
@@ -324,7 +219,7 @@ def source_of(tile: dict[str, Any] | None) -> str:
 
 
 def print_table(path: Path) -> None:
-    """Print the source text of `tile._MEASURED`."""
+    """Source text of `tile._MEASURED`."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     best = [line for line in lines if line.get("how") == "best" and line["tokens"] <= LARGEST_TABLE]
     print("_MEASURED: dict[tuple[int, int], dict[int, ScaledTile | None]] = {")
@@ -342,10 +237,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=Path("bench_fp8.json"))
     parser.add_argument("--table", type=Path, help="print the table of a file written before, and stop")
-    parser.add_argument("--budget", type=float, default=70.0, help="seconds for GEMMs and layers")
+    parser.add_argument("--budget", type=float, default=70.0, help="seconds")
     parser.add_argument("--shape", action="append", choices=sorted(geometries()))
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
     if args.table is not None:
         print_table(args.table)
@@ -353,20 +247,13 @@ def main() -> None:
     bench = Bench(args.output, time.monotonic() + args.budget)
     shapes = args.shape or ["llama-3-8b", "qwen2.5-1.5b"]
     all_gemms = {name: list(Geometry.of(geometries()[name]).layer.values()) for name in shapes}
-    for gemms in all_gemms.values() if "gemms" in args.parts else ():
+    for gemms in all_gemms.values():
         bench.compile(gemms, args.rows)
     try:
         with torch.no_grad():
-            for i, (name, gemms) in enumerate(all_gemms.items()):
-                geometry = Geometry.of(geometries()[name])
-                for gemm in gemms if "gemms" in args.parts else ():
+            for name, gemms in all_gemms.items():
+                for gemm in gemms:
                     bench.gemm(name, gemm, args.rows)
-                if "inputs" in args.parts:
-                    bench.inputs(name, geometry, args.rows)
-                if "layers" in args.parts:
-                    bench.layers(name, geometry, args.rows)
-                if i == 0 and "power" in args.parts:
-                    bench.power(name, geometry.layer["gate_up"])
     finally:
         bench.close()
         print_summary(args.output)

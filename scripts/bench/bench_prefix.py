@@ -83,7 +83,7 @@ class Engines:
         self._run: Any = None
         self._engine: Any = None
         self.ready_seconds = 0.0
-        self.sums: dict[str, float] = {}  # of the kept engine, when the last job ended
+        self.sums: dict[str, float] = {}  # statistics of the kept engine when the last job ended
 
     def runtime(self) -> Runtime:
         return Runtime(self._resolve, self._build, model_paths)
@@ -181,7 +181,7 @@ def run(rows: Rows, config: Config, engines: Engines) -> dict[str, Any]:
 
 
 def method_sets(method: str) -> list[str]:
-    """As `bench.py` reads it."""
+    """Read a method as `bench.py` does."""
     method, _, draft = method.partition("=")
     method, _, acceptance = method.partition("@")
     name, _, shape = method.partition(":")

@@ -4,7 +4,6 @@
     python scripts/check/check_grammar.py --rows 25 --max-batch-size 64 --max-tokens 512 --repeats 2 -o grammar.json
     python scripts/check/check_grammar.py --target random:qwen2.5-1.5b --draft random:eagle3-32k \\
         --rows 7 --max-batch-size 64 --max-tokens 256 --repeats 2 --time-limit 100                       # a GPU
-    python scripts/check/check_grammar.py --host --max-batch-size 64      # what the host does in a round, seconds
 
 Each schema of `json_schemas.jsonl` gets `--rows` rows, greedy and sampled. Every text that ends is parsed and validated
 by the `jsonschema` package. Greedy texts must be those of plain decoding; sampled ones too with ngram and trees. On a
@@ -14,15 +13,6 @@ The same prompts run without schemas, each with as many tokens as it had with it
 speeds, and both have an acceptance length. The first of `--repeats` compiles and captures; the last one counts. Texts
 of random weights end because the schemas bound them: strings have a maxLength, arrays a maxItems.
 
-With `--host` no model runs: milliseconds of the host in a round of `--max-batch-size` requests, the median, for plain
-decoding, a chain of 4 nodes and trees of 8 and 16, with a vocabulary of 151,936 tokens (the target's, and pairs of
-short ones). Texts are drawn at random from the masks, which fills their strings, or have words and strings that end
-early, as those of a model. Two of three drafts are what comes next. Requests are greedy, of whose choices the grammars
-refuse one in fifty, or sampled. `advance`: the matchers follow the last tokens, while the device drafts (in plain
-decoding: while the target runs). `trees` and `check`: the device waits. `masks`: masks of sampled requests, and what is
-looked up for greedy ones, while the target runs, as if it ran for as long as that; `cpu`: these and `check`, of all
-threads together. `begin`: a request's start.
-
 One JSON line for each method and temperature, also where it fails. No method begins after `--time-limit`.
 """
 
@@ -31,7 +21,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import sys
 import time
 import traceback
@@ -41,13 +30,13 @@ from typing import Any
 
 import jsonschema
 import torch
-from grammar_host import TREES, Host, read_schemas
 
 from specbatch import LLM
 from specbatch.options.strict_yaml import load_yaml
 from specbatch.results.stats import commit, device_name, versions
 
 BUILT_IN = "builtin:smollm2-135m-instruct"
+SCHEMAS = Path(__file__).with_name("json_schemas.jsonl")
 
 
 def methods(draft: str | None) -> dict[str, dict[str, Any]]:
@@ -63,7 +52,8 @@ def methods(draft: str | None) -> dict[str, dict[str, Any]]:
 def make_rows(count: int, max_tokens: int, temperature: float) -> list[dict[str, Any]]:
     """Make `count` rows for each schema."""
     rows = []
-    for entry in read_schemas():
+    for line in SCHEMAS.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
         form = {"name": entry["name"], "schema": entry["schema"]}
         for number in range(count):
             text = f"{entry['prompt']} Answer in JSON.{f' This is answer {number + 1}.' if number else ''}"
@@ -185,8 +175,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names of methods: none ngram chain tree")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds")
-    parser.add_argument("--host", action="store_true", help="what the host does in a round, without a model")
-    parser.add_argument("--threads", type=int, help="that compute masks, with --host")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     draft = args.draft or (f"{BUILT_IN}-eagle3" if args.target == BUILT_IN else None)
@@ -206,15 +194,6 @@ def main() -> int:
         if args.output is not None:
             args.output.write_text(json.dumps(report, indent=1) + "\n")
 
-    if args.host:
-        for texts in ("random", "words"):
-            for num_schemas in (1, 3, 20):
-                host = Host(args.target, args.max_batch_size, texts, num_schemas, args.threads)
-                for name, parents in TREES.items():
-                    for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-                        case = f"host, {texts}, {num_schemas} schemas, {name}, {kind}"
-                        add(case, {"cpus": os.cpu_count(), **host.run(parents, 30, temperature)})
-        return 0
     for name, method in chosen.items():
         if time.perf_counter() - began > args.time_limit:
             add(name, {"left_out": f"after {args.time_limit:g} s"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -270,15 +271,24 @@ def write_report(path: Path, report: Mapping[str, Any], like: Path | None = None
 def versions() -> dict[str, str]:
     found = {"specbatch": specbatch.__version__, "python": platform.python_version()}
     for package in ("torch", "transformers", "tokenizers", "llguidance"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        if (version := _installed(package)) is not None:
+            found[package] = version
     return found
 
 
+@functools.cache
+def _installed(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed. What was imported stays as it was."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
 def commit() -> str | None:
-    """The commit of the checkout that this package runs from, `-dirty` if it has changes; None outside a checkout."""
+    """The commit of the checkout that this package runs from, `-dirty` if it has changes; None outside a checkout.
+    It is read once: later changes of the checkout are not what this process runs."""
     root = Path(specbatch.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 import specbatch
 from specbatch import startup
 from specbatch.cli import app
-from tests import processes
+from specbatch.types import Completion
+from tests import processes, stub_engine
 from tests.processes import Command
-from tests.stub_engine import stub_modules
+from tests.stub_engine import StubEngine, stub_modules
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent
 
@@ -252,8 +253,19 @@ def test_signals_flush_and_say_how_to_resume(
 
 
 def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
+    class Slow(StubEngine):
+        """Sleeps in each step after the first."""
+
+        def step(self) -> list[Completion]:
+            self._sleep = 2.0 * (self._steps > 0)
+            return super().step()
+
+    def main() -> None:
+        stub_engine.build_engine = lambda run, show: Slow()  # type: ignore[assignment]
+        stub_engine.main()
+
     write_rows(tmp_path, 50)
-    process = Command(tmp_path, "generate", "d.jsonl", STUB_SLEEP="2")
+    process = Command(tmp_path, "generate", "d.jsonl", main=main)
     process.wait_for_rows(tmp_path / "d.results.jsonl.partial", 1)  # one step is over: the loop owns the signals
     time.sleep(0.2)  # into the next one
     began = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -40,6 +41,13 @@ def with_all_masks(engine: Engine) -> Engine:
     return engine
 
 
+@cache
+def by_oracle(has_penalties: bool = False, logprobs: int | None = None) -> list[Completion]:
+    """What the greedy requests are in the oracle, which depends on no method."""
+    options = (PENALTIES if has_penalties else {}) | ({} if logprobs is None else {"logprobs": logprobs})
+    return run_requests(tiny_oracle(eos=(END,)), requests((0.0,), **options))
+
+
 def texts(completions: list[Completion]) -> list[Any]:
     return [(c.token_ids, c.finish_reason, c.no_token_left) for c in completions]
 
@@ -71,7 +79,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_greedy_texts_and_margins_of_all_methods(engine: str, options: dict[str, Any], watched: list[int]) -> None:
     """They are equal, and the texts are those of all masks and of the oracle. With random weights most choices are
     refused."""
-    expected = texts(run_requests(tiny_oracle(eos=(END,)), requests((0.0,), **options)))
+    expected = texts(by_oracle(options == PENALTIES))
     first, num_refused = None, 0
     for case in METHODS:
         made = ENGINES[engine](*SHAPES[case], eos=(END,))
@@ -161,12 +169,13 @@ def test_a_tree_of_eagle3(engine: str, watched: list[int]) -> None:
 
 
 @pytest.mark.parametrize("case", ["none", "draft_model-tree", "eagle-chain"])
-@pytest.mark.parametrize("options", [{"logprobs": 1}, {"logprobs": 1, **PENALTIES}], ids=["", "penalties"])
-def test_as_three_graphs(case: str, options: dict[str, Any], watched: list[int]) -> None:
+@pytest.mark.parametrize("penalties", [{}, PENALTIES], ids=["", "penalties"])
+def test_as_three_graphs(case: str, penalties: dict[str, Any], watched: list[int]) -> None:
     """And log-probabilities are those of the raw logits, which no rule has changed."""
+    options = {"logprobs": 1, **penalties}
     expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests((0.0,), **options))
     found = run_requests(graphed(tiny_device_engine(*SHAPES[case], eos=(END,))), requests((0.0,), **options))
-    oracle = run_requests(tiny_oracle(eos=(END,)), requests((0.0,), **options))
+    oracle = by_oracle(penalties == PENALTIES, 1)
     assert texts(found) == texts(expected) == texts(oracle)
     assert margins(found) == margins(expected)
     for mine, theirs in zip(found, oracle, strict=True):
@@ -188,8 +197,7 @@ def test_memory_runs_out_after_a_check(cpu: bool, watched: list[int], monkeypatc
         return accept(*args, **options)
 
     monkeypatch.setattr(Round, "accept", fails)
-    expected = run_requests(tiny_oracle(eos=(END,)), requests((0.0,)))
-    assert texts(run_requests(engine, requests((0.0,)))) == texts(expected)
+    assert texts(run_requests(engine, requests((0.0,)))) == texts(by_oracle())
     assert engine.stats.memory_shortages == 2
 
 
@@ -220,7 +228,7 @@ def test_simulated_acceptance_computes_all_masks() -> None:
 def test_texts_and_margins_on_a_gpu(graphs: Any, options: dict[str, Any]) -> None:
     """Of each method, alone and among sampled requests."""
     settings: dict[str, Any] = {"eos": (END,), "num_pages": 256, "device": torch.device("cuda"), "graphs": graphs}
-    expected = texts(run_requests(tiny_oracle(eos=(END,)), requests((0.0,), **options)))
+    expected = texts(by_oracle(options == PENALTIES))
     first = None
     for case in METHODS:
         made = tiny_device_engine(*SHAPES[case], **settings)

@@ -240,6 +240,12 @@ def test_hundreds_of_bad_rows_among_thousands(run: Run) -> None:
     assert run.log.strip().splitlines()[-1].startswith("200 of 2,000 rows failed")
     good = [r["text"] for r in results if not r.get("error")]
     assert all(isinstance(t, str) for t in good)
+    # Rows among bad ones are as they are among others.
+    run.write([{"prompt": "another"} if i % 10 == 7 else row for i, row in enumerate(rows[:200])])
+    assert run(overwrite=True) == 0
+    assert [result for i, result in enumerate(run.results()) if i % 10 != 7] == [
+        result for i, result in enumerate(results[:200]) if i % 10 != 7
+    ]
 
 
 def test_look_ahead_is_bounded(run: Run) -> None:

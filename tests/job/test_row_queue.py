@@ -55,8 +55,9 @@ def index_of(rows: RowQueue) -> int:
     return prepared.index
 
 
-def test_a_row_that_takes_long_is_waited_for_in_bounds() -> None:
+def test_a_row_that_takes_long_is_waited_for_in_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine with other rows goes on meanwhile; a job that ends does not wait at all."""
+    monkeypatch.setattr("specbatch.job.row_queue._LOOK_SECONDS", 0.02)
     may_go_on = threading.Event()
 
     def wait(raws: Sequence[RawRow]) -> list[Row]:

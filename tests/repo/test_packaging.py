@@ -68,3 +68,18 @@ def test_the_package_holds_its_data_files(project: dict[str, Any]) -> None:
 def test_structured_output_needs_no_extra(project: dict[str, Any]) -> None:
     assert any(need.startswith("llguidance") for need in project["dependencies"])
     assert "grammar" not in project["optional-dependencies"]
+
+
+def test_the_range_of_torch_is_the_same_everywhere(project: dict[str, Any]) -> None:
+    torch = next(need for need in project["dependencies"] if need.startswith("torch"))
+    for path in ("README.md", "specbatch/setup/device.py"):
+        assert f"'{torch}'" in (ROOT / path).read_text(encoding="utf-8"), path
+
+
+def test_ci_runs_the_oldest_torch(project: dict[str, Any]) -> None:
+    workflow = ROOT / ".github" / "workflows" / "ci.yml"
+    if not workflow.is_file():
+        pytest.skip("no checkout")
+    torch = next(need for need in project["dependencies"] if need.startswith("torch"))
+    oldest = torch.split(">=")[1].split(",")[0]
+    assert f'torch: "{oldest}"' in workflow.read_text(encoding="utf-8")
