@@ -1,5 +1,5 @@
-"""What fields of rows cost: log-probabilities, stop strings and rules for tokens. Rows without any and with each kind,
-in turn, over the whole pipeline.
+"""Measure the cost of fields of rows: log-probabilities, stop strings and rules for tokens. Rows without any and with
+each kind, in turn, over the whole pipeline.
 
     python scripts/bench/bench_fields.py --batch 128 -o fields.json                        # a GPU; drafts as usual
     python scripts/bench/bench_fields.py --target random:qwen2.5-1.5b --kinds none penalties all --time-limit 60 \\

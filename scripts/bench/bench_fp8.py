@@ -44,7 +44,7 @@ from specbatch.models.random_weights import geometries
 
 ROWS = (1, 4, 16, 64, 256, 512, 2048, 8192)
 DTYPE, FP8 = torch.bfloat16, torch.float8_e4m3fn
-ROTATION_BYTES = 280e6  # of all copies of a weight; L2 holds 60 MB
+ROTATION_BYTES = 280e6  # bytes of all copies of a weight; L2 holds 60 MB
 CHECKED = 64  # tokens whose results are compared with float64
 LARGEST_TABLE = 256  # tokens up to which `--table` chooses between us and the library
 

@@ -1,4 +1,4 @@
-"""What a job survives: kill -9 and signals. The real command, engine and model; 10 to 20 minutes.
+"""Check that a job survives kill -9 and signals. The real command, engine and model; 10 to 20 minutes.
 
     python scripts/check/check_faults.py [kill] [signals] [--model REF] [--set A.B=VALUE ...]
 

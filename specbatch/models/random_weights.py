@@ -25,7 +25,7 @@ from specbatch.models.families.registry import parse_hf_config
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 
-RANDOM_WEIGHTS = "random weights"  # for logs and results
+RANDOM_WEIGHTS = "random weights"  # name in logs and results
 REDUCED_DRAFT_VOCAB = 32000  # size of the published EAGLE-3 heads for Llama 3 and Qwen 3
 
 
