@@ -215,7 +215,7 @@ _MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
         1: GemmTile("fma", 1, 8, 1024, 1, 4, pdl=True, early=True),
         4: GemmTile("dot", 8, 32, 512, 3, 4, fuse_norm=False, pdl=True),
         16: GemmTile("dot", 16, 128, 128, 5, 4, tma=True, fuse_norm=False, pdl=True),
-        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True, early=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
     },
     (2560, 7680): {  # draft_fc
         1: GemmTile("fma", 1, 2, 4096, 1, 8, pdl=True, early=True),
@@ -233,7 +233,7 @@ _MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
         1: GemmTile("fma", 1, 8, 512, 4, 2, pdl=True, early=True),
         4: GemmTile("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
         16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
-        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True, early=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
     },
 }
 
