@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from specbatch.counts import EngineStats
-from specbatch.engine.append import new_sequence
 from specbatch.engine.logprobs import LogprobLayout, Logprobs, num_top_of, read_records, with_logprobs
 from specbatch.engine.reports import Report, read_report
 from specbatch.engine.sequence import Sequence
@@ -75,7 +74,7 @@ def drawn(rows: int, rounds: int, path: int, logprobs: int | None) -> tuple[list
     """Requests, and reports of rounds that each commit `path` tokens of all of them. Often tokens are the same few."""
     params = SamplingParams(max_tokens=rounds * path, ignore_eos=True, logprobs=logprobs)
     limits = EngineLimits(1 << 20, VOCAB)
-    sequences = [new_sequence(Request(i, [1, 2, 3], params, RngKey(0, i, 0)), limits, 1 << 20) for i in range(rows)]
+    sequences = [Sequence.of(Request(i, [1, 2, 3], params, RngKey(0, i, 0)), limits, 1 << 20) for i in range(rows)]
     rng, k, reports = np.random.default_rng(0), num_top_of([logprobs]), []
     for _ in range(rounds):
         tokens = (rng.zipf(1.3, (rows, path)) % 5000).astype(np.int32)

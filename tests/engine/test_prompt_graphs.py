@@ -16,9 +16,8 @@ from specbatch.draft import NoDraft
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
-from specbatch.engine.prefill.chunk import PromptChunk
 from specbatch.engine.prefill.graphs import PromptGraphs
-from specbatch.engine.prefill.packing import ChunkShape, PromptPacker, TokenFields
+from specbatch.engine.prefill.packing import ChunkShape, PromptChunk, PromptPacker, TokenFields
 from specbatch.engine.round import Round
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
