@@ -25,10 +25,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the oracle is one of the tests' parts
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
+from specbatch.engine.engine import Engine
 from specbatch.setup.build import build
 from specbatch.setup.resolve import resolve
-from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.oracle.build import build_oracle
+from tests.oracle.engine import OracleEngine
 
 TARGET = "builtin:smollm2-135m-instruct"
 METHODS: dict[str, dict[str, Any]] = {
@@ -54,7 +56,7 @@ def main() -> None:
     for method in args.methods:
         for batch in args.batches:
             run = resolve(config_for(METHODS[method], batch))
-            engines: dict[str, BatchEngine] = {"oracle": build_oracle(run), "engine": build(run).engine}
+            engines: dict[str, Engine | OracleEngine] = {"oracle": build_oracle(run), "engine": build(run).engine}
             prompts: list[Any] = [
                 run.tokenizer.apply_chat_template(
                     [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
@@ -81,7 +83,7 @@ def config_for(speculation: dict[str, Any], batch: int) -> Config:
 
 
 def compare(
-    engines: dict[str, BatchEngine], prompts: list[list[int]], params: SamplingParams, repeats: int
+    engines: dict[str, Engine | OracleEngine], prompts: list[list[int]], params: SamplingParams, repeats: int
 ) -> dict[str, Any]:
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     texts: dict[str, list[list[int]]] = {}
@@ -100,7 +102,9 @@ def compare(
     }
 
 
-def generate(engine: BatchEngine, prompts: list[list[int]], params: SamplingParams) -> tuple[list[list[int]], float]:
+def generate(
+    engine: Engine | OracleEngine, prompts: list[list[int]], params: SamplingParams
+) -> tuple[list[list[int]], float]:
     """Texts, and output tokens per second of the decoding rounds and prompts together."""
     began, done = time.perf_counter(), dict[int, list[int]]()
     for i, prompt in enumerate(prompts):
