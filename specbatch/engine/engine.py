@@ -468,8 +468,8 @@ class Engine:
         assert columns <= self._state.host_trees_SZ.shape[1], "the engine was built without room for such drafts"
         has_tokens = self._state.tokens_SL.shape[1] > 0
         assert has_tokens or not any(method.reads_tokens for method in methods.items), "no tokens are on the device"
-        rounds, size, old = methods.map(self._round.drafting), self._max_batch_size, self.executor
-        self.executor = RoundExecutor(rounds, size, self.device, mode, old.lanes, shrinks=old.shrinks)
+        rounds, size, lanes = methods.map(self._round.drafting), self._max_batch_size, self.executor.lanes
+        self.executor = RoundExecutor(rounds, size, self.device, mode, lanes, shrinks=self._shrinks)
         self._round = self.executor.rounds.items[0]
         self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before
         if ahead and self.executor.runner is not None:

@@ -46,7 +46,7 @@ class Scheduler:
     `num_lookahead`: slots past the committed ones that a round may write. `on_start` is called for each admission: the
     sequence's first `num_computed_tokens` tokens came from the prefix cache. Short prompts are held until
     `min_free_requests` request indices are free, or until those that find room have `min_prefill_tokens`: see
-    `gathering`.
+    `admission_batching`.
     """
 
     def __init__(

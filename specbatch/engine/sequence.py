@@ -45,7 +45,7 @@ class Sequence:
     # keys: index of the token, as far as computed
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     grammar: GrammarState | None = None
-    goes_back: bool = False  # the device continued with a token that the grammar refuses, see `unchecked_round`
+    goes_back: bool = False  # the device continued with a token that the grammar refuses, see `optimistic_round`
     num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `tree.MAX_FORCED`
 
     @classmethod

@@ -1,5 +1,5 @@
 """Launches prompt chunks. A short chunk of whole prompts is padded to one of few shapes and replayed as a graph; other
-chunks are computed in pieces (`prompt_trunks`), or launched kernel by kernel.
+chunks are computed in pieces (`models.py`), or launched kernel by kernel.
 
 Launching a chunk takes the host 0.3 ms a layer, whatever is in it, and meanwhile no round runs. So a chunk can have as
 much padding as a GPU computes in that time (`ChunkCost.graph_tokens`) without a loss. A job has few shapes. Without
