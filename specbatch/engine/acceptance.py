@@ -23,9 +23,9 @@ from specbatch.kernels.torch.acceptance import widen
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What the target says about the draft trees of a round, on the device: its output for the T computed nodes, then
-    which nodes it accepts, then what was committed of them. `commit_round` walks along the target's choices, or is
-    given the length of the path, and in a tree the path itself."""
+    """The target's answer to the draft trees of a round, on the device. It is filled in three steps: the output for the
+    T computed nodes, the nodes that are accepted, and what was committed. `commit_round` walks along the target's
+    choices, or is given the length of the path, and in a tree the path itself."""
 
     hidden_TE: Tensor
     aux_hidden_states: list[Tensor]

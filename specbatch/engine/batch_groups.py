@@ -15,7 +15,7 @@ class BatchGroups:
         self._table, self._page_size = table, page_size
         self._tree = None if table is None else GroupTree(page_size, table.limits)
         self._members: set[int] = set()  # the request indices that are in the tree
-        self._index_S = np.zeros(num_requests, dtype=np.int32)  # for each request index, its index in the batch
+        self._index_S = np.zeros(num_requests, dtype=np.int32)  # index in the batch of each request index
         self._batch: list[Sequence] = []
         self._queries = 0
         self._groups: list[Group] = []

@@ -72,7 +72,7 @@ def memory_shortage(error: Exception, num_running: int) -> MemoryShortage:
 class EngineSizes:
     """The sizes of an engine, as memory allows them."""
 
-    num_pages: int  # of the KV cache
+    num_pages: int  # pages of the KV cache
     page_size: int
     capacity: int  # tokens of the longest sequence (prompt and output) that the model and the cache can hold
     max_batch_size: int

@@ -53,7 +53,7 @@ class RoundKey(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """What a round leaves on the device for the host. It is valid until the next launch."""
+    """The result that a round leaves on the device for the host. It is valid until the next launch."""
 
     output_BZ: Tensor  # int32, laid out as in `Output`, then the words of log-probabilities
     logprobs: LogprobLayout | None
@@ -61,7 +61,7 @@ class Launched(NamedTuple):
 
 
 class RoundHook:
-    """What the host does between the parts of a round. Here it does nothing, so all parts are launched at once."""
+    """The host's work between the parts of a round. Here it does nothing, so all parts are launched at once."""
 
     takes_part = False  # the host takes part: the rest of the round is launched when the next launch is prepared
     method: DraftMethod | None = None  # the draft method of the round; None: that of the schedule
