@@ -31,7 +31,7 @@ from specbatch.engine.constrained.policy import Grammars
 from specbatch.engine.constrained.tree import MAX_FORCED
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundBatch, RoundExecutor
-from specbatch.engine.logprobs import LogprobLayout, num_top_of, with_logprobs
+from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.overlap.lanes import Lanes
 from specbatch.engine.prefill.admission_batching import ChunkCost, RoundsOfRows
 from specbatch.engine.prefill.graphs import PromptGraphs
@@ -363,10 +363,8 @@ class Engine:
         sampled, num_top, edits = self._wanted(ready)
         self._grammars.write_first_masks(ready)
         with marked("prompts"):
-            tokens, logprobs, scores = self.prompts.run(
-                self._round, packed, sampled, num_top, self.executor.mode, edits
-            )
-        chosen = self._transfers.download(with_logprobs(tokens, logprobs))
+            launched, scores = self.prompts.run(self._round, packed, sampled, num_top, self.executor.mode, edits)
+        first_words = self._transfers.download(launched.output_BZ)
         for s in spans:
             s.record(self._stats)
             s.seq.num_computed_tokens = s.end
@@ -377,9 +375,8 @@ class Engine:
             # A request that is computed again after a preemption has its root already.
             first_tokens.append(seq if len(seq.tokens) == seq.num_computed_tokens else None)
             seq.rounds_in_flight += first_tokens[-1] is not None
-        layout = None if logprobs is None else LogprobLayout.of(logprobs)
         scored = None if scores is None else Scored.start(packed.scored, scores, self._transfers)
-        self._in_flight.append(Report(first_tokens, None, chosen, layout, scored))
+        self._in_flight.append(Report(first_tokens, None, first_words, launched.logprobs, scored))
         self._failed = 0
         # Launching a chunk takes the host longer than many a round.
         now = time.perf_counter()

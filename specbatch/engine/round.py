@@ -53,11 +53,19 @@ class RoundKey(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """The result that a round leaves on the device for the host. It is valid until the next launch."""
+    """The result that a round or a prefill chunk leaves on the device for the host. It is valid until the next
+    launch."""
 
-    output_BZ: Tensor  # int32, laid out as in `Output`, then the words of log-probabilities
+    # int32: (B, Z) of a round, laid out as in `Output`. (R, 2) of a chunk: the token of each prompt that ends there and
+    # the bits of its margin. The words of log-probabilities follow.
+    output_BZ: Tensor
     logprobs: LogprobLayout | None
-    max_path: int  # M: tokens that the round may commit
+    max_path: int  # M: tokens that a request may get
+
+    @staticmethod
+    def of(output_BZ: Tensor, logprobs: Logprobs | None, max_path: int) -> Launched:
+        layout = None if logprobs is None else LogprobLayout.of(logprobs)
+        return Launched(with_logprobs(output_BZ, logprobs), layout, max_path)
 
 
 class RoundHook:
@@ -291,8 +299,7 @@ class Round:
         committed = verified.committed
         assert committed is not None
         logprobs = self._logprobs(verified.logits_TV, verified.accept_index_T, committed.tokens_BM, num_top)
-        layout = None if logprobs is None else LogprobLayout.of(logprobs)
-        return Launched(with_logprobs(committed.output_BZ, logprobs), layout, committed.path_BM.shape[1])
+        return Launched.of(committed.output_BZ, logprobs, committed.path_BM.shape[1])
 
     def _logprobs(
         self, logits_TV: Tensor | None, index_T: Tensor, tokens_BM: Tensor, num_top: int | None
@@ -380,14 +387,13 @@ class Round:
     def prefill(
         self, chunk: PromptChunk, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE,
         trunks: PromptTrunks = EAGER,
-    ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:  # fmt: skip
+    ) -> tuple[Launched, Logprobs | None]:  # fmt: skip
         """Compute pieces of prompts. Where a prompt ends, choose its first token and make its request index ready for
         rounds.
 
-        Return (R, 2) int32, the token of each prompt that ends here and the bits of its margin, with logprobs (R, 1) if
-        wanted, and the log-probabilities (K, 1) of the chunk's `scored_K2`. The token is NO_TOKEN if the target's
-        logits are not finite: then the request is done, and what is computed after it reads token 0. `trunks`: the
-        models that compute this chunk, and no round.
+        Return the first tokens, and the log-probabilities (K, 1) of the chunk's `scored_K2`. A first token is NO_TOKEN
+        if the target's logits are not finite: then the request is done, and the draft network reads token 0 in its
+        place. `trunks`: the models that compute this chunk, and no round.
         """
         needs_all = self._reads_hidden or chunk.scored_K2 is not None
         logits_indices = None if needs_all else chunk.logits_indices
@@ -401,7 +407,7 @@ class Round:
         scores = None if chunk.scored_K2 is None else self._scores(hidden, chunk.scored_K2, chunk.scored_num_top)
         if chunk.ready_R.shape[0] == 0:
             self._extend_prompt(chunk, chunk.ready_R, hidden, aux_hidden_states, trunks.draft)
-            return chunk.ready_R[:, None].int().expand(-1, 2), None, scores
+            return Launched(chunk.ready_R[:, None].int().expand(-1, 2), None, 1), scores
         rows = BatchView.gather(self.state, chunk.ready_R, self.page_size, self.ops)
         logits = self._target.raw_logits(hidden[chunk.logits_indices.index_R] if logits_indices is None else hidden)
         roots = DraftTrees(chunk.roots_R[:, None])
@@ -422,9 +428,9 @@ class Round:
             everything = torch.ones_like(tokens, dtype=torch.bool)[:, None]
             self._remember(chunk.ready_R, chunk.lengths_R[:, None], tokens[:, None], everything)
         self._extend_prompt(chunk, tokens, hidden, aux_hidden_states, trunks.draft)
-        output = torch.cat((reported[:, None].int(), margin.view(torch.int32)), dim=1)
+        output_R2 = torch.cat((reported[:, None].int(), margin.view(torch.int32)), dim=1)
         index_R = torch.arange(len(tokens), device=tokens.device)
-        return output, self._logprobs(logits, index_R, tokens[:, None], num_top), scores
+        return Launched.of(output_R2, self._logprobs(logits, index_R, tokens[:, None], num_top), 1), scores
 
     def _scores(self, hidden_TE: Tensor, scored_K2: Tensor, num_top: int) -> Logprobs:
         """Return the log-probabilities of tokens after others. They are computed a few at a time, because the logits of

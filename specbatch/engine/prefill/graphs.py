@@ -22,7 +22,7 @@ from specbatch.engine.executor import GraphMode
 from specbatch.engine.logprobs import Logprobs, num_top_of
 from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.prefill.packing import ChunkArrays, ChunkShape, PackedPrompts, PromptPacker
-from specbatch.engine.round import Round
+from specbatch.engine.round import Launched, Round
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -72,7 +72,7 @@ class PromptGraphs:
         num_top: int | None,
         mode: GraphMode,
         edits: Edits = Edits.NONE,
-    ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
+    ) -> tuple[Launched, Logprobs | None]:
         """Compute a chunk as `Round.prefill` does; but more tokens can follow those of the prompts that end here.
         `mode`: the graph mode of rounds; prompts are graphs only if whole rounds are. The output is valid until the
         next chunk."""
@@ -127,14 +127,14 @@ class PromptGraphs:
 
     def _padded(
         self, round_: Round, packed: PackedPrompts, shape: ChunkShape, key: tuple[Any, ...]
-    ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
+    ) -> tuple[Launched, Logprobs | None]:
         _, sampled, _, num_top, edits = key
         padding = round_.state.padding
         arrays = packed.padded(shape, padding)
         if shape not in self._buffers:
             self._buffers[shape] = self._transfers.upload(arrays.buffer)
 
-        def prefill() -> tuple[Tensor, Logprobs | None, Logprobs | None]:
+        def prefill() -> tuple[Launched, Logprobs | None]:
             chunk = self._packer.chunk(arrays, self._buffers[shape], round_.state.page_table_SP, shape.max_queries)
             return round_.prefill(chunk, sampled, num_top, edits)
 
