@@ -29,7 +29,7 @@ from specbatch.config_load import load_config
 from specbatch.engine.prefill.graphs import PromptGraphs
 from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks
 from specbatch.engine.prefill.packing import PromptPacker
-from specbatch.engine.round import Round
+from specbatch.engine.round import GREEDY, Round
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
@@ -74,7 +74,7 @@ class Prompts:
     def launch(self, graphs: PromptGraphs, size: int) -> Callable[[], Any]:
         span = self.span(size)
         packed = self.packer.pack([span])
-        return lambda: graphs.run(self.round, packed, False, None, "round")
+        return lambda: graphs.run(self.round, packed, GREEDY, "round")
 
     def logits(self, trunks: PromptTrunks, size: int) -> Tensor:
         """Of the last token, float32."""
@@ -144,9 +144,8 @@ def measured(prompts: Prompts, way: str, sizes: list[int], repeats: int) -> Iter
         line: dict[str, Any] = {"tokens": size, "padded": padded or size, "whole": shape is not None}
         try:
             line |= timed(prompts.launch(graphs, size), prompts.device, repeats)
-            line["token"] = int(
-                graphs.run(prompts.round, prompts.packer.pack([prompts.span(size)]), False, None, "round")[0][0, 0]
-            )
+            launched, _ = graphs.run(prompts.round, prompts.packer.pack([prompts.span(size)]), GREEDY, "round")
+            line["token"] = int(launched.output_BZ[0, 0])
             if trunks is not EAGER:
                 expected, found = prompts.logits(EAGER, size), prompts.logits(trunks, size)
                 line["logits_difference"] = float((expected - found).abs().max())

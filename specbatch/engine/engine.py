@@ -38,7 +38,7 @@ from specbatch.engine.prefill.graphs import PromptGraphs
 from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.prefill.packing import PromptPacker
 from specbatch.engine.reports import Report, Scored, read_report
-from specbatch.engine.round import Round
+from specbatch.engine.round import Round, Wanted
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
@@ -304,7 +304,7 @@ class Engine:
 
     def _run(self, rows: list[Sequence]) -> None:
         """Launch a round of these requests."""
-        sampled, num_top, edits = self._wanted(rows)
+        wanted = self._wanted(rows)
         method, padded_size = self.executor.rounds.at(len(rows)).method, self.executor.padded_size(len(rows))
         method = self._grammars.method(rows, method, padded_size)
         groups = self._groups.of(rows, method.num_nodes)
@@ -315,7 +315,7 @@ class Engine:
             self._table.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         # The hook reads the results before this round after a part of it is launched: grammars follow all tokens.
         hook = self._grammars.of_round(rows, method, self._read_all)
-        batch = RoundBatch(rows, sampled, num_top, edits, hook)
+        batch = RoundBatch(rows, wanted, hook)
         if self._lanes is not None and not hook.takes_part:
             sequences, lane = self._lanes.divide(rows)
             batch = batch._replace(sequences=sequences, lane=lane)
@@ -360,10 +360,10 @@ class Engine:
         self._table.upload_pages([s.seq for s in spans])
         packed = self._packer.pack(spans)
         ready = [s.seq for s in spans if s.end == s.seq.num_prefill_tokens]
-        sampled, num_top, edits = self._wanted(ready)
+        wanted = self._wanted(ready)
         self._grammars.write_first_masks(ready)
         with marked("prompts"):
-            launched, scores = self.prompts.run(self._round, packed, sampled, num_top, self.executor.mode, edits)
+            launched, scores = self.prompts.run(self._round, packed, wanted, self.executor.mode)
         first_words = self._transfers.download(launched.output_BZ)
         for s in spans:
             s.record(self._stats)
@@ -383,15 +383,14 @@ class Engine:
         self._stats.prefill_seconds += now - self._last_read
         self._last_read = now
 
-    def _wanted(self, sequences: list[Sequence]) -> tuple[bool, int | None, Edits]:
-        """Return what requests want of a launch: `sampled`, `num_top` and `edits` of `Round.begin`. Where rounds may be
-        graphs, the edits are one of few combinations."""
+    def _wanted(self, sequences: list[Sequence]) -> Wanted:
+        """Return what these requests want of a launch. Where rounds may be graphs, it is one of few combinations."""
         params = [seq.request.params for seq in sequences]
         # Each kind once: to join flags takes as long as all else that a round does for a row.
         kinds = {int(seq.rules.edits) for seq in sequences if seq.rules is not None}
         edits = functools.reduce(operator.or_, map(Edits, kinds), Edits.NONE)
         edits = edits.family if self._round.fixed_shapes else edits
-        return any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params), edits
+        return Wanted(any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params), edits)
 
     def _read(self) -> None:
         """Wait for the oldest report and do what it says."""

@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from specbatch.batch import ALL_EDITS, Edits
+from specbatch.batch import ALL_EDITS
 from specbatch.cache.prefix_groups import Group
 from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.overlap.lanes import LaneSizes
 from specbatch.engine.reports import Report
-from specbatch.engine.round import NO_HOOK, Launched, Round, RoundHook, RoundKey
+from specbatch.engine.round import GREEDY, NO_HOOK, Launched, Round, RoundHook, RoundKey, Wanted
 from specbatch.engine.round_graphs import RoundGraphs
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
@@ -55,9 +55,7 @@ class RoundBatch(NamedTuple):
     """The requests of a round in the order of its lines, and what they want of it."""
 
     sequences: Seq[Sequence | None]  # None: padding
-    sampled: bool = False  # this and the next two: see `Round.begin`
-    num_top: int | None = None
-    edits: Edits = Edits.NONE
+    wanted: Wanted = GREEDY
     hook: RoundHook = NO_HOOK
     lane: int = 0  # lines of the first of two lanes; 0: there is one
 
@@ -124,15 +122,15 @@ class RoundExecutor:
         gc.collect()  # graphs of a round that is no more keep memory: once, for it takes as long as a capture
         for number, ((size, lane), i) in enumerate(self._captures, start=1):
             on_progress(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
-            self._capture(RoundKey(size, i, sampled, num_top, lane=lane), self.rounds.items[i])
+            self._capture(RoundKey(size, i, Wanted(sampled, num_top), lane), self.rounds.items[i])
 
     def capture_largest(self) -> None:
         """Capture what takes the most memory: for a trial, which wants to know how much. There is a table of rules."""
         largest = {i: size for size, i in reversed(self._captures)}
         for i, (size, lane) in largest.items():
             for key in (
-                RoundKey(size, i, sampled=False, lane=lane),
-                RoundKey(size, i, True, MAX_TOP_LOGPROBS, ALL_EDITS, lane=lane),
+                RoundKey(size, i, GREEDY, lane),
+                RoundKey(size, i, Wanted(True, MAX_TOP_LOGPROBS, ALL_EDITS), lane),
             ):
                 self._capture(key, self.rounds.items[i])
 
@@ -181,7 +179,7 @@ class RoundExecutor:
         lines = [padding if seq is None else seq.req_idx for seq in batch.sequences]
         size, i = self.padded_size(len(lines), batch.lane), self.rounds.index(len(lines) - lines.count(padding))
         self._upload(lines + [padding] * (size - len(lines)))
-        round_, key = self.rounds.items[i], RoundKey(size, i, batch.sampled, batch.num_top, batch.edits, batch.lane)
+        round_, key = self.rounds.items[i], RoundKey(size, i, batch.wanted, batch.lane)
         if hook.method is not None:
             round_, key = round_.drafting(hook.method), key._replace(num_nodes=hook.method.num_nodes)
         if (
@@ -191,8 +189,7 @@ class RoundExecutor:
         ):
             self._capture(key, round_, hook)  # the first batch of its kind
         if self.runner is None or key in self._uncaptured:
-            wanted = batch.sampled, batch.num_top, batch.edits, batch.lane, hook
-            max_path, complete = round_.begin(self._req_idx_B[:size], *wanted)
+            max_path, complete = round_.begin(self._req_idx_B[:size], batch.wanted, batch.lane, hook)
             return Report.of_round(batch.sequences, max_path, lambda: _restoring(round_, complete), hook)
         assert self._graphs is not None
         return Report.of_round(batch.sequences, *self._graphs.begin(key, hook), hook)

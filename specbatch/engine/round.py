@@ -39,14 +39,28 @@ _FREE_ROWS = 64
 _SCORED_ROWS = 32  # prompt tokens whose log-probabilities are computed at once
 
 
+class Wanted(NamedTuple):
+    """The results that the requests of a round or a prefill chunk want of it."""
+
+    sampled: bool = False  # some request may have a positive temperature
+    num_top: int | None = None  # log-probabilities with this number of most likely tokens; None: none
+    edits: Edits = Edits.NONE  # the kinds of edits that the requests' rules make in logits
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return whether only the largest of the target's logits after each token is wanted."""
+        return self == GREEDY
+
+
+GREEDY = Wanted()
+
+
 class RoundKey(NamedTuple):
     """Everything that the CUDA graphs of a round depend on."""
 
     size: int  # size of the batch, padding included
     item: int  # item of the schedule
-    sampled: bool  # this and the next two: see `Round.begin`
-    num_top: int | None = None
-    edits: Edits = Edits.NONE  # with NODE_MASK, the host takes part in the round
+    wanted: Wanted = GREEDY
     lane: int = 0  # requests of the first lane, see `executor.PaddedSize`
     # If the host takes part: nodes of each tree. Plain decoding may have room for forced tokens or not.
     num_nodes: int | None = None
@@ -162,50 +176,38 @@ class Round:
     def num_positions(self) -> int:
         return self._target.num_positions
 
-    def __call__(
-        self, req_idx_B: Tensor, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE, lane: int = 0
-    ) -> Launched:
+    def __call__(self, req_idx_B: Tensor, wanted: Wanted = GREEDY, lane: int = 0) -> Launched:
         """Run one round in which the host takes no part. See `begin`."""
-        _, complete = self.begin(req_idx_B, sampled, num_top, edits, lane)
+        _, complete = self.begin(req_idx_B, wanted, lane)
         return complete()
 
     def begin(
-        self,
-        req_idx_B: Tensor,
-        sampled: bool,
-        num_top: int | None = None,
-        edits: Edits = Edits.NONE,
-        lane: int = 0,
-        hook: RoundHook = NO_HOOK,
+        self, req_idx_B: Tensor, wanted: Wanted = GREEDY, lane: int = 0, hook: RoundHook = NO_HOOK
     ) -> tuple[int, Callable[[], Launched]]:
         """Run the first part of a round of the requests `req_idx_B` (int64; the index of padding may repeat): draft,
         and the target's forward pass. Return the number of tokens that a request may get, and what launches the rest.
-        `sampled`: some request may have a positive temperature. `num_top`: return log-probabilities, with this number
-        of most likely tokens; None: return none. `edits`: the kinds of edits that the requests' rules make in logits.
         `lane`: the number of requests in the first of two lanes, which the target computes at the same time; 0: there
         is one lane."""
         with marked("draft"):
-            view, drafted = self.draft(req_idx_B, sampled)
+            view, drafted = self.draft(req_idx_B, wanted.sampled)
         trees = hook.reshape(drafted)
         with marked("target"):
-            verified = self.forward(view, trees, lane, is_greedy=_is_greedy(sampled, num_top, edits))
+            verified = self.forward(view, trees, lane, is_greedy=wanted.is_greedy)
             if hook.takes_part:
-                verified = self.choose(view, trees, verified, num_top, edits)
+                verified = self.choose(view, trees, verified, wanted)
         hook.look_ahead(verified.choice_BN)
 
         def complete() -> Launched:
             hook.check()
-            return self.finish(view, trees, verified, sampled, num_top, edits)
+            return self.finish(view, trees, verified, wanted)
 
         return self.max_path(trees), complete
 
-    def finish(
-        self, view: BatchView, trees: DraftTrees, verified: Verified, sampled: bool, num_top: int | None, edits: Edits
-    ) -> Launched:
+    def finish(self, view: BatchView, trees: DraftTrees, verified: Verified, wanted: Wanted) -> Launched:
         """Run the steps after the target's forward pass: accept and extend."""
         with marked("accept"):
-            verified = self.accept(view, trees, verified, sampled, num_top, edits)
-            launched = self._launched(verified, num_top)
+            verified = self.accept(view, trees, verified, wanted)
+            launched = self._launched(verified, wanted.num_top)
         with marked("extend"):
             self.extend(view, trees, verified)
         return launched
@@ -221,7 +223,7 @@ class Round:
     def verify(self, view: BatchView, trees: DraftTrees) -> Verified:
         """Run the target's forward pass over all nodes, and accept, commit and compact, for greedy requests."""
         verified = self.forward(view, trees, is_greedy=True)
-        return self.accept(view, trees, verified, sampled=False)
+        return self.accept(view, trees, verified, GREEDY)
 
     def forward(self, view: BatchView, trees: DraftTrees, lane: int = 0, *, is_greedy: bool = False) -> Verified:
         """Run the target's forward pass over all nodes. `is_greedy`: only the best token after each is wanted."""
@@ -247,47 +249,36 @@ class Round:
         choice_BN, margin_BN = of_nodes(trees, best, index_BN)
         return Verified(hidden, aux_hidden_states, index_BN, None, choice_BN=choice_BN, margin_BN=margin_BN)
 
-    def choose(
-        self, view: BatchView, trees: DraftTrees, verified: Verified, num_top: int | None, edits: Edits
-    ) -> Verified:
+    def choose(self, view: BatchView, trees: DraftTrees, verified: Verified, wanted: Wanted) -> Verified:
         """Add the edited logits and greedy choices that grammars read. Masks set logits to -inf, so they commute with
         the other edits and can be applied last."""
-        edits &= ~Edits.NODE_MASK
+        edits = wanted.edits & ~Edits.NODE_MASK
         assert verified.logits_TV is not None, "a grammar needs logits"
-        edited = self._edited(view, trees, verified.logits_TV, edits, keep=num_top is not None)
+        edited = self._edited(view, trees, verified.logits_TV, edits, keep=wanted.num_top is not None)
         choice_BN, _ = self._acceptance.choose(view, trees, edited, verified.index_BN, sampled=False)
         return replace(verified, edited_TV=edited, choice_BN=choice_BN)
 
-    def accept(
-        self,
-        view: BatchView,
-        trees: DraftTrees,
-        verified: Verified,
-        sampled: bool,
-        num_top: int | None = None,
-        edits: Edits = Edits.NONE,
-    ) -> Verified:
+    def accept(self, view: BatchView, trees: DraftTrees, verified: Verified, wanted: Wanted) -> Verified:
         """Accept, commit, and make the accepted paths contiguous."""
-        verified = self._decide(view, trees, verified, sampled, num_top, edits)
+        verified = self._decide(view, trees, verified, wanted)
         committed = self._commit(view, trees, verified)
         if trees.parents_BN is not None:  # a chain's path is contiguous
             paths = committed.path_BM.shape
             self.ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
         return replace(verified, committed=committed)
 
-    def _decide(
-        self, view: BatchView, trees: DraftTrees, verified: Verified, sampled: bool, num_top: int | None, edits: Edits
-    ) -> Verified:
+    def _decide(self, view: BatchView, trees: DraftTrees, verified: Verified, wanted: Wanted) -> Verified:
         """Decide which nodes are accepted."""
-        logits, edited = verified.logits_TV, verified.edited_TV
+        logits, edited, edits = verified.logits_TV, verified.edited_TV, wanted.edits
         if edited is not None:
             edits &= Edits.NODE_MASK  # the others are made
         else:
             edited = logits
         if edited is not None:
-            edited = self._edited(view, trees, edited, edits, keep=num_top is not None and edited is logits)
+            keep = wanted.num_top is not None and edited is logits
+            edited = self._edited(view, trees, edited, edits, keep=keep)
         target_ids = None if self.method.net is None else self.method.net.target_ids
-        verified = self._acceptance.decide(view, trees, verified, edited, target_ids, sampled)
+        verified = self._acceptance.decide(view, trees, verified, edited, target_ids, wanted.sampled)
         if edits & Edits.NODE_MASK and (rules := self.state.rules) is not None and rules.forced_SN is not None:
             assert edited is not None
             num_nodes = trees.tokens_BN.shape[1]
@@ -385,9 +376,8 @@ class Round:
         self.state.features_SE.index_copy_(0, view.req_idx_B, hidden)
 
     def prefill(
-        self, chunk: PromptChunk, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE,
-        trunks: PromptTrunks = EAGER,
-    ) -> tuple[Launched, Logprobs | None]:  # fmt: skip
+        self, chunk: PromptChunk, wanted: Wanted = GREEDY, trunks: PromptTrunks = EAGER
+    ) -> tuple[Launched, Logprobs | None]:
         """Compute pieces of prompts. Where a prompt ends, choose its first token and make its request index ready for
         rounds.
 
@@ -413,8 +403,8 @@ class Round:
         roots = DraftTrees(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
-        edited = self._edited(rows, roots, logits, edits, keep=num_top is not None)
-        choice, margin = self._acceptance.choose(rows, roots, edited, None, sampled)
+        edited = self._edited(rows, roots, logits, wanted.edits, keep=wanted.num_top is not None)
+        choice, margin = self._acceptance.choose(rows, roots, edited, None, wanted.sampled)
         is_new = chunk.roots_R < 0  # a request that is computed again has its root already
         reported = torch.where(is_new, choice[:, 0], chunk.roots_R)
         tokens = reported.clamp(min=0)
@@ -430,7 +420,8 @@ class Round:
         self._extend_prompt(chunk, tokens, hidden, aux_hidden_states, trunks.draft)
         output_R2 = torch.cat((reported[:, None].int(), margin.view(torch.int32)), dim=1)
         index_R = torch.arange(len(tokens), device=tokens.device)
-        return Launched.of(output_R2, self._logprobs(logits, index_R, tokens[:, None], num_top), 1), scores
+        logprobs = self._logprobs(logits, index_R, tokens[:, None], wanted.num_top)
+        return Launched.of(output_R2, logprobs, 1), scores
 
     def _scores(self, hidden_TE: Tensor, scored_K2: Tensor, num_top: int) -> Logprobs:
         """Return the log-probabilities of tokens after others. They are computed a few at a time, because the logits of
@@ -455,8 +446,3 @@ class Round:
         features = net.features(hidden_TE, aux_hidden_states)
         hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected, trunk)
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
-
-
-def _is_greedy(sampled: bool, num_top: int | None, edits: Edits) -> bool:
-    """Return whether a round needs only the largest of the target's logits after each token."""
-    return not sampled and num_top is None and not edits

@@ -47,18 +47,17 @@ class RoundGraphs:
         """Capture the graphs of a kind of round. `padding`: a hook whose batch has no requests. Only what the host
         reads of a round is kept: other sizes can use the memory of everything else that it leaves."""
         if key.num_nodes is None:
-            wanted = key.sampled, key.num_top, key.edits, key.lane
-            self._runner.capture((_WHOLE, *key), lambda: round_(req_idx_B, *wanted))
+            self._runner.capture((_WHOLE, *key), lambda: round_(req_idx_B, key.wanted, key.lane))
             return
-        size, sampled = key.size, key.sampled
-        _, drafted = round_.draft(req_idx_B, sampled)
+        size, wanted = key.size, key.wanted
+        _, drafted = round_.draft(req_idx_B, wanted.sampled)
         trees = padding.reshape(drafted)
         buffers = self._buffers.setdefault(_kind(key), self._like(trees))
         _copy(trees, buffers, size)
         given = _map(buffers, lambda tensor: tensor[:size])
 
         def draft() -> DraftTrees:
-            _, trees = round_.draft(req_idx_B, sampled)
+            _, trees = round_.draft(req_idx_B, wanted.sampled)
             if trees.probs_BDW is not None:
                 assert given.probs_BDW is not None
                 given.probs_BDW.copy_(trees.probs_BDW)
@@ -67,10 +66,10 @@ class RoundGraphs:
 
         def forward() -> tuple[BatchView, Verified]:
             view = BatchView.gather(round_.state, req_idx_B, round_.page_size, round_.ops)
-            return view, round_.choose(view, given, round_.forward(view, given), key.num_top, key.edits)
+            return view, round_.choose(view, given, round_.forward(view, given), wanted)
 
         def accept() -> Launched:
-            return round_.finish(view, given, verified, sampled, key.num_top, key.edits)
+            return round_.finish(view, given, verified, wanted)
 
         names = [(part, *key) for part in _PARTS]
         self._runner.capture(names[0], draft)
@@ -110,7 +109,7 @@ def _last_part(key: RoundKey) -> str:
 
 
 def _kind(key: RoundKey) -> tuple[int, bool, int | None]:
-    return key.item, key.sampled, key.num_nodes
+    return key.item, key.wanted.sampled, key.num_nodes
 
 
 def _map(trees: DraftTrees, function: Callable[[Tensor], Tensor]) -> DraftTrees:

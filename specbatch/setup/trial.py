@@ -17,7 +17,7 @@ from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.engine.prefill.models import PromptPieces, piecewise_trunks, token_sizes
 from specbatch.engine.prefill.packing import ChunkCut, PromptChunk
-from specbatch.engine.round import Round
+from specbatch.engine.round import Round, Wanted
 from specbatch.graphs.runner import GraphRunner
 from specbatch.models.config import num_layer_weights
 from specbatch.setup.round_parts import RoundParts, Rounds
@@ -156,10 +156,10 @@ def _peak(device: torch.device, function: Callable[[], None]) -> int:
 def trial_round(round_: Round, padding: torch.Tensor, num_top: int | None) -> None:
     """The largest round. All rows are padding: it computes everything and writes nothing. Rows may ask for samples,
     log-probabilities and rules, which take the most memory; the table of rules is there."""
-    round_(padding, sampled=False)
-    round_(padding, sampled=True, num_top=num_top)
+    round_(padding)
+    round_(padding, Wanted(True, num_top))
     with_room = round_.drafting(round_.method.with_room(len(padding)))
-    with_room(padding, sampled=True, num_top=num_top, edits=ALL_EDITS)
+    with_room(padding, Wanted(True, num_top, ALL_EDITS))
 
 
 def trial_short_prompts(round_: Round, max_batch_size: int, prefill_chunk_tokens: int) -> None:
@@ -216,5 +216,5 @@ def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None)
         logits_indices,
         cut=cut,
     )
-    round_.prefill(chunk, sampled=True, num_top=MAX_TOP_LOGPROBS)
+    round_.prefill(chunk, Wanted(True, MAX_TOP_LOGPROBS))
     state.ints_SF[state.padding] = saved

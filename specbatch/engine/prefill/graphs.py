@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.batch import Edits
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.logprobs import Logprobs, num_top_of
 from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.prefill.packing import ChunkArrays, ChunkShape, PackedPrompts, PromptPacker
-from specbatch.engine.round import Launched, Round
+from specbatch.engine.round import Launched, Round, Wanted
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -68,17 +67,15 @@ class PromptGraphs:
         self,
         round_: Round,
         packed: PackedPrompts,
-        sampled: bool,
-        num_top: int | None,
+        wanted: Wanted,
         mode: GraphMode,
-        edits: Edits = Edits.NONE,
     ) -> tuple[Launched, Logprobs | None]:
         """Compute a chunk as `Round.prefill` does; but more tokens can follow those of the prompts that end here.
         `mode`: the graph mode of rounds; prompts are graphs only if whole rounds are. The output is valid until the
         next chunk."""
         may_pad = not packed.scored and (mode == "round" or self.runner is None)
         shape = self.shape_of(packed) if may_pad else None
-        key = (shape, sampled, round_.method.net is not None, num_top, edits)
+        key = (shape, wanted, round_.method.net is not None)
         self._came[key] += 1
         pays = self._trunks is EAGER or self._came[key] > CAPTURE_AFTER
         if shape is not None and pays and key not in self._uncaptured:
@@ -99,7 +96,7 @@ class PromptGraphs:
             chunk = replace(chunk, scored_K2=self._transfers.upload(scored), scored_num_top=scored_num_top)
         if round_.two_lanes is not None:
             chunk = replace(chunk, cut=packed.cut(round_.two_lanes.min_prompt_lane))
-        return round_.prefill(chunk, sampled, num_top, edits, self._trunks)
+        return round_.prefill(chunk, wanted, self._trunks)
 
     def shape_of(self, packed: PackedPrompts) -> ChunkShape | None:
         """The smallest shape that holds these, if one does."""
@@ -128,7 +125,7 @@ class PromptGraphs:
     def _padded(
         self, round_: Round, packed: PackedPrompts, shape: ChunkShape, key: tuple[Any, ...]
     ) -> tuple[Launched, Logprobs | None]:
-        _, sampled, _, num_top, edits = key
+        _, wanted, _ = key
         padding = round_.state.padding
         arrays = packed.padded(shape, padding)
         if shape not in self._buffers:
@@ -136,7 +133,7 @@ class PromptGraphs:
 
         def prefill() -> tuple[Launched, Logprobs | None]:
             chunk = self._packer.chunk(arrays, self._buffers[shape], round_.state.page_table_SP, shape.max_queries)
-            return round_.prefill(chunk, sampled, num_top, edits)
+            return round_.prefill(chunk, wanted)
 
         if self.runner is not None and key not in self.runner:
             # Over no prompt: what is captured is run, and must write to no request's slots.

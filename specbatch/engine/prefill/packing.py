@@ -125,7 +125,7 @@ class PromptChunk:
     draft_selected: LogitsIndices | None
     # Prompt tokens whose log-probabilities are wanted: the packed token before each, and itself. None: there are none.
     scored_K2: Tensor | None = None  # int64
-    scored_num_top: int = 0  # `num_top` (see `Round`) for the scored tokens
+    scored_num_top: int = 0  # `num_top` (see `Wanted`) for the scored tokens
     cut: ChunkCut | None = None  # None: the target computes it as one lane
 
 
