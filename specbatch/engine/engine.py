@@ -491,8 +491,7 @@ class Engine:
 
     def abort_all(self) -> None:
         """Drop all requests unfinished: for measurements, and for who gives up."""
-        self._read_all()  # The rounds in flight write to pages that are freed next.
-        self._finished.clear()
+        self.drain()  # The rounds in flight write to pages that are freed next.
         for seq in list(self._scheduler.running):
             seq.is_finished = True
             self._scheduler.finish(seq)
