@@ -173,8 +173,7 @@ class RoundExecutor:
             self._uploaded = padded
 
     def run(self, batch: RoundBatch) -> Report:
-        """Launch a round. If its hook takes part, this is the first part; otherwise it is all but what
-        `Report.complete` launches at once."""
+        """Begin a round. `Report.complete` launches the rest: at once, unless the round's hook takes part."""
         padding, hook = self._padding, batch.hook
         lines = [padding if seq is None else seq.req_idx for seq in batch.sequences]
         size, i = self.padded_size(len(lines), batch.lane), self.rounds.index(len(lines) - lines.count(padding))
@@ -182,17 +181,19 @@ class RoundExecutor:
         round_, key = self.rounds.items[i], RoundKey(size, i, batch.wanted, batch.lane)
         if hook.method is not None:
             round_, key = round_.drafting(hook.method), key._replace(num_nodes=hook.method.num_nodes)
-        if (
-            self.runner is not None
-            and key not in self._uncaptured
-            and (self._graphs is None or key not in self._graphs)
-        ):
-            self._capture(key, round_, hook)  # the first batch of its kind
+        if (graphs := self._graphs_of(key, round_, hook)) is not None:
+            return Report.of_round(batch.sequences, *graphs.begin(key, hook), hook)
+        max_path, complete = round_.begin(self._req_idx_B[:size], batch.wanted, batch.lane, hook)
+        return Report.of_round(batch.sequences, max_path, lambda: _restoring(round_, complete), hook)
+
+    def _graphs_of(self, key: RoundKey, round_: Round, hook: RoundHook) -> RoundGraphs | None:
+        """Return the graphs with this kind of round, captured for the first batch of the kind. None: such rounds run
+        eagerly."""
         if self.runner is None or key in self._uncaptured:
-            max_path, complete = round_.begin(self._req_idx_B[:size], batch.wanted, batch.lane, hook)
-            return Report.of_round(batch.sequences, max_path, lambda: _restoring(round_, complete), hook)
-        assert self._graphs is not None
-        return Report.of_round(batch.sequences, *self._graphs.begin(key, hook), hook)
+            return None
+        if self._graphs is None or key not in self._graphs:
+            self._capture(key, round_, hook)
+        return None if key in self._uncaptured else self._graphs
 
     def padded_size(self, batch_size: int, lane: int = 0) -> int:
         """The size that a batch is padded to where shapes are fixed: of the ladder, or that of two equal lanes."""

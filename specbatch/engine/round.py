@@ -40,19 +40,14 @@ _SCORED_ROWS = 32  # prompt tokens whose log-probabilities are computed at once
 
 
 class Wanted(NamedTuple):
-    """The results that the requests of a round or a prefill chunk want of it."""
+    """The needs of the requests of a round or a prefill chunk, taken together."""
 
     sampled: bool = False  # some request may have a positive temperature
     num_top: int | None = None  # log-probabilities with this number of most likely tokens; None: none
     edits: Edits = Edits.NONE  # the kinds of edits that the requests' rules make in logits
 
-    @property
-    def is_greedy(self) -> bool:
-        """Return whether only the largest of the target's logits after each token is wanted."""
-        return self == GREEDY
 
-
-GREEDY = Wanted()
+GREEDY = Wanted()  # only the largest of the target's logits after each token is needed
 
 
 class RoundKey(NamedTuple):
@@ -192,7 +187,7 @@ class Round:
             view, drafted = self.draft(req_idx_B, wanted.sampled)
         trees = hook.reshape(drafted)
         with marked("target"):
-            verified = self.forward(view, trees, lane, is_greedy=wanted.is_greedy)
+            verified = self.forward(view, trees, lane, is_greedy=wanted == GREEDY)
             if hook.takes_part:
                 verified = self.choose(view, trees, verified, wanted)
         hook.look_ahead(verified.choice_BN)
