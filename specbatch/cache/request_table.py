@@ -26,8 +26,8 @@ class RequestTable:
 
     def __init__(
         self,
-        num_slots: int,
-        pages_per_slot: int,
+        num_requests: int,
+        pages_per_request: int,
         max_length: int,
         feature_size: int,
         keeps_tokens: bool,
@@ -38,20 +38,20 @@ class RequestTable:
     ) -> None:
         """`num_host_columns`: of draft trees that the host uploads, see `draft.host`. `cascade`: of
         groups of requests, for which rounds read what they share once; None: they do not."""
-        rows = num_slots + 1
+        rows = num_requests + 1
         self.ints_SF = torch.zeros(rows, NUM_FIELDS, dtype=torch.int64, device=device)
         self.ints_SF[:, Field.DONE] = 1
         # temperature, top_p, min_p; as they were given where no kernel wants them in float32
         floats = torch.float64 if device.type == "cpu" else torch.float32
         self.floats_S3 = torch.ones(rows, 3, dtype=floats, device=device)
-        self.page_table_SP = torch.zeros(rows, pages_per_slot, dtype=torch.int32, device=device)
+        self.page_table_SP = torch.zeros(rows, pages_per_request, dtype=torch.int32, device=device)
         # The draft's hidden state at the root, from which drafting starts.
         self.features_SE = torch.zeros(rows, feature_size, dtype=dtype, device=device)
         # All tokens, for n-gram drafts on the device and for rules.
         self.tokens_SL = torch.zeros(rows, max_length if keeps_tokens else 0, dtype=torch.int32, device=device)
         self.host_trees_SZ = torch.zeros(rows, num_host_columns, dtype=torch.int32, device=device)
         # Of the batch of the next round.
-        self.groups = None if cascade is None else GroupTable(num_slots, cascade, device)
+        self.groups = None if cascade is None else GroupTable(num_requests, cascade, device)
         self.rules: RuleTable | None = None
         self._max_length, self._keeps_tokens = max_length, keeps_tokens
 

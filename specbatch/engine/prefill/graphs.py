@@ -136,7 +136,7 @@ class PromptGraphs:
             return round_.prefill(chunk, wanted)
 
         if self.runner is not None and key not in self.runner:
-            # Over no prompt: what is captured is run, and must write to no request's slots.
+            # The chunk has no prompt: a capture runs it, and it must write to no request.
             self._fill(shape, self._packer.pack([]).padded(shape, padding))
             self.runner.capture(key, prefill)
         self._fill(shape, arrays)
