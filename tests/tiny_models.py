@@ -21,7 +21,7 @@ from specbatch.draft.none import MAX_ROOM
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.cpu_threads import ThreadGovernor
-from specbatch.engine.engine import Engine
+from specbatch.engine.engine import Engine, EngineSizes
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.overlap.lanes import LaneLimits
 from specbatch.engine.prefill.admission_batching import ChunkCost
@@ -346,7 +346,6 @@ def tiny_device_engine(
     max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
     # The tables have the same size as in real runs, so that a read past them fails.
     target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1, spoil, group)
-    pool = PagePool(num_pages, page_size)
     num_slots = (num_pages + 1) * page_size  # the last page is spare
     ops = ops_for(device, dtype)
     net = None
@@ -370,14 +369,8 @@ def tiny_device_engine(
     chunk_cost = chunk_cost or ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens)
     engine = Engine(
         executor,
-        pool,
-        device,
-        vocab_size=vocab,
-        max_length=max_length,
-        max_batch_size=max_batch_size,
-        prefill_chunk_tokens=prefill_chunk_tokens,
+        EngineSizes(num_pages, page_size, max_length, max_batch_size, prefill_chunk_tokens),
         prefix_cache=prefix_cache,
-        eos_token_ids=eos,
         chunk_cost=chunk_cost if fixed_shapes else None,
         threads=threads,
         trunks=trunks,

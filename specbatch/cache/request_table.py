@@ -26,8 +26,8 @@ class RequestTable:
 
     def __init__(
         self,
-        num_slots: int,
-        pages_per_slot: int,
+        num_requests: int,
+        pages_per_request: int,
         max_length: int,
         feature_size: int,
         keeps_tokens: bool,
@@ -36,23 +36,23 @@ class RequestTable:
         num_host_columns: int = 0,
         cascade: GroupLimits | None = None,
     ) -> None:
-        """`num_slots`: the number of request indices. `pages_per_slot`: the most pages of a request.
+        """`num_requests`: the number of request indices. `pages_per_request`: the most pages of a request.
         `num_host_columns`: the columns of draft trees that the host uploads, see `draft.host`. `cascade`: the limits
         for groups of requests whose shared pages are read once; None: there are no groups."""
-        rows = num_slots + 1
+        rows = num_requests + 1
         self.ints_SF = torch.zeros(rows, NUM_FIELDS, dtype=torch.int64, device=device)
         self.ints_SF[:, Field.DONE] = 1
         # temperature, top_p, min_p. They have float64 where no kernel needs float32.
         floats = torch.float64 if device.type == "cpu" else torch.float32
         self.floats_S3 = torch.ones(rows, 3, dtype=floats, device=device)
-        self.page_table_SP = torch.zeros(rows, pages_per_slot, dtype=torch.int32, device=device)
+        self.page_table_SP = torch.zeros(rows, pages_per_request, dtype=torch.int32, device=device)
         # The draft's hidden state at the root, from which drafting starts.
         self.features_SE = torch.zeros(rows, feature_size, dtype=dtype, device=device)
         # All tokens of each request, for n-gram drafts on the device and for rules.
         self.tokens_SL = torch.zeros(rows, max_length if keeps_tokens else 0, dtype=torch.int32, device=device)
         self.host_trees_SZ = torch.zeros(rows, num_host_columns, dtype=torch.int32, device=device)
         # The groups of the next round's batch.
-        self.groups = None if cascade is None else GroupTable(num_slots, cascade, device)
+        self.groups = None if cascade is None else GroupTable(num_requests, cascade, device)
         self.rules: RuleTable | None = None
         self._max_length, self._keeps_tokens = max_length, keeps_tokens
 

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN
+from specbatch.batch import NO_TOKEN, Committed
 from specbatch.cache.request_table import BatchView
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.rng import Draw
@@ -22,22 +22,30 @@ from specbatch.kernels.torch.acceptance import widen
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """The result of an acceptance, from which `commit_round` takes the path: it walks along the target's choices, or
-    gets the path itself."""
+class Verified:
+    """The target's answer to the draft trees of a round, on the device. It is filled in three steps: the output for the
+    T computed nodes, the nodes that are accepted, and what was committed. `commit_round` walks along the target's
+    choices, or is given the length of the path, and in a tree the path itself."""
 
+    hidden_TE: Tensor
+    aux_hidden_states: list[Tensor]
+    index_BN: Tensor | None  # int64, the index of each node's computed token; None: all B * N nodes are computed
+    logits_TV: Tensor | None  # None: only the best tokens are wanted, and ranks find these without the logits
+    edited_TV: Tensor | None = None  # with grammars: the logits under all rules but the masks of nodes
     choice_BN: Tensor | None = None  # int64, the target's own token after each node
-    path_BN: Tensor | None = None  # int64; None: the draft tree is a chain
+    margin_BN: Tensor | None = None  # float32, the margin of the target's logits after each node
+    path_BN: Tensor | None = None  # int64; None: the path follows the choices, or the draft tree is a chain
     num_path_B: Tensor | None = None
     next_token_B: Tensor | None = None
     num_broken_B: Tensor | None = None
-    margin_BN: Tensor | None = None  # float32, the margin of the target's logits after each node
+    committed: Committed | None = None
 
-    @staticmethod
-    def of(chosen: tuple[Tensor, Tensor]) -> Decision:
-        """Make the decision from the target's choices (B, N) and the margins of their logits."""
-        choice_BN, margin_BN = chosen
-        return Decision(choice_BN, margin_BN=margin_BN)
+    @property
+    def accept_index_T(self) -> Tensor:
+        """(B * M) int64: the index of the computed token of each node of the path."""
+        assert self.committed is not None
+        index_T = self.committed.accept_index_T
+        return index_T if self.index_BN is None else self.index_BN.view(-1)[index_T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +62,21 @@ class Acceptance:
         self,
         view: BatchView,
         trees: DraftTrees,
-        logits_TV: Tensor,
-        index_BN: Tensor | None,
+        verified: Verified,
+        logits_TV: Tensor | None,
         target_ids: Tensor | None,
         sampled: bool,
-    ) -> Decision:
-        """Decide which nodes are accepted. `index_BN`: the index of each node's computed token; None: all nodes are
-        computed. `target_ids`: the target's token id of each draft vocabulary id; None: the vocabularies are the same.
-        `sampled`: some request may have a positive temperature."""
-        if sampled and trees.probs_BDW is not None:
-            found = self._accept_drawn(view, trees, logits_TV, index_BN, target_ids)
+    ) -> Verified:
+        """Decide which nodes are accepted. `logits_TV`: the logits under all rules; None: all requests are greedy, and
+        the choices are known. `target_ids`: the target's token id of each draft vocabulary id; None: the vocabularies
+        are the same. `sampled`: some request may have a positive temperature."""
+        if logits_TV is None:
+            found = verified
+        elif sampled and trees.probs_BDW is not None:
+            found = self._accept_drawn(view, trees, verified, logits_TV, target_ids)
         else:
-            found = Decision.of(self.choose(view, trees, logits_TV, index_BN, sampled))
-        return self._or_simulated(view, trees, found)
-
-    def decide_greedily(
-        self, view: BatchView, trees: DraftTrees, best: tuple[Tensor, Tensor], index_BN: Tensor | None
-    ) -> Decision:
-        """Decide as `decide` does, if all requests are greedy. `best`: the best token (T,) after each computed token,
-        and the margin of its logits."""
-        return self._or_simulated(view, trees, Decision.of(_of_nodes(trees, best, index_BN)))
-
-    def _or_simulated(self, view: BatchView, trees: DraftTrees, found: Decision) -> Decision:
+            choice_BN, margin_BN = self.choose(view, trees, logits_TV, verified.index_BN, sampled)
+            found = replace(verified, choice_BN=choice_BN, margin_BN=margin_BN)
         if self.simulate is None:
             return found
         path_BN, num_path_B = self._simulated(view, trees, self.simulate)
@@ -87,7 +88,7 @@ class Acceptance:
         """(B, N) the target's own token after each node; NO_TOKEN where its logits are not finite. (B, N) float32, the
         margins of the logits, see `kernels.torch.sampling.argmax_and_margin`."""
         best = self.ops.argmax_and_margin(logits_TV, NO_TOKEN)
-        best_BN, margin_BN = _of_nodes(trees, best, index_BN)
+        best_BN, margin_BN = of_nodes(trees, best, index_BN)
         return self._draw(view, trees, logits_TV, index_BN) if sampled else best_BN, margin_BN
 
     def _draw(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor | None) -> Tensor:
@@ -125,13 +126,14 @@ class Acceptance:
         self,
         view: BatchView,
         trees: DraftTrees,
+        verified: Verified,
         logits_TV: Tensor,
-        index_BN: Tensor | None,
         target_ids: Tensor | None,
-    ) -> Decision:
+    ) -> Verified:
         """Decide for chains whose drafts were drawn from the distributions `probs_BDW`."""
         assert trees.probs_BDW is not None
         batch, num_nodes = trees.tokens_BN.shape
+        index_BN = verified.index_BN
         _, margin_T = self.ops.argmax_and_margin(logits_TV)
         position_BN = view.length_B[:, None] + torch.arange(1, num_nodes + 1, device=logits_TV.device)
         rng = tuple(values[:, None] for values in view.rng)
@@ -160,7 +162,9 @@ class Acceptance:
             residual_BN[:, :-1],
             sample_BN,
         )
-        return Decision(
+        return replace(
+            verified,
+            choice_BN=None,
             num_path_B=num_path_B,
             next_token_B=next_token_B,
             num_broken_B=num_broken_B,
@@ -217,8 +221,8 @@ class Acceptance:
         return torch.where(path < num_nodes, path, 0), num_path
 
 
-def _of_nodes(trees: DraftTrees, computed: tuple[Tensor, Tensor], index_BN: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(B, N) of each node what was computed for T tokens. `index_BN`: see `Acceptance.decide`."""
+def of_nodes(trees: DraftTrees, computed: tuple[Tensor, Tensor], index_BN: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (B, N), for each node, what was computed for T tokens. `index_BN`: see `Verified`."""
     first, second = (x.view(trees.tokens_BN.shape) if index_BN is None else x[index_BN] for x in computed)
     return first, second
 
@@ -231,17 +235,17 @@ def _chain_parents(trees: DraftTrees) -> Tensor:
     return parents if trees.num_nodes_B is None else torch.where(nodes < trees.num_nodes_B[:, None], parents, -2)
 
 
-def with_forced(decision: Decision, forced_BN: Tensor, logits_TV: Tensor) -> Decision:
+def with_forced(verified: Verified, forced_BN: Tensor, logits_TV: Tensor) -> Verified:
     """Replace the target's choices by forced tokens: those that alone may come (`RuleBuffers.forced_SN`). The result is
     the same as if masks had left nothing else. It is NO_TOKEN where another rule forbids the forced token."""
-    if decision.choice_BN is None or decision.margin_BN is None:
-        return decision
+    if verified.choice_BN is None or verified.margin_BN is None:
+        return verified
     logits_BNV = logits_TV.view(*forced_BN.shape, -1)
     of_forced_BN = logits_BNV.gather(2, forced_BN.clamp(min=0)[:, :, None])[:, :, 0]
-    is_other_BN = (forced_BN >= 0) & (decision.choice_BN != forced_BN) & (decision.choice_BN != NO_TOKEN)
+    is_other_BN = (forced_BN >= 0) & (verified.choice_BN != forced_BN) & (verified.choice_BN != NO_TOKEN)
     taken_BN = torch.where(of_forced_BN > -torch.inf, forced_BN, NO_TOKEN)
     return replace(
-        decision,
-        choice_BN=torch.where(is_other_BN, taken_BN, decision.choice_BN),
-        margin_BN=torch.where(is_other_BN, torch.inf, decision.margin_BN),
+        verified,
+        choice_BN=torch.where(is_other_BN, taken_BN, verified.choice_BN),
+        margin_BN=torch.where(is_other_BN, torch.inf, verified.margin_BN),
     )

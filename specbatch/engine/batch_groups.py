@@ -11,21 +11,22 @@ from specbatch.engine.sequence import Sequence
 class BatchGroups:
     """`table` None: there are no groups. A change of the batch costs work for the requests that come or go only."""
 
-    def __init__(self, table: GroupTable | None, page_size: int, num_slots: int) -> None:
+    def __init__(self, table: GroupTable | None, page_size: int, num_requests: int) -> None:
         self._table, self._page_size = table, page_size
         self._tree = None if table is None else GroupTree(page_size, table.limits)
-        self._slots: set[int] = set()  # the slots that are in the tree
-        self._index_S = np.zeros(num_slots, dtype=np.int32)  # the index of each slot in the batch
+        self._members: set[int] = set()  # the request indices that are in the tree
+        self._index_S = np.zeros(num_requests, dtype=np.int32)  # index in the batch of each request index
         self._batch: list[Sequence] = []
         self._queries = 0
         self._groups: list[Group] = []
 
-    def forget(self, slot: int) -> None:
-        """A request was admitted to this slot, perhaps again, with new pages. (Pages of other requests only grow.)"""
-        if slot in self._slots:
+    def forget(self, req_idx: int) -> None:
+        """Forget the pages of a request index: a request was admitted to it, perhaps again, with new pages. Pages of
+        other requests only grow."""
+        if req_idx in self._members:
             assert self._tree is not None
-            self._tree.remove(slot)
-            self._slots.remove(slot)
+            self._tree.remove(req_idx)
+            self._members.remove(req_idx)
         self._batch, self._groups = [], []
 
     def of(self, batch: list[Sequence], num_queries: int) -> list[Group]:
@@ -45,14 +46,14 @@ class BatchGroups:
 
     def _update(self, batch: list[Sequence]) -> None:
         assert self._tree is not None
-        slots = [seq.req_idx for seq in batch]
-        now = set(slots)
-        for slot in self._slots - now:
-            self._tree.remove(slot)
-        if new := now - self._slots:
+        indices = [seq.req_idx for seq in batch]
+        now = set(indices)
+        for req_idx in self._members - now:
+            self._tree.remove(req_idx)
+        if new := now - self._members:
             for seq in batch:
                 if seq.req_idx in new:
                     # Pages that generated tokens fill are not shared.
                     self._tree.add(seq.req_idx, seq.pages[: seq.num_prefill_tokens // self._page_size])
-        self._slots = now
-        self._index_S[slots] = np.arange(len(slots), dtype=np.int32)
+        self._members = now
+        self._index_S[indices] = np.arange(len(indices), dtype=np.int32)

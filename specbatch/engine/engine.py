@@ -1,4 +1,4 @@
-"""The engine: launches prompt chunks and rounds, and reads what they decided.
+"""The engine: launches prefill chunks and rounds, and reads what they decided.
 
 Rounds read and advance tables on the device. On CUDA the host launches the next one, and only then reads what the one
 before it decided, out of a copy that is there by then. So it plans with what it has read: pages for the worst case of
@@ -14,6 +14,7 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,167 +22,259 @@ from specbatch.batch import Edits
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.cache.request_table import RequestTable
+from specbatch.counts import EngineStats
 from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
-from specbatch.engine.base import EngineBase
 from specbatch.engine.batch_groups import BatchGroups
 from specbatch.engine.constrained.policy import Grammars
 from specbatch.engine.constrained.tree import MAX_FORCED
 from specbatch.engine.cpu_threads import ThreadGovernor
-from specbatch.engine.executor import GraphMode, RoundExecutor
-from specbatch.engine.logprobs import LogprobLayout, num_top_of, with_logprobs
-from specbatch.engine.overlap.lanes import Batch, Lanes
+from specbatch.engine.executor import GraphMode, RoundBatch, RoundExecutor
+from specbatch.engine.logprobs import num_top_of
+from specbatch.engine.overlap.lanes import Lanes
 from specbatch.engine.prefill.admission_batching import ChunkCost, RoundsOfRows
 from specbatch.engine.prefill.graphs import PromptGraphs
 from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.prefill.packing import PromptPacker
 from specbatch.engine.reports import Report, Scored, read_report
-from specbatch.engine.round import Round
+from specbatch.engine.round import Round, Wanted
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Transfers
+from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, MemoryShortage, ModelError
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.kernels.trace_marks import marked
-from specbatch.types import Completion, FinishReason
+from specbatch.types import Completion, EngineLimits, FinishReason, Request
 
-# What cannot be made smaller is tried so often: other programs may take memory for a moment.
+# A launch that cannot be made smaller is tried again: other programs may take memory for a moment.
 _SMALLEST_CHUNK, _TRIES = 32, 4
 
 
-class Engine(EngineBase):
+def check_finite(completions: Iterable[Completion]) -> None:
+    """Raise ModelError if one of them is an error: for measurements, which must not hide a row's error."""
+    if any(completion.finish_reason is FinishReason.ERROR for completion in completions):
+        raise ModelError(NOT_FINITE, hint=NOT_FINITE_HINT)
+
+
+def memory_shortage(error: Exception, num_running: int) -> MemoryShortage:
+    """Return the error for a user whose memory ran out while that number of rows ran."""
+    where = "GPU's" if isinstance(error, RuntimeError) and "CUDA" in str(error) else "machine's"
+    return MemoryShortage(
+        f"the {where} memory ran out while {num_running} rows ran: {str(error).split('. ', 1)[0].strip()}",
+        hint="finished rows are kept: free memory, or lower engine.max_batch_size, engine.prefill_chunk_tokens or "
+        "engine.memory_fraction, and run the same command again to go on",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """The sizes of an engine, as memory allows them."""
+
+    num_pages: int  # pages of the KV cache
+    page_size: int
+    capacity: int  # tokens of the longest sequence (prompt and output) that the model and the cache can hold
+    max_batch_size: int
+    prefill_chunk_tokens: int
+    longest_row: int | None = None  # the longest sequence that a new job allows; None: it is `capacity`
+
+
+class Engine:
     """Runs requests to completion. See `types.BatchEngine` for what each method promises."""
 
     def __init__(
         self,
         executor: RoundExecutor,
-        pool: PagePool,
-        device: torch.device,
+        sizes: EngineSizes,
         *,
-        vocab_size: int,
-        max_length: int,
-        longest_row: int | None = None,
-        max_batch_size: int,
-        prefill_chunk_tokens: int,
         prefix_cache: bool,
-        eos_token_ids: tuple[int, ...],
         chunk_cost: ChunkCost | None = None,
         threads: ThreadGovernor | None = None,
-        shrinks: bool = True,
         trunks: PromptTrunks = EAGER,
         deterministic: bool = False,
     ) -> None:
-        """Make an idle engine. `chunk_cost` None: short prompts are not held back. `threads`: the thread governor of a
-        CPU. `shrinks`: batches and chunks that run out of memory are made smaller. `trunks`: the models that compute
-        prompts. `deterministic`: see `Grammars`."""
+        """Make an idle engine. `chunk_cost`: the cost by which short prompts are held back; None: they are not.
+        `threads`: the thread governor of a CPU. `trunks`: the models that compute prompts. `deterministic`: see
+        `Grammars`. Where the executor shrinks, batches and chunks that run out of memory are made smaller, too."""
         rounds = executor.rounds.items
         self.executor = executor
         self._round: Round = rounds[0]  # used for prompts, which are the same for all draft methods
         self._state: RequestTable = self._round.state
-        self._eos = frozenset(eos_token_ids)
+        self.device = self._round.device
+        self._eos = frozenset(self._round.eos_token_ids)
+        self._sizes, self._max_batch_size = sizes, sizes.max_batch_size
         net = self._round.method.net
+        pool = PagePool(sizes.num_pages, sizes.page_size)
         prefix = PrefixIndex(pool, 1 - net.draft_kv_offset if net is not None else 0) if prefix_cache else None
         lookahead = max(round_.method.num_lookahead for round_ in rounds)
-        scheduler = Scheduler(
-            pool, prefix, lookahead, self._start, max_batch_size, prefill_chunk_tokens,
+        self._scheduler = Scheduler(
+            pool, prefix, lookahead, self._start, sizes.max_batch_size, sizes.prefill_chunk_tokens,
             min_prefill_tokens=1 if chunk_cost is None else chunk_cost.tokens,
         )  # fmt: skip
-        super().__init__(scheduler, vocab_size, max_length, longest_row, eos_token_ids)
+        self._stats = EngineStats()
+        self.limits = EngineLimits(0, self._round.vocab_size, eos_token_ids=self._round.eos_token_ids)
+        self.limit_length(None)
         self.chunk_cost = chunk_cost
-        self.device = device
-        self._threads, self._shrinks = threads, shrinks
-        self._transfers = Transfers(device)
-        self._packer = PromptPacker(pool.page_size, None if net is None else net.draft_kv_offset)
+        self._threads, self._shrinks = threads, executor.shrinks
+        self._transfers = Transfers(self.device)
+        self._packer = PromptPacker(sizes.page_size, None if net is None else net.draft_kv_offset)
         graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
         self.prompts = PromptGraphs(
-            self._packer, self._transfers, device, max_batch_size, graph_tokens, trunks, shrinks=shrinks
+            self._packer,
+            self._transfers,
+            self.device,
+            sizes.max_batch_size,
+            graph_tokens,
+            trunks,
+            shrinks=self._shrinks,
         )
-        self._rows = TableWriter(self._state, self._transfers, max_batch_size, vocab_size)
-        self._groups = BatchGroups(self._state.groups, pool.page_size, max_batch_size)
-        self._max_batch_size = max_batch_size
-        sizes = executor.lanes
-        self._lanes = None if sizes is None else Lanes(sizes, pads=self._round.fixed_shapes)
-        self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED
+        self._table = TableWriter(self._state, self._transfers, sizes.max_batch_size, self._round.vocab_size)
+        self._groups = BatchGroups(self._state.groups, sizes.page_size, sizes.max_batch_size)
+        self._lanes = None if executor.lanes is None else Lanes(executor.lanes, pads=self._round.fixed_shapes)
+        self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED  # nodes that a grammar may add to a draft tree
         traits = {
             "fixed_shapes": self._round.fixed_shapes,
             "simulates": self._round.simulates,
             "deterministic": deterministic,
         }
-        self._grammars = Grammars(self._rows, self._transfers, lookahead + self.max_forced, **traits)
+        self._grammars = Grammars(self._table, self._transfers, lookahead + self.max_forced, **traits)
         self._forget_rounds()
         self._in_flight: deque[Report] = deque()  # the oldest first; only the last one can be open
+        self._finished: list[Completion] = []  # what `step` or `drain` returns next
         self._failed = 0  # launches in a row that ran out of memory
         self._last_read = time.perf_counter()
+        self.waited_seconds = 0.0  # the host waited for the device; the rest of the time is the host's own
         self.start_seconds: dict[str, float] = {}
         self.start_bytes: dict[str, int] = {}  # bytes of the device that were measured and reserved at the start
 
+    @property
+    def stats(self) -> EngineStats:
+        self._stats.preemptions = self._scheduler.num_preemptions
+        self._stats.device_wait_seconds = self.waited_seconds
+        return self._stats
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_pages(self) -> int:
+        return self._sizes.num_pages
+
+    @property
+    def page_size(self) -> int:
+        return self._sizes.page_size
+
+    @property
+    def num_lookahead(self) -> int:
+        """Slots past the committed ones that a round may write."""
+        return self._scheduler.num_lookahead
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Return whether the prompts of all running requests are computed."""
+        return all(seq.prefill_done for seq in self._scheduler.running)
+
+    def tokens_so_far(self) -> dict[int, int]:
+        begun = [*self._scheduler.running, *(seq for seq in self._scheduler.waiting if seq.was_admitted)]
+        return {seq.request.request_id: len(seq.tokens) - seq.num_prompt for seq in begun}
+
+    def limit_length(self, tokens: int | None) -> int:
+        capacity, longest_row = self._sizes.capacity, self._sizes.longest_row
+        if tokens is None:
+            tokens = capacity if longest_row is None else longest_row
+        if tokens > capacity:
+            raise ModelError(
+                f"the first run of this job allowed rows of {tokens} tokens, and the KV cache of this one holds "
+                f"{capacity}",
+                hint="go on where as much memory is free, lower engine.max_batch_size or engine.prefill_chunk_tokens, "
+                "or start again with --overwrite",
+            )
+        self._max_length = tokens
+        self.limits = replace(self.limits, max_prompt_tokens=tokens - 1)
+        return tokens
+
+    def submit(self, request: Request) -> None:
+        seq = Sequence.of(request, self.limits, self._max_length)
+        seq.num_forced_room = self.max_forced if seq.grammar is not None else 0
+        self._scheduler.waiting.append(seq)
+
     @torch.inference_mode()
     def step(self) -> list[Completion]:
+        """Launch a prefill chunk or a round, then read the oldest result that is due."""
+        self._begin_step()
+        has_launched = self._launch()
+        while len(self._in_flight) > (self.executor.async_depth if has_launched else 0):
+            self._read()
+            if not has_launched:
+                break  # A result that was read may have made room, so launch before more results are read.
+        self._end_step()
+        return self._take_finished()
+
+    def _begin_step(self) -> None:
         if self._threads is not None:
             self._threads.update()
         self._last_read = time.perf_counter()  # The time that the caller took in between is not the engine's.
-        finished: list[Completion] = []
-        graphs, seconds = self._captured()
-        launched = self._launch(finished)
-        graphs_now, seconds_now = self._captured()
-        self._stats.late_graphs += max(0, graphs_now - graphs)
-        self._stats.late_graph_seconds += max(0.0, seconds_now - seconds)
-        while len(self._in_flight) > (self.executor.async_depth if launched else 0):
-            finished += self._read()
-            if not launched:
-                break  # A result that was read may have made room, so launch before more results are read.
+
+    def _end_step(self) -> None:
         if not (self.num_running or self.num_waiting):
             self._forget_open()  # all of its requests have ended: it is not needed, and it holds graphs and tensors
             if self._threads is not None:
                 self._threads.rest()
+
+    def _take_finished(self) -> list[Completion]:
+        finished, self._finished = self._finished, []
         return finished
+
+    def _launch(self) -> bool:
+        """Launch a prefill chunk or a round, if there is anything to run. Return whether something was launched."""
+        graphs, seconds = self._captured()
+        if spans := self._scheduler.plan_prefill():
+            has_launched = self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans))
+        else:
+            if self._in_flight and self._scheduler.would_preempt():
+                self._read_all()  # so that the choice of the request to preempt uses all results
+            rows = [seq for seq in self._scheduler.plan_round() if seq.can_go_on]
+            has_launched = bool(rows) and self._fits(lambda: self._run(rows), lambda: self._lower_batch(len(rows) // 2))
+        graphs_now, seconds_now = self._captured()
+        self._stats.late_graphs += max(0, graphs_now - graphs)
+        self._stats.late_graph_seconds += max(0.0, seconds_now - seconds)
+        return has_launched
 
     def _captured(self) -> tuple[int, float]:
         """CUDA graphs, and the seconds that capturing them took."""
         runners = [runner for runner in (self.executor.runner, self.prompts.runner) if runner is not None]
         return sum(map(len, runners)), sum(runner.seconds for runner in runners)
 
-    def _launch(self, finished: list[Completion]) -> bool:
-        """Launch a prompt chunk or a round, if there is anything to run."""
-        spans = self._scheduler.plan_prefill()
-        if spans:
-            return self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans), finished)
-        if self._in_flight and self._scheduler.would_preempt():
-            finished += self.drain()  # Read all results first, so that the choice of the request to preempt uses them.
-        rows = [seq for seq in self._scheduler.plan_round() if seq.can_go_on]
-        if not rows:
-            return False
-        return self._fits(
-            lambda: self._run(rows, finished), lambda: self._lower_batch(len(rows) // 2, finished), finished
-        )
-
-    def _fits(self, launch: Callable[[], None], relieve: Callable[[], bool], finished: list[Completion]) -> bool:
-        """Launch; where the device's memory does not suffice, nothing has happened, and `relieve` makes the next
-        attempt smaller, if it can be. If it cannot, the graphs give their memory back. Returns whether something was
+    def _fits(self, launch: Callable[[], None], relieve: Callable[[], bool]) -> bool:
+        """Launch; if the device's memory does not suffice, nothing has happened, and `relieve` makes the next attempt
+        smaller, if it can be. If it cannot, the graphs give their memory back. Return whether something was
         launched."""
         try:
             launch()
-            if not self._has_open:  # A round that was begun can still run out of memory.
-                self._failed = 0
             return True
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            shortage = self._shortage(error)
+            shortage = memory_shortage(error, self.num_running)
         if not self._shrinks:
             raise shortage
         # Only here the failed launch's tensors are gone, which the error's traceback held.
         self._stats.memory_shortages += 1
         self._failed += 1
-        if not relieve() and not self._release_graphs(finished) and self._failed >= _TRIES:
+        if not relieve() and not self._release_graphs() and self._failed >= _TRIES:
             raise shortage
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return False
 
-    def _release_graphs(self, finished: list[Completion]) -> bool:
-        finished += self.drain()  # a graph that runs must not go
+    def _release_graphs(self) -> bool:
+        self._read_all()  # a graph that runs must not go
         return self.release_graphs()
 
     def release_graphs(self) -> bool:
@@ -193,41 +286,42 @@ class Engine(EngineBase):
 
     def _give_up(self, spans: list[PrefillSpan]) -> bool:
         """Compute these pieces of prompts later, from the beginning, and in smaller chunks. Nobody reads what the
-        failed launch wrote: slots are set anew when requests are admitted again, and pages are written first."""
-        self._rows.forget_started()
+        failed launch wrote: lines of the request table are set anew when requests are admitted again, and pages are
+        written first."""
+        self._table.forget_started()
         is_last = sum(span.end - span.start for span in spans) <= _SMALLEST_CHUNK
         self._scheduler.give_up(spans, _SMALLEST_CHUNK)
         return not is_last
 
-    def _lower_batch(self, size: int, finished: list[Completion]) -> bool:
-        """Run at most `size` requests from now on. The failed round has left all slots as they were."""
+    def _lower_batch(self, size: int) -> bool:
+        """Run at most `size` requests from now on. The failed round has left the request table as it was."""
         if size < 1:
             return False
-        finished += self.drain()  # Read all results first, so that the choice of the request to preempt uses them.
+        self._read_all()  # so that the choice of the request to preempt uses all results
         self._max_batch_size = size
         self._scheduler.lower_batch(size)
         return True
 
-    def _run(self, rows: list[Sequence], finished: list[Completion]) -> None:
-        params = [seq.request.params for seq in rows]
+    def _run(self, rows: list[Sequence]) -> None:
+        """Launch a round of these requests."""
+        wanted = self._wanted(rows)
         method, padded_size = self.executor.rounds.at(len(rows)).method, self.executor.padded_size(len(rows))
         method = self._grammars.method(rows, method, padded_size)
-        sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
-        edits, groups = self._edits(rows), self._groups.of(rows, method.num_nodes)
+        groups = self._groups.of(rows, method.num_nodes)
         self._complete_round()
         self._set_back()
-        self._rows.upload_pages(rows)
+        self._table.upload_pages(rows)
         if isinstance(method, HostDraftMethod):
-            self._rows.upload_host_trees(rows, method.pack(method.host_draft(rows)))
-        # After a part of a round with grammars is launched: they follow all tokens.
-        grammar = self._grammars.of_round(rows, method, lambda: finished.extend(self.drain()))
-        # A batch with grammars waits for the host: it is one lane.
-        batch = Batch(rows) if self._lanes is None or grammar is not None else self._lanes.divide(rows)
-        slots = [self._state.padding if seq is None else seq.req_idx for seq in batch.sequences]
+            self._table.upload_host_trees(rows, method.pack(method.host_draft(rows)))
+        # The hook reads the results before this round after a part of it is launched: grammars follow all tokens.
+        hook = self._grammars.of_round(rows, method, self._read_all)
+        batch = RoundBatch(rows, wanted, hook)
+        if self._lanes is not None and not hook.takes_part:
+            sequences, lane = self._lanes.divide(rows)
+            batch = batch._replace(sequences=sequences, lane=lane)
         self.executor.write_groups(groups)
-        begun = self.executor.run(slots, sampled, num_top, edits, grammar, batch.lane)
-        self._in_flight.append(Report.of_round(batch.sequences, begun, grammar))
-        if begun.is_whole:
+        self._in_flight.append(self.executor.run(batch))
+        if not hook.takes_part:
             self._complete_round()
 
     @property
@@ -239,14 +333,12 @@ class Engine(EngineBase):
         """Launch the rest of the round that was begun last, before anything else is launched."""
         if not self._has_open:
             return
-        round_ = self._in_flight.pop()
-        round_.complete(self._transfers)
-        self._in_flight.append(round_)
+        report = self._in_flight.pop()
+        report.complete(self._transfers)
+        self._in_flight.append(report)
+        self._failed = 0
         self._stats.rounds += 1
-        if round_.grammar is not None:
-            self._failed = 0
-            self._stats.grammar.add(round_.grammar.counts)
-            self._grammars.saw(round_.grammar)
+        report.hook.record(self._stats)
 
     def _forget_open(self) -> None:
         """Drop a round that was begun and not completed."""
@@ -256,27 +348,25 @@ class Engine(EngineBase):
     def _set_back(self) -> None:
         """Set the lines of requests back that began a round with a token that their grammar refuses."""
         if going_back := [seq for seq in self._scheduler.running if seq.goes_back]:
-            self._rows.set_back(going_back)
+            self._table.set_back(going_back)
             for seq in going_back:
                 seq.goes_back = False
 
     def _prefill(self, spans: list[PrefillSpan]) -> None:
+        """Launch a prefill chunk."""
         self._complete_round()
         self._set_back()
-        self._rows.upload_started()
-        self._rows.upload_pages([s.seq for s in spans])
+        self._table.upload_started()
+        self._table.upload_pages([s.seq for s in spans])
         packed = self._packer.pack(spans)
         ready = [s.seq for s in spans if s.end == s.seq.num_prefill_tokens]
-        params = [seq.request.params for seq in ready]
-        sampled, num_top = any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params)
+        wanted = self._wanted(ready)
         self._grammars.write_first_masks(ready)
         with marked("prompts"):
-            tokens, logprobs, scores = self.prompts.run(
-                self._round, packed, sampled, num_top, self.executor.mode, self._edits(ready)
-            )
-        chosen = self._transfers.download(with_logprobs(tokens, logprobs))
+            launched, scores = self.prompts.run(self._round, packed, wanted, self.executor.mode)
+        first_words = self._transfers.download(launched.output_BZ)
         for s in spans:
-            self._count_prefill(s)
+            s.record(self._stats)
             s.seq.num_computed_tokens = s.end
             # The next owner of these pages reads them after this chunk.
             self._scheduler.share(s.seq)
@@ -285,29 +375,29 @@ class Engine(EngineBase):
             # A request that is computed again after a preemption has its root already.
             first_tokens.append(seq if len(seq.tokens) == seq.num_computed_tokens else None)
             seq.rounds_in_flight += first_tokens[-1] is not None
-        layout = None if logprobs is None else LogprobLayout.of(logprobs)
         scored = None if scores is None else Scored.start(packed.scored, scores, self._transfers)
-        self._in_flight.append(Report(first_tokens, None, chosen, layout, scored))
+        self._in_flight.append(Report(first_tokens, None, first_words, launched.logprobs, scored))
+        self._failed = 0
         # Launching a chunk takes the host longer than many a round.
         now = time.perf_counter()
         self._stats.prefill_seconds += now - self._last_read
         self._last_read = now
 
-    def _edits(self, sequences: Iterable[Sequence]) -> Edits:
-        """Return the kinds of edits that the rules of a batch make. Where rounds may be graphs, it is one of few
-        combinations."""
+    def _wanted(self, sequences: list[Sequence]) -> Wanted:
+        """Return what these requests want of a launch. Where rounds may be graphs, it is one of few combinations."""
+        params = [seq.request.params for seq in sequences]
         # Each kind once: to join flags takes as long as all else that a round does for a row.
         kinds = {int(seq.rules.edits) for seq in sequences if seq.rules is not None}
         edits = functools.reduce(operator.or_, map(Edits, kinds), Edits.NONE)
-        return edits.family if self._round.fixed_shapes else edits
+        edits = edits.family if self._round.fixed_shapes else edits
+        return Wanted(any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params), edits)
 
-    def _read(self) -> list[Completion]:
+    def _read(self) -> None:
         """Wait for the oldest report and do what it says."""
         if self._in_flight[0].is_open:
-            finished: list[Completion] = []
             size = len(self._in_flight[0].sequences) // 2
-            if not self._fits(self._complete_round, lambda: self._lower_batch(size, finished), finished):
-                return finished
+            if not self._fits(self._complete_round, lambda: self._lower_batch(size)):
+                return
         report = self._in_flight.popleft()
         began = time.perf_counter()
         rows = report.wait()
@@ -318,8 +408,24 @@ class Engine(EngineBase):
         else:
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
-        ended = read_report(report, rows, self._eos, self._stats)
-        return [self._complete(seq, reason) for seq, reason in ended]
+        for seq, reason in read_report(report, rows, self._eos, self._stats):
+            self._finish(seq, reason)
+
+    def _read_all(self) -> None:
+        while self._in_flight:
+            self._read()
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a request. Its completion is returned by the step."""
+        seq.is_finished = True
+        self._scheduler.finish(seq, failed=reason is FinishReason.ERROR)
+        self._rounds_of_rows.add(seq.counts.rounds)
+        if self.chunk_cost is not None:
+            self._scheduler.min_free_requests = self.chunk_cost.min_free_requests(
+                self._max_batch_size, self._rounds_of_rows.mean
+            )
+        self._stats.speculation.add(seq.counts)
+        self._finished.append(seq.completion(reason))
 
     def _forget_rounds(self) -> None:
         """Before any request has ended, short prompts are held for a sixteenth of the request indices."""
@@ -327,18 +433,10 @@ class Engine(EngineBase):
         if self.chunk_cost is not None:
             self._scheduler.min_free_requests = max(1, self._max_batch_size // 16)
 
-    def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
-        self._rounds_of_rows.add(seq.counts.rounds)
-        if self.chunk_cost is not None:
-            self._scheduler.min_free_requests = self.chunk_cost.min_free_requests(
-                self._max_batch_size, self._rounds_of_rows.mean
-            )
-        return super()._complete(seq, reason)
-
     def _start(self, seq: Sequence) -> None:
-        """A request was admitted: give it a slot. A slot whose last round is still under way may be taken: what is
-        launched for the new request comes after that round."""
-        self._rows.start(seq, self._scheduler.running)
+        """Give an admitted request a request index. The index of a request whose last round is still under way may be
+        taken: what is launched for the new request comes after that round."""
+        self._table.start(seq, self._scheduler.running)
         self._groups.forget(seq.req_idx)
         seq.num_draft_computed = seq.num_computed_tokens
         seq.num_in_flight = seq.rounds_in_flight = 0
@@ -366,8 +464,8 @@ class Engine(EngineBase):
         assert columns <= self._state.host_trees_SZ.shape[1], "the engine was built without room for such drafts"
         has_tokens = self._state.tokens_SL.shape[1] > 0
         assert has_tokens or not any(method.reads_tokens for method in methods.items), "no tokens are on the device"
-        device, size = self._state.ints_SF.device, self._max_batch_size
-        self.executor = RoundExecutor(methods.map(self._round.drafting), size, device, mode, self.executor.lanes)
+        rounds, size, lanes = methods.map(self._round.drafting), self._max_batch_size, self.executor.lanes
+        self.executor = RoundExecutor(rounds, size, self.device, mode, lanes, shrinks=self._shrinks)
         self._round = self.executor.rounds.items[0]
         self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before
         if ahead and self.executor.runner is not None:
@@ -376,27 +474,32 @@ class Engine(EngineBase):
 
     @torch.inference_mode()
     def drain(self) -> list[Completion]:
-        """Wait for everything that was launched; returns the requests that finished with it."""
-        finished: list[Completion] = []
-        while self._in_flight:
-            finished += self._read()
-        return finished
+        """Wait for everything that was launched; return the requests that finished with it."""
+        self._read_all()
+        return self._take_finished()
 
     def prepare_round(self) -> list[int]:
         """The request indices of the next round, whose page tables are on the device then: to run it by hand."""
         sequences = self._scheduler.plan_round()
-        self._rows.upload_pages(sequences)
+        self._table.upload_pages(sequences)
         num_queries = self.executor.rounds.at(len(sequences)).method.num_nodes
         self.executor.write_groups(self._groups.of(sequences, num_queries))
         return [seq.req_idx for seq in sequences]
 
+    def close(self) -> None:
+        """Nothing is shared with other processes."""
+
     def abort_all(self) -> None:
+        """Drop all requests unfinished: for measurements, and for who gives up."""
         self.drain()  # The rounds in flight write to pages that are freed next.
-        super().abort_all()
-        self._rows.forget_started()
+        for seq in list(self._scheduler.running):
+            seq.is_finished = True
+            self._scheduler.finish(seq)
+        self._scheduler.waiting.clear()
+        self._table.forget_started()
 
     def check_integrity(self) -> None:
-        """Assert that every page is accounted for, and every slot too. For tests, between steps."""
-        super().check_integrity()
-        slots = [seq.req_idx for seq in self._scheduler.running]
-        assert len(set(slots)) == len(slots), "two requests share a slot"
+        """Assert that every page is accounted for, and every request index. For tests, between steps."""
+        self._scheduler.check_integrity()
+        indices = [seq.req_idx for seq in self._scheduler.running]
+        assert len(set(indices)) == len(indices), "two requests share a request index"

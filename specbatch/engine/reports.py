@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +12,9 @@ from numpy.typing import NDArray
 
 from specbatch.batch import Output
 from specbatch.counts import EngineStats
-from specbatch.engine.append import append_tokens
-from specbatch.engine.constrained.round import GrammarRound
-from specbatch.engine.executor import Begun
 from specbatch.engine.logprobs import LogprobLayout, Logprobs, ReadLogprobs
 from specbatch.engine.prefill.packing import ScoredToken
+from specbatch.engine.round import NO_HOOK, Launched, RoundHook
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download, Transfers
 from specbatch.logprobs import TokenLogprob
@@ -49,58 +47,57 @@ class Report:
     rows: Download | None = None
     logprobs: LogprobLayout | None = None  # layout of the log-probabilities in `rows`
     scored: Scored | None = None
-    begun: Begun | None = None  # a round whose rest is launched by `complete`
-    grammar: GrammarRound | None = None  # the hook of its requests with grammars
+    rest: Callable[[], Launched] | None = None  # launches the rest of a round; None: all of it is launched
+    hook: RoundHook = NO_HOOK
 
     @classmethod
-    def of_round(cls, sequences: Seq[Sequence | None], begun: Begun, grammar: GrammarRound | None) -> Report:
-        """The report of a round that has been begun. Its requests have it in flight from now on."""
+    def of_round(
+        cls, sequences: Seq[Sequence | None], max_path: int, rest: Callable[[], Launched], hook: RoundHook
+    ) -> Report:
+        """Make the report of a round that has been begun. Its requests have it in flight from now on."""
         for seq in sequences:
             if seq is not None:
-                seq.num_in_flight += begun.max_path
+                seq.num_in_flight += max_path
                 seq.rounds_in_flight += 1
-        return cls(sequences, begun.max_path, begun=begun, grammar=grammar)
+        return cls(sequences, max_path, rest=rest, hook=hook)
 
     @property
     def is_open(self) -> bool:
         """Return whether `complete` has something to launch."""
-        return self.begun is not None
+        return self.rest is not None
 
     def complete(self, transfers: Transfers) -> None:
-        """Launch the rest of the round, and the copy of what it decides. Where that fails, the requests are as they
-        were before the round."""
-        assert self.begun is not None
-        begun, self.begun = self.begun, None
+        """Launch the rest of the round, and the copy of what it decides. If that fails, the requests are as they were
+        before the round."""
+        assert self.rest is not None
+        assert self.max_path is not None
+        rest, self.rest = self.rest, None
         try:
-            launched = begun.complete()
+            launched = rest()
         except BaseException:
             for seq in self.sequences:
-                self._leave(seq)
+                if seq is not None:
+                    seq.leave_round(self.max_path)
             raise
-        if self.grammar is not None:
-            self.sequences = [self._unless_going_back(seq) for seq in self.sequences]
+        counted = self.hook.counted(self.sequences)
+        if counted is not self.sequences:
+            self._take_back(counted)
         self.rows, self.logprobs = transfers.download(launched.output_BZ), launched.logprobs
 
+    def _take_back(self, counted: Seq[Sequence | None]) -> None:
+        """Take the round back from the requests for which it does not count."""
+        assert self.max_path is not None
+        for before, seq in zip(self.sequences, counted, strict=True):
+            if before is not None and seq is None:
+                before.leave_round(self.max_path)
+                if not before.is_finished:
+                    before.counts.record(0, 0, 0, 0)
+        self.sequences = counted
+
     def wait(self) -> NDArray[np.int32]:
-        """Wait for what the launch decided; returns `rows`."""
+        """Wait for what the launch decided; return `rows`."""
         assert self.rows is not None, "it was not completed"
         return self.rows.wait()
-
-    def _unless_going_back(self, seq: Sequence | None) -> Sequence | None:
-        """None in place of a request that had begun the round with a token that its grammar refuses."""
-        if seq is None or not seq.goes_back:
-            return seq
-        self._leave(seq)
-        if not seq.is_finished:
-            seq.counts.record(0, 0, 0, 0)
-        return None
-
-    def _leave(self, seq: Sequence | None) -> None:
-        """Take the round back from a request."""
-        if seq is not None:
-            assert self.max_path is not None
-            seq.num_in_flight -= self.max_path
-            seq.rounds_in_flight -= 1
 
 
 def read_report(
@@ -139,7 +136,7 @@ def read_report(
 
 def _read_prompt(seq: Sequence, report: list[int], eos: Set[int]) -> FinishReason | None:
     seq.rounds_in_flight -= 1
-    return append_tokens(seq, report, eos)
+    return seq.append(report, eos)
 
 
 def _read_round(
@@ -162,7 +159,7 @@ def _read_round(
             return None
     seq.num_computed_tokens += count
     before = len(seq.tokens)
-    reason = append_tokens(seq, tokens, eos)
+    reason = seq.append(tokens, eos)
     committed = len(seq.tokens) - before
     # A token that is refused, or that comes after a stop, was accepted by the device only.
     seq.counts.record(drafted, depth, num_accepted if num_accepted <= committed else committed, committed)

@@ -10,9 +10,11 @@ W words of a mask or draft vocabulary, R selected tokens, Z columns of the round
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import replace
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,21 +22,90 @@ from torch import Tensor
 from specbatch.batch import NO_TOKEN, Committed, Edits, Field, LogitsIndices
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.counts import EngineStats
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.engine.acceptance import Acceptance, Decision, with_forced
-from specbatch.engine.constrained.round import GrammarRound
+from specbatch.engine.acceptance import Acceptance, Verified, of_nodes, with_forced
 from specbatch.engine.edits import edited_logits
-from specbatch.engine.logprobs import Logprobs
+from specbatch.engine.logprobs import LogprobLayout, Logprobs, with_logprobs
 from specbatch.engine.overlap.two_lanes import TwoLanes
-from specbatch.engine.prefill.chunk import PromptChunk
 from specbatch.engine.prefill.models import EAGER, PromptTrunks
-from specbatch.engine.round_results import Forwarded, Verified
+from specbatch.engine.prefill.packing import PromptChunk
+from specbatch.engine.sequence import Sequence
 from specbatch.kernels.trace_marks import marked
 from specbatch.models.decoder import Decoder, Trunk
 
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
 _FREE_ROWS = 64
 _SCORED_ROWS = 32  # prompt tokens whose log-probabilities are computed at once
+
+
+class Wanted(NamedTuple):
+    """The needs of the requests of a round or a prefill chunk, taken together."""
+
+    sampled: bool = False  # some request may have a positive temperature
+    num_top: int | None = None  # log-probabilities with this number of most likely tokens; None: none
+    edits: Edits = Edits.NONE  # the kinds of edits that the requests' rules make in logits
+
+
+GREEDY = Wanted()  # only the largest of the target's logits after each token is needed
+
+
+class RoundKey(NamedTuple):
+    """Everything that the CUDA graphs of a round depend on."""
+
+    size: int  # size of the batch, padding included
+    item: int  # item of the schedule
+    wanted: Wanted = GREEDY
+    lane: int = 0  # requests of the first lane, see `executor.PaddedSize`
+    # If the host takes part: nodes of each tree. Plain decoding may have room for forced tokens or not.
+    num_nodes: int | None = None
+
+
+class Launched(NamedTuple):
+    """The result that a round or a prefill chunk leaves on the device for the host. It is valid until the next
+    launch."""
+
+    # int32: (B, Z) of a round, laid out as in `Output`. (R, 2) of a chunk: the token of each prompt that ends there and
+    # the bits of its margin. The words of log-probabilities follow.
+    output_BZ: Tensor
+    logprobs: LogprobLayout | None
+    max_path: int  # M: tokens that a request may get
+
+    @staticmethod
+    def of(output_BZ: Tensor, logprobs: Logprobs | None, max_path: int) -> Launched:
+        layout = None if logprobs is None else LogprobLayout.of(logprobs)
+        return Launched(with_logprobs(output_BZ, logprobs), layout, max_path)
+
+
+class RoundHook:
+    """The host's work between the parts of a round. Here it does nothing, so all parts are launched at once."""
+
+    takes_part = False  # the host takes part: the rest of the round is launched when the next launch is prepared
+    method: DraftMethod | None = None  # the draft method of the round; None: that of the schedule
+
+    def reshape(self, trees: DraftTrees) -> DraftTrees:
+        """Return the trees to verify in place of these drafts."""
+        return trees
+
+    def look_ahead(self, choice_BN: Tensor | None) -> None:
+        """Prepare the check while the target computes `choice_BN`, its own token after each node."""
+
+    def check(self) -> None:
+        """Change the rules of acceptance by what the target chose. The device waits for this."""
+
+    def counted(self, sequences: Seq[Sequence | None]) -> Seq[Sequence | None]:
+        """Return the requests for which the round counts; None in place of the others, and of padding."""
+        return sequences
+
+    def record(self, stats: EngineStats) -> None:
+        """Add the counts of a round that was launched."""
+
+    def of_padding(self) -> RoundHook:
+        """Make the same kind of hook for a batch that is all padding."""
+        return self
+
+
+NO_HOOK = RoundHook()
 
 
 class Round:
@@ -61,6 +132,7 @@ class Round:
         self._target = target
         self._cache = cache
         self.page_size = page_size
+        self.eos_token_ids = eos_token_ids
         self._eos = torch.tensor(eos_token_ids or (-2,), device=target.device)
         self.ops = ops
         self.fixed_shapes = target.device.type != "cpu" if fixed_shapes is None else fixed_shapes
@@ -88,50 +160,52 @@ class Round:
         return self._acceptance.simulate is not None
 
     @property
+    def device(self) -> torch.device:
+        return self._target.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self._target.config.vocab_size
+
+    @property
     def num_positions(self) -> int:
         return self._target.num_positions
 
-    def __call__(
-        self, req_idx_B: Tensor, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE, lane: int = 0
-    ) -> Verified:
-        """Run one round of the requests `req_idx_B` (int64; the index of padding may repeat). `sampled`: some request
-        may have a positive temperature. `num_top`: return log-probabilities, with this number of most likely tokens;
-        None: return none. `edits`: the kinds of edits that the requests' rules make in logits. `lane`: the number of
-        requests in the first of two lanes, which the target computes at the same time; 0: there is one lane."""
-        with marked("draft"):
-            view, trees = self.draft(req_idx_B, sampled)
-        with marked("target"):
-            forwarded = self.forward(view, trees, lane, is_greedy=_is_greedy(sampled, num_top, edits))
-        return self.finish(view, trees, forwarded, sampled, num_top, edits)
+    def __call__(self, req_idx_B: Tensor, wanted: Wanted = GREEDY, lane: int = 0) -> Launched:
+        """Run one round in which the host takes no part. See `begin`."""
+        _, complete = self.begin(req_idx_B, wanted, lane)
+        return complete()
 
     def begin(
-        self, req_idx_B: Tensor, sampled: bool, num_top: int | None, edits: Edits, grammar: GrammarRound
-    ) -> tuple[int, Callable[[], Verified]]:
-        """A round in which the host takes part: draft, and the target's forward pass. Returns how many tokens a request
-        may get, and what launches the rest."""
+        self, req_idx_B: Tensor, wanted: Wanted = GREEDY, lane: int = 0, hook: RoundHook = NO_HOOK
+    ) -> tuple[int, Callable[[], Launched]]:
+        """Run the first part of a round of the requests `req_idx_B` (int64; the index of padding may repeat): draft,
+        and the target's forward pass. Return the number of tokens that a request may get, and what launches the rest.
+        `lane`: the number of requests in the first of two lanes, which the target computes at the same time; 0: there
+        is one lane."""
         with marked("draft"):
-            view, trees = self.draft(req_idx_B, sampled)
-        trees = grammar.reshape(trees)
+            view, drafted = self.draft(req_idx_B, wanted.sampled)
+        trees = hook.reshape(drafted)
         with marked("target"):
-            forwarded = self.choose(view, trees, self.forward(view, trees), num_top, edits)
-        assert forwarded.choice_BN is not None
-        grammar.look_ahead(forwarded.choice_BN)
+            verified = self.forward(view, trees, lane, is_greedy=wanted == GREEDY)
+            if hook.takes_part:
+                verified = self.choose(view, trees, verified, wanted)
+        hook.look_ahead(verified.choice_BN)
 
-        def complete() -> Verified:
-            grammar.check()
-            return self.finish(view, trees, forwarded, sampled, num_top, edits)
+        def complete() -> Launched:
+            hook.check()
+            return self.finish(view, trees, verified, wanted)
 
         return self.max_path(trees), complete
 
-    def finish(
-        self, view: BatchView, trees: DraftTrees, forwarded: Forwarded, sampled: bool, num_top: int | None, edits: Edits
-    ) -> Verified:
+    def finish(self, view: BatchView, trees: DraftTrees, verified: Verified, wanted: Wanted) -> Launched:
         """Run the steps after the target's forward pass: accept and extend."""
         with marked("accept"):
-            verified = self.accept(view, trees, forwarded, sampled, num_top, edits)
+            verified = self.accept(view, trees, verified, wanted)
+            launched = self._launched(verified, wanted.num_top)
         with marked("extend"):
-            self.extend(verified)
-        return verified
+            self.extend(view, trees, verified)
+        return launched
 
     def max_path(self, trees: DraftTrees) -> int:
         """Tokens that a round may commit of a request."""
@@ -141,29 +215,22 @@ class Round:
         view = BatchView.gather(self.state, req_idx_B, self.page_size, self.ops)
         return view, self.method.draft(view, self.state, sampled)
 
-    def verify(
-        self,
-        view: BatchView,
-        trees: DraftTrees,
-        sampled: bool,
-        num_top: int | None = None,
-        edits: Edits = Edits.NONE,
-        lane: int = 0,
-    ) -> Verified:
-        """The target's forward pass over all nodes, acceptance, commit, and the accepted paths made contiguous."""
-        forwarded = self.forward(view, trees, lane, is_greedy=_is_greedy(sampled, num_top, edits))
-        return self.accept(view, trees, forwarded, sampled, num_top, edits)
+    def verify(self, view: BatchView, trees: DraftTrees) -> Verified:
+        """Run the target's forward pass over all nodes, and accept, commit and compact, for greedy requests."""
+        verified = self.forward(view, trees, is_greedy=True)
+        return self.accept(view, trees, verified, GREEDY)
 
-    def forward(self, view: BatchView, trees: DraftTrees, lane: int = 0, *, is_greedy: bool = False) -> Forwarded:
-        """The target's forward pass over all nodes. `is_greedy`: no more than the best token of each is wanted."""
+    def forward(self, view: BatchView, trees: DraftTrees, lane: int = 0, *, is_greedy: bool = False) -> Verified:
+        """Run the target's forward pass over all nodes. `is_greedy`: only the best token after each is wanted."""
         batch, num_nodes = trees.tokens_BN.shape
         mask = None if trees.mask_BNW is None else trees.mask_BNW.view(batch * num_nodes, -1)
         layout = view.layout(num_nodes, depths_BQ=trees.depths_BN, mask_TW=mask)
         tokens_T = trees.tokens_BN.reshape(-1)
-        index_T = None  # (B * N) the index of each node's computed token; None: all nodes are computed
+        index_BN = None
         if not self.fixed_shapes and trees.num_nodes_B is not None:
             layout, node_T = layout.part(torch.zeros_like(trees.num_nodes_B), trees.num_nodes_B)
             index_T = torch.zeros_like(tokens_T).index_copy_(0, node_T, torch.arange(len(node_T), device=node_T.device))
+            index_BN = index_T.view(batch, num_nodes)
             tokens_T = tokens_T[node_T]
         if lane:
             end = lane * num_nodes if self.fixed_shapes else int(layout.query_starts[lane])
@@ -172,67 +239,53 @@ class Round:
         else:
             hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
         best = self._target.best_tokens(hidden, self.ops) if is_greedy else None
-        logits = None if best is not None else self._target.raw_logits(hidden)
-        return Forwarded(hidden, aux_hidden_states, logits, best, index_T)
+        if best is None:
+            return Verified(hidden, aux_hidden_states, index_BN, self._target.raw_logits(hidden))
+        choice_BN, margin_BN = of_nodes(trees, best, index_BN)
+        return Verified(hidden, aux_hidden_states, index_BN, None, choice_BN=choice_BN, margin_BN=margin_BN)
 
-    def choose(
-        self, view: BatchView, trees: DraftTrees, forwarded: Forwarded, num_top: int | None, edits: Edits
-    ) -> Forwarded:
+    def choose(self, view: BatchView, trees: DraftTrees, verified: Verified, wanted: Wanted) -> Verified:
         """Add the edited logits and greedy choices that grammars read. Masks set logits to -inf, so they commute with
         the other edits and can be applied last."""
-        edits &= ~Edits.NODE_MASK
-        assert forwarded.logits_TV is not None, "a grammar needs logits"
-        edited = self._edited(view, trees, forwarded.logits_TV, edits, keep=num_top is not None)
-        index_BN = None if forwarded.index_T is None else forwarded.index_T.view(trees.tokens_BN.shape)
-        choice_BN, _ = self._acceptance.choose(view, trees, edited, index_BN, sampled=False)
-        return replace(forwarded, edited_TV=edited, choice_BN=choice_BN)
+        edits = wanted.edits & ~Edits.NODE_MASK
+        assert verified.logits_TV is not None, "a grammar needs logits"
+        edited = self._edited(view, trees, verified.logits_TV, edits, keep=wanted.num_top is not None)
+        choice_BN, _ = self._acceptance.choose(view, trees, edited, verified.index_BN, sampled=False)
+        return replace(verified, edited_TV=edited, choice_BN=choice_BN)
 
-    def accept(
-        self,
-        view: BatchView,
-        trees: DraftTrees,
-        forwarded: Forwarded,
-        sampled: bool,
-        num_top: int | None = None,
-        edits: Edits = Edits.NONE,
-    ) -> Verified:
-        """Acceptance, commit, and the accepted paths made contiguous."""
-        logits, index_T = forwarded.logits_TV, forwarded.index_T
-        index_BN = None if index_T is None else index_T.view(trees.tokens_BN.shape)
-        if logits is None:
-            assert forwarded.best is not None
-            decision = self._acceptance.decide_greedily(view, trees, forwarded.best, index_BN)
-        else:
-            decision = self._decide(view, trees, logits, forwarded.edited_TV, index_BN, sampled, num_top, edits)
-        committed = self._commit(view, trees, decision)
-        accept_index_T = committed.accept_index_T if index_T is None else index_T[committed.accept_index_T]
+    def accept(self, view: BatchView, trees: DraftTrees, verified: Verified, wanted: Wanted) -> Verified:
+        """Accept, commit, and make the accepted paths contiguous."""
+        verified = self._decide(view, trees, verified, wanted)
+        committed = self._commit(view, trees, verified)
         if trees.parents_BN is not None:  # a chain's path is contiguous
             paths = committed.path_BM.shape
             self.ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
-        logprobs = self._logprobs(logits, accept_index_T, committed.tokens_BM, num_top)
-        # What a grammar has put in place of drafts was not computed in drafting.
-        num_reusable = self.method.num_reusable if trees.max_path is None else 0
-        return Verified(
-            view, committed, accept_index_T, forwarded.hidden_TE, forwarded.aux_hidden_states, logprobs, num_reusable
-        )
+        return replace(verified, committed=committed)
 
-    def _decide(
-        self, view: BatchView, trees: DraftTrees, logits: Tensor, edited: Tensor | None, index_BN: Tensor | None,
-        sampled: bool, num_top: int | None, edits: Edits,
-    ) -> Decision:  # fmt: skip
-        """Decide which nodes are accepted. `edited`: the logits under all rules except the masks of nodes; None: no
-        rule applies."""
-        if edited is None:
-            edited = logits
+    def _decide(self, view: BatchView, trees: DraftTrees, verified: Verified, wanted: Wanted) -> Verified:
+        """Decide which nodes are accepted."""
+        logits, edited, edits = verified.logits_TV, verified.edited_TV, wanted.edits
+        if edited is not None:
+            edits &= Edits.NODE_MASK  # the others are made
         else:
-            edits &= Edits.NODE_MASK
-        edited = self._edited(view, trees, edited, edits, keep=num_top is not None and edited is logits)
+            edited = logits
+        if edited is not None:
+            keep = wanted.num_top is not None and edited is logits
+            edited = self._edited(view, trees, edited, edits, keep=keep)
         target_ids = None if self.method.net is None else self.method.net.target_ids
-        decision = self._acceptance.decide(view, trees, edited, index_BN, target_ids, sampled)
+        verified = self._acceptance.decide(view, trees, verified, edited, target_ids, wanted.sampled)
         if edits & Edits.NODE_MASK and (rules := self.state.rules) is not None and rules.forced_SN is not None:
+            assert edited is not None
             num_nodes = trees.tokens_BN.shape[1]
-            decision = with_forced(decision, rules.forced_SN[view.req_idx_B, :num_nodes], edited)
-        return decision
+            verified = with_forced(verified, rules.forced_SN[view.req_idx_B, :num_nodes], edited)
+        return verified
+
+    def _launched(self, verified: Verified, num_top: int | None) -> Launched:
+        """Return what the host reads of the round."""
+        committed = verified.committed
+        assert committed is not None
+        logprobs = self._logprobs(verified.logits_TV, verified.accept_index_T, committed.tokens_BM, num_top)
+        return Launched.of(committed.output_BZ, logprobs, committed.path_BM.shape[1])
 
     def _logprobs(
         self, logits_TV: Tensor | None, index_T: Tensor, tokens_BM: Tensor, num_top: int | None
@@ -250,7 +303,7 @@ class Round:
             self.state, view, trees, logits_TV, edits, self.ops, fixed_shapes=self.fixed_shapes, keep=keep
         )
 
-    def _commit(self, view: BatchView, trees: DraftTrees, decision: Decision) -> Committed:
+    def _commit(self, view: BatchView, trees: DraftTrees, verified: Verified) -> Committed:
         """End-of-sequence and stop tokens are looked for before the length is. The host cuts what comes after them by
         the same rule; here it only matters which requests go on."""
         committed: Committed = self.ops.commit_round(
@@ -262,15 +315,15 @@ class Round:
             self._eos,
             self.max_path(trees),
             trees.tokens_BN,
-            decision.choice_BN,
+            verified.choice_BN,
             parents_BN=trees.parents_BN,
             depths_BN=trees.depths_BN,
             num_nodes_B=trees.num_nodes_B,
-            path_BN=decision.path_BN,
-            num_path_B=decision.num_path_B,
-            next_token_B=decision.next_token_B,
-            num_broken_B=decision.num_broken_B,
-            margin_BN=decision.margin_BN,
+            path_BN=verified.path_BN,
+            num_path_B=verified.num_path_B,
+            next_token_B=verified.next_token_B,
+            num_broken_B=verified.num_broken_B,
+            margin_BN=verified.margin_BN,
         )
         return committed
 
@@ -281,25 +334,28 @@ class Round:
         return ((ends | stops) & counted_BM).any(dim=1)
 
     def _remember(self, req_idx_B: Tensor, index_BM: Tensor, tokens_BM: Tensor, kept_BM: Tensor) -> None:
-        """Write tokens to the slots' histories; what is not kept goes to padding's."""
+        """Write tokens to the requests' histories. Those that are not kept go to padding's."""
         row = torch.where(kept_BM, req_idx_B[:, None], self.state.padding)
         index = index_BM.clamp(max=self.state.tokens_SL.shape[1] - 1)
         self.state.tokens_SL.index_put_((row, index), tokens_BM.int())
 
-    def extend(self, verified: Verified) -> None:
+    def extend(self, view: BatchView, trees: DraftTrees, verified: Verified) -> None:
         """Draft-extend: the draft network follows what was committed, M tokens of each request, of which those past the
         accepted ones write nothing."""
         net = self.method.net
         if net is None:
             return
-        view, committed, accept_index_T = verified.view, verified.committed, verified.accept_index_T
+        committed, accept_index_T = verified.committed, verified.accept_index_T
+        assert committed is not None
         batch, width = committed.path_BM.shape
         offset, num_path_B = net.draft_kv_offset, committed.num_path_B
         layout = view.layout(width, start=offset, position=offset, num_written_B=num_path_B)
         starts_B = layout.starts_B
         tokens_T = committed.tokens_BM.reshape(-1)
         if not self.fixed_shapes:
-            layout, part_T = layout.part((num_path_B - 1).clamp(max=verified.num_reusable), num_path_B)
+            # What a grammar has put in place of drafts was not computed in drafting.
+            num_reusable = self.method.num_reusable if trees.max_path is None else 0
+            layout, part_T = layout.part((num_path_B - 1).clamp(max=num_reusable), num_path_B)
             tokens_T, accept_index_T = tokens_T[part_T], accept_index_T[part_T]
             last_B = layout.query_starts[1:].long() - 1
         else:
@@ -315,16 +371,14 @@ class Round:
         self.state.features_SE.index_copy_(0, view.req_idx_B, hidden)
 
     def prefill(
-        self, chunk: PromptChunk, sampled: bool, num_top: int | None = None, edits: Edits = Edits.NONE,
-        trunks: PromptTrunks = EAGER,
-    ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:  # fmt: skip
+        self, chunk: PromptChunk, wanted: Wanted = GREEDY, trunks: PromptTrunks = EAGER
+    ) -> tuple[Launched, Logprobs | None]:
         """Compute pieces of prompts. Where a prompt ends, choose its first token and make its request index ready for
         rounds.
 
-        Return (R, 2) int32, the token of each prompt that ends here and the bits of its margin, with logprobs (R, 1) if
-        wanted, and the log-probabilities (K, 1) of the chunk's `scored_K2`. The token is NO_TOKEN if the target's
-        logits are not finite: then the request is done, and what is computed after it reads token 0. `trunks`: the
-        models that compute this chunk, and no round.
+        Return the first tokens, and the log-probabilities (K, 1) of the chunk's `scored_K2`. A first token is NO_TOKEN
+        if the target's logits are not finite: then the request is done, and the draft network reads token 0 in its
+        place. `trunks`: the models that compute this chunk, and no round.
         """
         needs_all = self._reads_hidden or chunk.scored_K2 is not None
         logits_indices = None if needs_all else chunk.logits_indices
@@ -338,14 +392,14 @@ class Round:
         scores = None if chunk.scored_K2 is None else self._scores(hidden, chunk.scored_K2, chunk.scored_num_top)
         if chunk.ready_R.shape[0] == 0:
             self._extend_prompt(chunk, chunk.ready_R, hidden, aux_hidden_states, trunks.draft)
-            return chunk.ready_R[:, None].int().expand(-1, 2), None, scores
+            return Launched(chunk.ready_R[:, None].int().expand(-1, 2), None, 1), scores
         rows = BatchView.gather(self.state, chunk.ready_R, self.page_size, self.ops)
         logits = self._target.raw_logits(hidden[chunk.logits_indices.index_R] if logits_indices is None else hidden)
         roots = DraftTrees(chunk.roots_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
-        edited = self._edited(rows, roots, logits, edits, keep=num_top is not None)
-        choice, margin = self._acceptance.choose(rows, roots, edited, None, sampled)
+        edited = self._edited(rows, roots, logits, wanted.edits, keep=wanted.num_top is not None)
+        choice, margin = self._acceptance.choose(rows, roots, edited, None, wanted.sampled)
         is_new = chunk.roots_R < 0  # a request that is computed again has its root already
         reported = torch.where(is_new, choice[:, 0], chunk.roots_R)
         tokens = reported.clamp(min=0)
@@ -359,9 +413,10 @@ class Round:
             everything = torch.ones_like(tokens, dtype=torch.bool)[:, None]
             self._remember(chunk.ready_R, chunk.lengths_R[:, None], tokens[:, None], everything)
         self._extend_prompt(chunk, tokens, hidden, aux_hidden_states, trunks.draft)
-        output = torch.cat((reported[:, None].int(), margin.view(torch.int32)), dim=1)
+        output_R2 = torch.cat((reported[:, None].int(), margin.view(torch.int32)), dim=1)
         index_R = torch.arange(len(tokens), device=tokens.device)
-        return output, self._logprobs(logits, index_R, tokens[:, None], num_top), scores
+        logprobs = self._logprobs(logits, index_R, tokens[:, None], wanted.num_top)
+        return Launched.of(output_R2, logprobs, 1), scores
 
     def _scores(self, hidden_TE: Tensor, scored_K2: Tensor, num_top: int) -> Logprobs:
         """Return the log-probabilities of tokens after others. They are computed a few at a time, because the logits of
@@ -386,8 +441,3 @@ class Round:
         features = net.features(hidden_TE, aux_hidden_states)
         hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected, trunk)
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
-
-
-def _is_greedy(sampled: bool, num_top: int | None, edits: Edits) -> bool:
-    """Return whether a round needs only the largest of the target's logits after each token."""
-    return not sampled and num_top is None and not edits

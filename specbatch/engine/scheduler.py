@@ -15,6 +15,7 @@ from itertools import islice
 
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
+from specbatch.counts import EngineStats
 from specbatch.engine.sequence import Sequence
 
 # The fewest pages that are evicted at once, so that there is room for the next few requests, too.
@@ -31,6 +32,13 @@ class PrefillSpan:
     is_new: bool  # the sequence's first piece after its (first) admission
     num_cached: int  # tokens found in the prefix cache, for a first piece
 
+    def record(self, stats: EngineStats) -> None:
+        """Add the span to the counts of computed and of cached tokens."""
+        stats.prefill_tokens += self.end - self.start
+        if self.is_new:
+            stats.prompt_tokens += self.seq.num_prompt
+            stats.cached_prompt_tokens += self.num_cached
+
 
 class Scheduler:
     """Owns the page lists of all sequences. `running` is in order of admission.
@@ -38,7 +46,7 @@ class Scheduler:
     `num_lookahead`: slots past the committed ones that a round may write. `on_start` is called for each admission: the
     sequence's first `num_computed_tokens` tokens came from the prefix cache. Short prompts are held until
     `min_free_requests` request indices are free, or until those that find room have `min_prefill_tokens`: see
-    `gathering`.
+    `admission_batching`.
     """
 
     def __init__(

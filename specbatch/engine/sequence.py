@@ -1,16 +1,19 @@
-"""The state of one request between rounds."""
+"""The state of one request between rounds: its tokens and pages, from its start to its completion."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from specbatch.batch import NO_TOKEN
 from specbatch.counts import SpeculationCounts
 from specbatch.engine.constrained.state import GrammarState
-from specbatch.engine.rules import Rules
-from specbatch.logprobs import TokenLogprob
-from specbatch.types import NO_MARGIN, Margin, Request
+from specbatch.engine.logprobs import read_records
+from specbatch.engine.rules import Rules, make_rules
+from specbatch.logprobs import TokenLogprob, TokenLogprobs
+from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Margin, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +26,7 @@ class Sequence:
     tokens: list[int]
     max_length: int  # largest length of `tokens`: by max_tokens, or the end of the context or the cache
     num_computed_tokens: int = 0
-    # Of rounds that are under way on the device: slots that they commit at most, and how many rounds. 0 on the host's
-    # For the rounds in flight on the device: the most slots that they commit, and the number of rounds. 0 on the host's
-    # own engine.
+    # For the rounds in flight on the device: the most tokens that they commit, and the number of rounds.
     num_in_flight: int = 0
     rounds_in_flight: int = 0
     req_idx: int = -1  # its line in the request table, while running
@@ -44,8 +45,24 @@ class Sequence:
     # keys: index of the token, as far as computed
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     grammar: GrammarState | None = None
-    goes_back: bool = False  # the device continued with a token that the grammar refuses, see `unchecked_round`
-    num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `grammar.MAX_FORCED`
+    goes_back: bool = False  # the device continued with a token that the grammar refuses, see `optimistic_round`
+    num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `tree.MAX_FORCED`
+
+    @classmethod
+    def of(cls, request: Request, limits: EngineLimits, max_length: int) -> Sequence:
+        """Start a request. Raises ValueError for a prompt that does not fit `limits`. `max_length` bounds prompt and
+        output together."""
+        prompt = list(request.prompt_token_ids)
+        if not 1 <= len(prompt) <= limits.max_prompt_tokens:
+            raise ValueError(f"a prompt has 1 to {limits.max_prompt_tokens} tokens here, got {len(prompt)}")
+        if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+            raise ValueError(f"a token id is outside the vocabulary of {limits.vocab_size}")
+        params, matcher = request.params, request.matcher
+        rules = make_rules(params, request.bad_words, limits, has_grammar=matcher is not None)
+        grammar = None
+        if matcher is not None:
+            grammar = GrammarState(matcher, limits.eos_token_ids, params.stop_token_ids, limits.vocab_size)
+        return cls(request, prompt, min(len(prompt) + params.max_tokens, max_length), rules=rules, grammar=grammar)
 
     @property
     def num_prompt(self) -> int:
@@ -93,3 +110,73 @@ class Sequence:
     def is_prefilled(self) -> bool:
         """There is a root, and everything before it is committed."""
         return self.num_computed_tokens == len(self.tokens) - 1 >= self.num_prompt
+
+    def append(self, tokens: list[int], eos: Set[int]) -> FinishReason | None:
+        """Append new tokens up to where the request ends; return the reason if it does.
+
+        End-of-sequence and stop are looked for before the length is: a last token that is both counts as a stop. The
+        last may be NO_TOKEN: an error, unless the request ends before it.
+        """
+        params = self.request.params
+        failed = tokens[-1] == NO_TOKEN
+        if failed:
+            tokens = tokens[:-1]
+        kept = tokens[: self.max_length - len(self.tokens)]
+        reason = FinishReason.LENGTH if len(self.tokens) + len(kept) == self.max_length else None
+        if params.stop_token_ids or not (params.ignore_eos or eos.isdisjoint(kept)):  # hardly ever
+            for i, token in enumerate(kept):
+                if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
+                    kept, reason = kept[: i + 1], FinishReason.STOP
+                    break
+        self.tokens += kept
+        check = self.request.check_stop
+        if check is not None and kept:
+            keep = check(self.tokens, self.num_prompt, len(kept))
+            if keep is not None:
+                del self.tokens[self.num_prompt + keep :]
+                reason = FinishReason.STOP
+        return FinishReason.ERROR if failed and reason is None else reason
+
+    def leave_round(self, max_path: int) -> None:
+        """Take back a round that may have committed `max_path` tokens: it has failed, or does not count."""
+        self.num_in_flight -= max_path
+        self.rounds_in_flight -= 1
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """Return what the request has become."""
+        params, grammar = self.request.params, self.grammar
+        tokens, logprobs = list(self.generated), None
+        if params.logprobs is not None:
+            logprobs = read_records(tokens, self.logprobs)
+        scored = None
+        if params.prompt_logprobs is not None:
+            scored = TokenLogprobs.of(self.prompt_logprobs[i] for i in self.scored_tokens)
+        problem, failed = None, reason is FinishReason.ERROR
+        if failed and grammar is not None:
+            problem = grammar.failure_after(self.tokens, self.num_prompt)
+        incomplete = False
+        if reason is FinishReason.LENGTH and grammar is not None:
+            incomplete = not grammar.may_end_after(self.tokens, self.num_prompt)
+        return Completion(
+            self.request.request_id,
+            tokens,
+            reason,
+            logprobs,
+            self.counts,
+            self.margin if params.temperature == 0 else NO_MARGIN,
+            prompt_logprobs=scored,
+            incomplete=incomplete,
+            grammar_error=problem,
+            no_token_left=failed and problem is None and self._has_no_token_left(),
+        )
+
+    def _has_no_token_left(self) -> bool:
+        """Return whether the rules and the grammar forbid all tokens after the output."""
+        if self.rules is None:
+            return False
+        allowed_W = self.rules.allowed(self.generated)
+        if self.grammar is not None:
+            self.grammar.follow(self.tokens, self.num_prompt)
+            mask_W = self.grammar.mask()  # a model can have more tokens than its tokenizer
+            allowed_W = allowed_W[: len(mask_W)] & mask_W
+        return not allowed_W.any()

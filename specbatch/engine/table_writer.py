@@ -1,7 +1,7 @@
 """The device tables of running requests: the integers and floats of each request, its tokens, its page table.
 
-Requests are given a slot on the host, and written to the device with the next prompt chunk; page tables are uploaded
-where they have grown.
+Requests are given a request index on the host, and written to the device with the next prefill chunk. Page tables are
+uploaded where they have grown.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from specbatch.engine.transfers import Transfers
 
 
 class TableWriter:
-    """The writer of the device tables. `num_slots`: the number of request indices of `state`, without the padding."""
+    """The writer of the device tables. `num_requests`: the number of request indices of `state`, without the
+    padding's."""
 
-    def __init__(self, state: RequestTable, transfers: Transfers, num_slots: int, vocab_size: int) -> None:
+    def __init__(self, state: RequestTable, transfers: Transfers, num_requests: int, vocab_size: int) -> None:
         self._state = state
         self._transfers = transfers
         self._page_table = np.zeros(state.page_table_SP.shape, dtype=np.int32)
-        self._num_pages_of = [0] * num_slots  # number of pages in the table for each request index
+        self._num_pages_of = [0] * num_requests  # number of pages in the table for each request index
         self._vocab_size = vocab_size
         self._started: list[Sequence] = []  # requests that are not yet on the device
         self._with_rules: set[int] = set()  # request indices whose line in the rules' table changes something
 
     def start(self, seq: Sequence, running: Iterable[Sequence]) -> None:
-        """Give a request a slot that none of `running` has."""
+        """Give a request an index that none of `running` has."""
         taken = {other.req_idx for other in running}
-        seq.req_idx = next(slot for slot in range(len(self._num_pages_of)) if slot not in taken)
+        seq.req_idx = next(index for index in range(len(self._num_pages_of)) if index not in taken)
         self._num_pages_of[seq.req_idx] = 0
         self._started.append(seq)
 
@@ -61,9 +62,9 @@ class TableWriter:
             if self._state.tokens_SL.shape[1]:
                 tokens = self._transfers.upload(np.array(seq.tokens, dtype=np.int32))
                 self._state.tokens_SL[seq.req_idx, : len(seq.tokens)].copy_(tokens)
-        slots = self._transfers.upload(np.array([seq.req_idx for seq in self._started], dtype=np.int64))
-        self._state.ints_SF.index_copy_(0, slots, self._transfers.upload(ints))
-        self._state.floats_S3.index_copy_(0, slots, self._transfers.upload(floats).to(self._state.floats_S3.dtype))
+        req_idx = self._transfers.upload(np.array([seq.req_idx for seq in self._started], dtype=np.int64))
+        self._state.ints_SF.index_copy_(0, req_idx, self._transfers.upload(ints))
+        self._state.floats_S3.index_copy_(0, req_idx, self._transfers.upload(floats).to(self._state.floats_S3.dtype))
         self._started.clear()
 
     def _upload_rules(self) -> None:
@@ -86,7 +87,7 @@ class TableWriter:
         return table
 
     def upload_pages(self, sequences: Iterable[Sequence]) -> None:
-        """Tell the device the page tables that changed."""
+        """Upload the page tables that changed."""
         grown = [seq for seq in sequences if self._num_pages_of[seq.req_idx] != len(seq.pages)]
         if not grown:
             return
@@ -94,8 +95,8 @@ class TableWriter:
             known = self._num_pages_of[seq.req_idx]
             self._page_table[seq.req_idx, known : len(seq.pages)] = seq.pages[known:]
         changed = [seq.req_idx for seq in grown]
-        slots = self._transfers.upload(np.array(changed, dtype=np.int64))
-        self._state.page_table_SP.index_copy_(0, slots, self._transfers.upload(self._page_table[changed]))
+        req_idx = self._transfers.upload(np.array(changed, dtype=np.int64))
+        self._state.page_table_SP.index_copy_(0, req_idx, self._transfers.upload(self._page_table[changed]))
         for seq in grown:  # The numbers are stored last, because an upload may run out of memory.
             self._num_pages_of[seq.req_idx] = len(seq.pages)
 
@@ -103,9 +104,9 @@ class TableWriter:
         """Set the device back to what the host knows of these requests: rounds have gone further with tokens that do
         not count."""
         values = [[len(seq.tokens) - 1, seq.tokens[-1], 0] for seq in sequences]
-        slots = self._transfers.upload(np.array([[seq.req_idx] for seq in sequences], dtype=np.int64))
+        req_idx = self._transfers.upload(np.array([[seq.req_idx] for seq in sequences], dtype=np.int64))
         fields = self._transfers.upload(np.array([[Field.LENGTH, Field.ROOT, Field.DONE]], dtype=np.int64))
-        self._state.ints_SF.index_put_((slots, fields), self._transfers.upload(np.array(values, dtype=np.int64)))
+        self._state.ints_SF.index_put_((req_idx, fields), self._transfers.upload(np.array(values, dtype=np.int64)))
 
     def upload_host_trees(self, sequences: Seq[Sequence], packed_BZ: np.ndarray) -> None:
         """Upload the next round's trees, which `HostDraftMethod.pack` made."""

@@ -119,7 +119,7 @@ def time_lanes(
 
 
 def _output(round_: Round, req_idx_B: Tensor, lane: int) -> Tensor:
-    return round_(req_idx_B, False, lane=lane).committed.output_BZ
+    return round_(req_idx_B, lane=lane).output_BZ
 
 
 def chosen(

@@ -14,7 +14,7 @@ from specbatch.attention.flashinfer import FlashInferAttention
 from specbatch.attention.interface import AttentionBackend
 from specbatch.attention.invariant import InvariantAttention
 from specbatch.attention.triton import PagedAttention
-from specbatch.cache.pages import KVScales, PagePool
+from specbatch.cache.pages import KVScales
 from specbatch.config import AttentionName
 from specbatch.draft import DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
@@ -126,18 +126,10 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     def engine_of(executor: RoundExecutor, trunks: PromptTrunks = EAGER, *, prefix_cache: bool = False) -> Engine:
         return Engine(
             executor,
-            PagePool(sized.plan.num_pages, run.engine.page_size),
-            run.device,
-            vocab_size=run.target.config.vocab_size,
-            max_length=sized.plan.capacity,
-            longest_row=sized.plan.longest_row,
-            max_batch_size=sized.max_batch_size,
-            prefill_chunk_tokens=sized.prefill_chunk_tokens,
+            sized.engine_sizes(run.engine.page_size),
             prefix_cache=prefix_cache,
-            eos_token_ids=rounds.eos_token_ids,
             chunk_cost=sized.chunk_cost,
             threads=threads,
-            shrinks=group is None,
             trunks=trunks,
             deterministic=run.config.engine.deterministic,
         )
@@ -145,7 +137,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     if run.engine.lanes is not None and run.engine.lane_mode == "auto":
         on_progress("measuring two lanes")
         made, batch = sized.rounds, sized.max_batch_size
-        probe = engine_of(RoundExecutor(made.items, batch, run.device, "none", made.lanes, shrinks=False))
+        probe = engine_of(RoundExecutor(made.items, batch, run.device, "none", made.lanes, shrinks=group is None))
         sized, notes = with_lanes_that_gain(sized, probe, group)
         run.notes.extend(notes)
         del probe

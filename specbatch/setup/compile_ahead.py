@@ -21,6 +21,7 @@ import torch
 from specbatch.engine.cpu_threads import usable_cores
 from specbatch.engine.executor import padded_sizes
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
+from specbatch.engine.round import Wanted
 from specbatch.models.truncated_model import outlined
 from specbatch.setup.resolve import ResolvedRun
 from specbatch.setup.round_parts import RoundParts
@@ -112,6 +113,6 @@ def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_
     table.remove_rules()
     for (rows, _), i in sizes:
         for sampled in (False, True):
-            rounds.items[i](padding[:rows], sampled)
+            rounds.items[i](padding[:rows], Wanted(sampled))
     trial_prompt(rounds.items[0], prefill_chunk_tokens)
     trial_short_prompts(rounds.items[0], max_batch_size, prefill_chunk_tokens)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from specbatch.engine.base import check_finite
-from specbatch.engine.engine import Engine
+from specbatch.engine.engine import Engine, check_finite
 from specbatch.types import Request, RngKey, SamplingParams
 
 TIMED_TOKENS = 128  # tokens that a timed request may still write

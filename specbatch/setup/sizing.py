@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specbatch.engine.engine import EngineSizes
 from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.errors import ModelError
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -44,6 +45,11 @@ class Sized:
     in_pieces: bool = False  # prompts have room for graphs of their pieces
     graph_bytes: int = 0  # reserved
     bytes: dict[str, int] | None = None  # bytes of the device that were measured and reserved
+
+    def engine_sizes(self, page_size: int) -> EngineSizes:
+        plan = self.plan
+        sizes = self.max_batch_size, self.prefill_chunk_tokens
+        return EngineSizes(plan.num_pages, page_size, plan.capacity, *sizes, plan.longest_row)
 
 
 def planned(parts: RoundParts, plan: CachePlan, max_batch_size: int, prefill_chunk_tokens: int) -> Sized:

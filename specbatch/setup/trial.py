@@ -15,9 +15,9 @@ from specbatch.batch import ALL_EDITS, LogitsIndices, PagedBatch
 from specbatch.engine.executor import GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.prefill.admission_batching import ChunkCost
-from specbatch.engine.prefill.chunk import ChunkCut, PromptChunk
 from specbatch.engine.prefill.models import PromptPieces, piecewise_trunks, token_sizes
-from specbatch.engine.round import Round
+from specbatch.engine.prefill.packing import ChunkCut, PromptChunk
+from specbatch.engine.round import Round, Wanted
 from specbatch.graphs.runner import GraphRunner
 from specbatch.models.config import num_layer_weights
 from specbatch.setup.round_parts import RoundParts, Rounds
@@ -156,10 +156,10 @@ def _peak(device: torch.device, function: Callable[[], None]) -> int:
 def trial_round(round_: Round, padding: torch.Tensor, num_top: int | None) -> None:
     """The largest round. All rows are padding: it computes everything and writes nothing. Rows may ask for samples,
     log-probabilities and rules, which take the most memory; the table of rules is there."""
-    round_(padding, sampled=False)
-    round_(padding, sampled=True, num_top=num_top)
+    round_(padding)
+    round_(padding, Wanted(True, num_top))
     with_room = round_.drafting(round_.method.with_room(len(padding)))
-    with_room(padding, sampled=True, num_top=num_top, edits=ALL_EDITS)
+    with_room(padding, Wanted(True, num_top, ALL_EDITS))
 
 
 def trial_short_prompts(round_: Round, max_batch_size: int, prefill_chunk_tokens: int) -> None:
@@ -175,8 +175,9 @@ def trial_short_prompts(round_: Round, max_batch_size: int, prefill_chunk_tokens
 
 @torch.inference_mode()
 def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None) -> None:
-    """Run a chunk of prompts of equal length, which end there. `num_prompts` None: it is one prompt, and as many tokens
-    as slots are chosen after it, as if short prompts ended there. All of it is in padding's slot, which stays done."""
+    """Run a chunk of prompts of equal length, which end there. `num_prompts` None: it is one prompt, and for each
+    request index a token is chosen after it, as if short prompts ended there. All of it is in padding's line of the
+    request table, which stays done."""
     state, page_size = round_.state, round_.page_size
     device = state.ints_SF.device
     pages = -(-num_tokens // page_size)
@@ -196,7 +197,7 @@ def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None)
         host_query_starts=ends,
     )
     last = index[-state.padding :] if num_prompts is None else index[length - 1 :: length]
-    slots = torch.full_like(last, state.padding)
+    ready = torch.full_like(last, state.padding)
     zeros = torch.zeros_like(index)
     saved = state.ints_SF[state.padding].clone()
     logits_indices = LogitsIndices.of(layout, last, last % length, table.repeat(last.shape[0], 1))
@@ -206,7 +207,7 @@ def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None)
     chunk = PromptChunk(
         zeros,
         layout,
-        slots,
+        ready,
         logits_indices,
         last % length + 1,
         torch.full_like(last, -1),
@@ -215,5 +216,5 @@ def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None)
         logits_indices,
         cut=cut,
     )
-    round_.prefill(chunk, sampled=True, num_top=MAX_TOP_LOGPROBS)
+    round_.prefill(chunk, Wanted(True, MAX_TOP_LOGPROBS))
     state.ints_SF[state.padding] = saved

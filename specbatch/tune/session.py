@@ -24,8 +24,7 @@ from specbatch.draft.method import DraftTrees
 from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
 from specbatch.draft.shape import DraftShape
 from specbatch.draft.tree import TreeDraft
-from specbatch.engine.base import check_finite
-from specbatch.engine.engine import Engine
+from specbatch.engine.engine import Engine, check_finite
 from specbatch.engine.executor import GraphMode
 from specbatch.tune.trace import RowTrace, Trace
 from specbatch.types import Completion, Request

@@ -21,10 +21,8 @@ from specbatch.draft import NoDraft
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.base import check_finite
-from specbatch.engine.engine import Engine
+from specbatch.engine.engine import Engine, check_finite
 from specbatch.engine.round import Round
-from specbatch.engine.round_results import Verified
 from specbatch.graphs.runner import GraphRunner
 from specbatch.setup.dummies import dummy_batch, dummy_requests, fits
 from specbatch.tune.costs import Measurement
@@ -110,16 +108,17 @@ def _time_calls(round_: Round, req_idx_B: Tensor, restore: Callable[[], None]) -
     return _medians(found[1:])  # the first warms up
 
 
-def _run(round_: Round, req_idx_B: Tensor, mark: Callable[[int], None]) -> Verified:
-    """A greedy round. `mark` is called before each phase and after the last."""
+def _run(round_: Round, req_idx_B: Tensor, mark: Callable[[int], None]) -> Tensor:
+    """Run a greedy round; return its output. `mark` is called before each phase and after the last."""
     mark(0)
-    rows, draft = round_.draft(req_idx_B, False)
+    view, trees = round_.draft(req_idx_B, False)
     mark(1)
-    verified = round_.verify(rows, draft, False)
+    verified = round_.verify(view, trees)
     mark(2)
-    round_.extend(verified)
+    round_.extend(view, trees, verified)
     mark(3)
-    return verified
+    assert verified.committed is not None
+    return verified.committed.output_BZ
 
 
 def _medians(marks: list[list[float]]) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 from specbatch.counts import SpeculationCounts
-from specbatch.engine.append import append_tokens
 from specbatch.engine.sequence import Sequence
 from specbatch.types import FinishReason, Request, RngKey, SamplingParams
 
@@ -34,7 +33,7 @@ def test_a_row_ends_where_it_would_token_by_token() -> None:
                     wanted = FinishReason.LENGTH
                 if wanted is not None:
                     break
-            reason = append_tokens(seq, tokens, eos)
+            reason = seq.append(tokens, eos)
             assert (list(seq.generated), reason) == (expected, wanted)
 
 

@@ -16,10 +16,10 @@ from scipy.stats import chi2
 
 from specbatch.draft.none import NoDraft
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.constrained.adaptive_toggle import RunningChoice
+from specbatch.engine.constrained.policy import AdaptiveToggle
 from specbatch.engine.constrained.round import GrammarRound
 from specbatch.engine.engine import Engine
-from specbatch.engine.executor import Launched
+from specbatch.engine.round import Launched
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import constraint_of
 from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
@@ -363,7 +363,7 @@ def test_plain_decoding_with_fixed_shapes_drafts_what_is_forced() -> None:
 
 
 def test_what_pays_at_times_is_done_where_it_does() -> None:
-    choice = RunningChoice(0.25)
+    choice = AdaptiveToggle(0.25)
 
     def rounds(count: int, gain: float) -> list[bool]:
         """Of ten requests."""

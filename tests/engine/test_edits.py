@@ -133,7 +133,7 @@ def test_few_kinds_of_graphs() -> None:
     wanted = requests([RULES[name] for name in names], max_tokens=5, min_tokens=3, logprobs=None)
     expected = decided(run_requests(tiny_device_engine(eos=(0,)), wanted))
     assert decided(run_requests(engine, wanted)) == expected
-    kinds = {key[5] for key in runner.tried}
+    kinds = {key[3].edits for key in runner.tried}
     assert kinds == {Edits.MASK | Edits.BAD_WORDS, Edits.MASK | Edits.BAD_WORDS | Edits.VALUES}
     assert Edits.NONE.family is Edits.NONE
 

@@ -3,6 +3,7 @@ probabilities, for every method, shape, schedule and sampling mode."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from specbatch.setup.trial import trial_prompt, trial_round
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.engine.graphs import assert_close_logprobs
 from tests.marks import slow_on_cpu
-from tests.tiny_models import VOCAB, random_prompts, round_of, run, tiny_device_engine, tiny_oracle
+from tests.tiny_models import VOCAB, random_prompts, round_of, run, run_requests, tiny_device_engine, tiny_oracle
 
 CHAIN, SHORT, TREE, WIDE = DraftShape(3, 1, 4), DraftShape(1, 1, 2), DraftShape(5, 4, 8), DraftShape(7, 10, 60)
 CASES = [
@@ -209,6 +210,35 @@ def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) ->
     assert torch.equal(state.ints_SF, before)
     prompts = random_prompts(3)
     assert_same(run(engine, prompts, GREEDY), run(tiny_oracle(method, shape, num_pages=64), prompts, GREEDY))
+
+
+def test_a_step_that_is_interrupted_loses_no_completion() -> None:
+    """Before a preemption all results are read, so requests end. Then the launch is interrupted."""
+    prompts = random_prompts(12, longest=30)
+    wanted = [
+        Request(i, prompt, SamplingParams(max_tokens=4 + 3 * i), RngKey(0, i, 0)) for i, prompt in enumerate(prompts)
+    ]
+    expected = run_requests(tiny_oracle(num_pages=256), wanted)
+    engine, num_interrupts, num_left = tiny_device_engine(num_pages=28), 0, 0
+    launch, done = engine.executor.run, list[Completion]()
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal num_interrupts
+        if engine.num_running + engine.num_waiting < num_left:  # a request has ended in this step
+            num_interrupts += 1
+            raise KeyboardInterrupt
+        return launch(*args)
+
+    engine.executor.run = interrupted  # type: ignore[method-assign]
+    for request in wanted:
+        engine.submit(request)
+    for _ in range(200):
+        num_left = engine.num_running + engine.num_waiting
+        with contextlib.suppress(KeyboardInterrupt):
+            done += engine.step()
+    assert num_interrupts > 0
+    done.sort(key=lambda completion: completion.request_id)
+    assert [c.token_ids for c in done] == [c.token_ids for c in expected]
 
 
 def test_what_the_caller_does_between_steps_is_not_the_engines_time() -> None:

@@ -18,8 +18,9 @@ from specbatch.config_load import load_config
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
-from specbatch.engine.executor import GraphMode, PaddedSize, padded_sizes
+from specbatch.engine.executor import GraphMode, PaddedSize, RoundBatch, padded_sizes
 from specbatch.engine.overlap.lanes import MIN_LANE, NEVER, LaneLimits, Lanes, LaneSizes
+from specbatch.engine.reports import Report
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import ConfigError
 from specbatch.models.stages import TwoPasses, completed
@@ -115,9 +116,9 @@ def spied(engine: Engine) -> list[int]:
     """The lanes of the rounds that it will run."""
     launch, found = engine.executor.run, list[int]()
 
-    def run(*args: Any) -> Any:
-        found.append(args[-1])
-        return launch(*args)
+    def run(batch: RoundBatch) -> Report:
+        found.append(batch.lane)
+        return launch(batch)
 
     engine.executor.run = run  # type: ignore[method-assign]
     return found

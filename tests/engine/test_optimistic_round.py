@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specbatch.engine import reports
-from specbatch.engine.constrained.adaptive_toggle import RunningChoice
 from specbatch.engine.constrained.optimistic_round import UncheckedRound
+from specbatch.engine.constrained.policy import AdaptiveToggle
 from specbatch.engine.constrained.round import GrammarRound
 from specbatch.engine.constrained.state import GrammarState
 from specbatch.engine.engine import Engine
@@ -31,7 +31,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> list[type[GrammarRound]]:
     """A tiny model's choices are mostly refused, so that it would not pay."""
     seen: list[type[GrammarRound]] = []
     monkeypatch.setattr(
-        "specbatch.engine.constrained.policy.Grammars.saw", lambda self, round_: seen.append(type(round_))
+        "specbatch.engine.constrained.policy.Grammars._saw", lambda self, round_: seen.append(type(round_))
     )
     return seen
 
@@ -289,14 +289,14 @@ def test_sampled_rows_do_not_hide_what_is_refused(monkeypatch: pytest.MonkeyPatc
     """Of one greedy row, whose choices are mostly refused, and nine sampled ones, whose choices never are."""
     monkeypatch.undo()
     seen: list[float] = []
-    saw = RunningChoice.saw
+    saw = AdaptiveToggle.saw
 
-    def record(self: RunningChoice, gain: float, num_requests: int) -> None:
+    def record(self: AdaptiveToggle, gain: float, num_requests: int) -> None:
         saw(self, gain, num_requests)
         if self is engine._grammars._unchecked:
             seen.append(self._mean)
 
     engine = unchecked(max_batch_size=16)
-    monkeypatch.setattr(RunningChoice, "saw", record)
+    monkeypatch.setattr(AdaptiveToggle, "saw", record)
     run_requests(engine, requests((0.0, *[0.9] * 9), ["schema"] * 10))
     assert min(seen) < 0.85

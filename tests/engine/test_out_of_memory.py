@@ -13,9 +13,10 @@ from torch import Tensor
 
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
-from specbatch.engine.executor import Begun, Launched
+from specbatch.engine.executor import RoundBatch
 from specbatch.engine.prefill.models import EAGER
-from specbatch.engine.round import Round
+from specbatch.engine.reports import Report
+from specbatch.engine.round import Launched, Round
 from specbatch.errors import MemoryShortage
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.types import Completion, Request, RngKey, SamplingParams
@@ -149,12 +150,12 @@ def test_batches_become_smaller_and_stay_so() -> None:
     executor, most = engine.executor, []
     launch = executor.run
 
-    def short(slots: list[int], *wanted: Any) -> Begun:
-        most.append(len(slots))
-        if len(slots) > 3:
+    def short(batch: RoundBatch) -> Report:
+        most.append(len(batch.sequences))
+        if len(batch.sequences) > 3:
             with Shortage({200}):
-                return launch(slots, *wanted)
-        return launch(slots, *wanted)
+                return launch(batch)
+        return launch(batch)
 
     executor.run = short  # type: ignore[method-assign]
     compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
@@ -174,10 +175,10 @@ def test_graphs_go_before_the_job_does() -> None:
     executor.mode, executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
     launch, release, unread = executor.run, executor.release_graphs, []
 
-    def short(slots: list[int], *wanted: Any) -> Begun:
+    def short(batch: RoundBatch) -> Report:
         if executor.runner is not None and engine.stats.rounds >= 3:
             _no_memory()
-        return launch(slots, *wanted)
+        return launch(batch)
 
     def give_back() -> bool:
         unread.append(len(engine._in_flight))
@@ -208,7 +209,7 @@ def test_graphs_of_prompts_go_where_rounds_have_none(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("part", ["rounds", "prompts"])
 def test_what_does_not_fit_at_all_ends_the_job_with_an_error(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_device_engine("none", None, num_pages=256)
-    monkeypatch.setattr(Round, "__call__" if part == "rounds" else "prefill", _no_memory)
+    monkeypatch.setattr(Round, "begin" if part == "rounds" else "prefill", _no_memory)
     with pytest.raises(MemoryShortage, match="memory ran out") as caught:
         run(engine, random_prompts(5), GREEDY)
     assert "finished rows are kept" in (caught.value.hint or "")
@@ -262,15 +263,15 @@ def _broken_capture() -> None:
 def test_a_cpu_goes_on_with_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round that does not fit is tried again with fewer requests; where none fits, the job ends with an error."""
     prompts, limit = random_prompts(4), [2]
-    call = Round.__call__
+    begin = Round.begin
 
     def short(round_: Round, req_idx_B: Tensor, *args: Any) -> Any:
         if len(req_idx_B) > limit[0]:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: 8")
-        return call(round_, req_idx_B, *args)
+        return begin(round_, req_idx_B, *args)
 
     expected = run(tiny_oracle("draft_model", CHAIN, num_pages=256), prompts, GREEDY)
-    monkeypatch.setattr(Round, "__call__", short)
+    monkeypatch.setattr(Round, "begin", short)
     engine = tiny_engine("draft_model", CHAIN, num_pages=256)
     compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
     assert engine.stats.memory_shortages == 1

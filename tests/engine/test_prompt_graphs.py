@@ -16,10 +16,9 @@ from specbatch.draft import NoDraft
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
-from specbatch.engine.prefill.chunk import PromptChunk
 from specbatch.engine.prefill.graphs import PromptGraphs
-from specbatch.engine.prefill.packing import ChunkShape, PromptPacker, TokenFields
-from specbatch.engine.round import Round
+from specbatch.engine.prefill.packing import ChunkShape, PromptChunk, PromptPacker, TokenFields
+from specbatch.engine.round import Round, Wanted
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
@@ -122,7 +121,7 @@ def chunk_of_nothing(packer: PromptPacker, round_: Round, shape: ChunkShape) -> 
     arrays = packer.pack([]).padded(shape, round_.state.padding)
     buffer = Transfers(CPU).upload(arrays.buffer)
     for sampled in (False, True):
-        round_.prefill(packer.chunk(arrays, buffer, round_.state.page_table_SP, shape.max_queries), sampled)
+        round_.prefill(packer.chunk(arrays, buffer, round_.state.page_table_SP, shape.max_queries), Wanted(sampled))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +235,7 @@ def test_what_python_knew_at_a_capture_stays(method: str, shape: DraftShape | No
         assert [c.speculation for c in actual] == [c.speculation for c in expected]
         assert_close_logprobs(actual, expected)
     assert runner.num_replays > len(runner) > 2
-    assert {key[3] for key in runner._captured} == {None, 5}
+    assert {key[1].num_top for key in runner._captured} == {None, 5}
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
-from specbatch.engine.prefill.chunk import ChunkCut
-from specbatch.engine.prefill.packing import PromptPacker
+from specbatch.engine.prefill.packing import ChunkCut, PromptPacker
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 from specbatch.models.stages import turns_over_one_sequence

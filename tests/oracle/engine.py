@@ -13,16 +13,16 @@ from torch import Tensor
 from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache, PagePool
 from specbatch.cache.prefix import PrefixIndex
-from specbatch.engine.append import append_tokens
-from specbatch.engine.base import EngineBase
+from specbatch.counts import EngineStats
 from specbatch.engine.cpu_threads import ThreadGovernor
+from specbatch.engine.engine import memory_shortage
 from specbatch.engine.logprobs import ReadLogprobs
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.logprobs import TokenLogprobs
 from specbatch.models.decoder import Decoder
-from specbatch.types import Completion, FinishReason
+from specbatch.types import Completion, EngineLimits, FinishReason, Request
 from tests.oracle.proposer import Proposer, TargetOutput
 from tests.oracle.rules import edited_logits, path_tokens
 from tests.oracle.sampling import margin_of, token_logprob
@@ -31,7 +31,7 @@ from tests.oracle.tree import DraftTree
 from tests.oracle.verify import Accepted, sample_token, verify
 
 
-class OracleEngine(EngineBase):
+class OracleEngine:
     """Runs requests to completion. See `types.BatchEngine` for what each method promises."""
 
     def __init__(
@@ -56,8 +56,12 @@ class OracleEngine(EngineBase):
         self._eos = frozenset(eos_token_ids)
         self._threads = threads
         prefix = PrefixIndex(pool, proposer.prefix_lookahead) if prefix_cache else None
-        scheduler = Scheduler(pool, prefix, proposer.num_lookahead, self._start, max_batch_size, prefill_chunk_tokens)
-        super().__init__(scheduler, target.config.vocab_size, max_length, longest_row, eos_token_ids)
+        self._scheduler = Scheduler(
+            pool, prefix, proposer.num_lookahead, proposer.start, max_batch_size, prefill_chunk_tokens
+        )
+        self._max_length = max_length if longest_row is None else longest_row
+        self.limits = EngineLimits(self._max_length - 1, target.config.vocab_size, eos_token_ids=eos_token_ids)
+        self.stats = EngineStats()
         # The times of drafting, of the target and of draft-extend in the last round.
         self.phase_seconds = 0.0, 0.0, 0.0
 
@@ -70,8 +74,20 @@ class OracleEngine(EngineBase):
         assert proposer.num_lookahead <= self._scheduler.num_lookahead, "wider than what the engine was built for"
         self._proposer = proposer
 
-    def _start(self, seq: Sequence) -> None:
-        self._proposer.start(seq)
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    def submit(self, request: Request) -> None:
+        self._scheduler.waiting.append(Sequence.of(request, self.limits, self._max_length))
+
+    def check_integrity(self) -> None:
+        """Assert that every page is accounted for."""
+        self._scheduler.check_integrity()
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -81,7 +97,7 @@ class OracleEngine(EngineBase):
             finished = self._step()
         except Exception as error:
             if is_out_of_memory(error):  # it can come anywhere in the step, so the engine cannot go on
-                raise self._shortage(error) from error
+                raise memory_shortage(error, self.num_running) from error
             raise
         if self._threads is not None and not (self.num_running or self.num_waiting):
             self._threads.rest()
@@ -92,13 +108,13 @@ class OracleEngine(EngineBase):
         spans = self._scheduler.plan_prefill()
         if spans:
             finished = self._prefill(spans)
-            self._stats.prefill_seconds += time.perf_counter() - began
+            self.stats.prefill_seconds += time.perf_counter() - began
             return finished
         sequences = self._scheduler.plan_round()
         if not sequences:
             return []
         finished = self._round(sequences)
-        self._stats.decode_seconds += time.perf_counter() - began
+        self.stats.decode_seconds += time.perf_counter() - began
         return finished
 
     def _prefill(self, spans: list[PrefillSpan]) -> list[Completion]:
@@ -110,7 +126,7 @@ class OracleEngine(EngineBase):
         last_rows, row = [], -1
         for s in spans:
             row += s.end - s.start
-            self._count_prefill(s)
+            s.record(self.stats)
             if s.end == len(s.seq.tokens):
                 last_rows.append(row)
         self._score(spans, hidden)
@@ -174,11 +190,11 @@ class OracleEngine(EngineBase):
                 accepted=min(len(drafts), committed),
                 committed=committed,
             )
-            self._stats.broken_drafts += kept.num_broken
+            self.stats.broken_drafts += kept.num_broken
             seq.num_computed_tokens += len(kept.path)
             if reason is not None:
                 finished.append((seq, reason))
-        self._stats.rounds += 1
+        self.stats.rounds += 1
         going_on = set(sequences) - {seq for seq, _ in finished}
         committed_at = time.perf_counter()
         self._extend(starts, hidden[rows], [c[rows] for c in aux_hidden_states], going_on)
@@ -221,11 +237,11 @@ class OracleEngine(EngineBase):
         """Append new tokens up to the end of the request. `edited_RV`: the logits from which each was drawn.
         `logits_RV`: the model's logits before the request's rules."""
         before = len(seq.tokens)
-        reason = append_tokens(seq, tokens, self._eos)
+        reason = seq.append(tokens, self._eos)
         new = seq.tokens[before:]
         margins = [margin_of(logits, i) for i, logits in enumerate(edited_RV[: len(new)], before - seq.num_prompt)]
         seq.margin = min([seq.margin, *margins])
-        self._stats.generated_tokens += len(new)
+        self.stats.generated_tokens += len(new)
         params = seq.request.params
         if params.logprobs is not None and new:
             found = TokenLogprobs.of(
@@ -233,6 +249,13 @@ class OracleEngine(EngineBase):
             )
             seq.logprobs += b"".join(ReadLogprobs(found.values[None], found.top_ids[None]).records(found.num_top))
         return reason
+
+    def _complete(self, seq: Sequence, reason: FinishReason) -> Completion:
+        seq.is_finished = True
+        self._scheduler.finish(seq, failed=reason is FinishReason.ERROR)
+        self.stats.preemptions = self._scheduler.num_preemptions
+        self.stats.speculation.add(seq.counts)
+        return seq.completion(reason)
 
     def _extend(
         self,

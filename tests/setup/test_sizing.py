@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from specbatch.cache.pages import KVCache, PagePool
+from specbatch.cache.pages import KVCache
 from specbatch.draft.ngram import HostNgramDraft
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
@@ -101,18 +101,11 @@ class Card:
 def build(monkeypatch: pytest.MonkeyPatch, free: int, working: Any) -> tuple[Engine, list[str]]:
     """See `Card`."""
     card = Card(monkeypatch, free, working)
-    parts, sized = card.size()
+    _, sized = card.size()
     engine = Engine(
         RoundExecutor(sized.rounds.items, sized.max_batch_size, CPU, "none"),
-        PagePool(sized.plan.num_pages, 4),
-        CPU,
-        vocab_size=parts.target.config.vocab_size,
-        max_length=sized.plan.capacity,
-        longest_row=sized.plan.longest_row,
-        max_batch_size=sized.max_batch_size,
-        prefill_chunk_tokens=sized.prefill_chunk_tokens,
+        sized.engine_sizes(4),
         prefix_cache=True,
-        eos_token_ids=(),
         chunk_cost=sized.chunk_cost,
     )
     return engine, card.notes

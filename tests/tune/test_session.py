@@ -73,8 +73,8 @@ def test_what_captures_in_the_middle_of_a_run_leave_of_the_record(
     """Each drafts for padding, between the rounds of rows. What a GPU does beyond that is tested there."""
 
     class Captures(RoundExecutor):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             self.mode, self.runner = "round", cast(Any, Replays(lambda key: False))
 
     monkeypatch.setattr("specbatch.engine.engine.RoundExecutor", Captures)

@@ -17,7 +17,7 @@ from specbatch.engine.transfers import Transfers
 
 
 class WantedMasks(NamedTuple):
-    """The masks to compute for nodes of the tree of one request, see `grammar_tree.write_masks`."""
+    """The masks to compute for nodes of the tree of one request, see `tree.write_masks`."""
 
     req_idx: int
     state: GrammarState

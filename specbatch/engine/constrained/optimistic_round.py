@@ -54,7 +54,7 @@ class UncheckedRound(GrammarRound):
             return []
         return plan.drafts[: max(0, seq.max_length - plan.num_tokens)]
 
-    def look_ahead(self, choice_BN: torch.Tensor) -> None:
+    def look_ahead(self, choice_BN: torch.Tensor | None) -> None:
         """While the target runs: read and check the round before, write what the host knows of this one."""
         self._follow()
         greedy = [seq for seq in self._sequences if is_checked(seq, all_masks=False) and not seq.is_finished]

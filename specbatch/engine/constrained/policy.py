@@ -6,17 +6,40 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from specbatch.draft.method import DraftMethod
-from specbatch.engine.constrained.adaptive_toggle import RunningChoice
 from specbatch.engine.constrained.mask_table import NodeMasks, WantedMasks
 from specbatch.engine.constrained.optimistic_round import UncheckedRound
 from specbatch.engine.constrained.round import GrammarRound
 from specbatch.engine.constrained.tree import GrammarTree
+from specbatch.engine.round import NO_HOOK, RoundHook
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Transfers
 
+_MEMORY = 0.9  # weight of the old mean when a round is added to it
+_TRY_AGAIN = 32  # the method is tried again after this many rounds without it
 _WORTH_ROOM = 0.25  # forced tokens for each request and round
 _WORTH_NO_CHECKS = 0.85  # share of a round's requests that begin it with a token that their grammar allows
+
+
+class AdaptiveToggle:
+    """A switch for a method that pays only at times: the gain of the last rounds decides whether the next one uses it.
+    `worth`: the gain of a request and round from which on it pays. It depends on nothing but what was seen, so that
+    ranks decide alike."""
+
+    def __init__(self, worth: float) -> None:
+        self._worth = worth
+        self._mean, self._num_without = 1.0, 0
+
+    def next(self) -> bool:
+        """Return whether the next round uses the method."""
+        pays = self._mean >= self._worth or self._num_without >= _TRY_AGAIN
+        self._num_without = 0 if pays else self._num_without + 1
+        return pays
+
+    def saw(self, gain: float, num_requests: int) -> None:
+        """Add a round to the mean. `gain`: the sum of the gains of all its requests."""
+        if num_requests:
+            self._mean += (1 - _MEMORY) * (gain / num_requests - self._mean)
 
 
 class Grammars:
@@ -40,7 +63,7 @@ class Grammars:
         self._fixed_shapes = fixed_shapes
         self._all_masks = simulates
         self._may_vary = fixed_shapes and not deterministic  # the number of a request's rounds, in plain decoding
-        self._room, self._unchecked = RunningChoice(_WORTH_ROOM), RunningChoice(_WORTH_NO_CHECKS)
+        self._room, self._unchecked = AdaptiveToggle(_WORTH_ROOM), AdaptiveToggle(_WORTH_NO_CHECKS)
         self._masks: NodeMasks | None = None  # made for the first request with a grammar
 
     def method(self, sequences: Seq[Sequence], method: DraftMethod, padded_size: int) -> DraftMethod:
@@ -50,20 +73,18 @@ class Grammars:
             return method
         return method.with_room(padded_size) if self._room.next() else method
 
-    def of_round(
-        self, sequences: Seq[Sequence], method: DraftMethod, read: Callable[[], object]
-    ) -> GrammarRound | None:
-        """Return the grammar round of a batch; None: no request of it has a grammar. `method`: the result of `method`.
-        `read`: see `GrammarRound`."""
+    def of_round(self, sequences: Seq[Sequence], method: DraftMethod, read: Callable[[], object]) -> RoundHook:
+        """Return the hook of a batch's round. `method`: the result of `method`. `read`: see `GrammarRound`."""
         if not _has_grammars(sequences):
-            return None
+            return NO_HOOK
         traits = {"fixed_shapes": self._fixed_shapes, "all_masks": self._all_masks}
         may_be_unchecked = self._may_vary and not (method.has_drafts or method.net is not None or self._all_masks)
         is_unchecked = may_be_unchecked and self._unchecked.next()
         kind = UncheckedRound if is_unchecked else GrammarRound
-        return kind(sequences, method, self._cleared_masks(), self._transfers, read, **traits)
+        masks = self._cleared_masks()
+        return kind(sequences, method, masks, self._transfers, read, on_record=self._saw, **traits)
 
-    def saw(self, round_: GrammarRound) -> None:
+    def _saw(self, round_: GrammarRound) -> None:
         """Record the gain of a round that was launched."""
         counts, num_requests = round_.counts, round_.num_requests
         if not round_.method.has_drafts and round_.method.num_nodes > 1:

@@ -1,8 +1,8 @@
-"""The draft trees of one round under the grammars of its requests.
+"""The hook of rounds with grammars: it changes the draft trees, and writes masks.
 
-After drafting, the trees come to the host: forbidden nodes leave them, forced ones are added (`grammar_tree.grow`). The
+After drafting, the trees come to the host: forbidden nodes leave them, forced ones are added (`tree.grow`). The
 target runs over what is left, and its own choices come to the host: of greedy requests, nodes at which the grammar
-refuses the choice get a mask (`grammar_check`). The masks of sampled requests are computed while the target runs.
+refuses the choice get a mask (`check.py`). The masks of sampled requests are computed while the target runs.
 Acceptance reads them from the table of rules. So a round has three parts, which the host joins: draft, forward, accept.
 
 A round is left open while its target runs: the host does what comes between two rounds, and closes it when it is about
@@ -24,24 +24,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.counts import GrammarCounts
+from specbatch.counts import EngineStats, GrammarCounts
 from specbatch.draft.host import HostTrees, ancestry
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.engine.constrained.check import find_forced, refused_nodes
 from specbatch.engine.constrained.mask_table import NodeMasks, WantedMasks
 from specbatch.engine.constrained.state import GrammarState
 from specbatch.engine.constrained.tree import GrammarTree, grow
+from specbatch.engine.round import RoundHook
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Download, Transfers
 
 _Tree = tuple[int, GrammarState, GrammarTree]  # a request with a grammar: its index, state and tree
 
 
-class GrammarRound:
-    """A round of a batch with grammars. `sequences`: the requests of the batch, without its padding. `read`: reads the
-    results that were launched before this round; requests may be finished after it. `fixed_shapes`: the round has fixed
-    shapes. Then trees keep the size of `method`; otherwise they have as many nodes as they need. `all_masks`: compute
-    the masks of all nodes, whatever the target chooses."""
+class GrammarRound(RoundHook):
+    """The hook of a round of a batch with grammars. `sequences`: the requests of the batch, without its padding.
+    `read`: reads the results that were launched before this round; requests may be finished after it. `fixed_shapes`:
+    the round has fixed shapes. Then trees keep the size of `method`; otherwise they have as many nodes as they need.
+    `all_masks`: compute the masks of all nodes, whatever the target chooses. `on_record`: called when the round is
+    launched."""
+
+    takes_part = True
+    method: DraftMethod
 
     def __init__(
         self,
@@ -53,8 +58,10 @@ class GrammarRound:
         *,
         fixed_shapes: bool,
         all_masks: bool = False,
+        on_record: Callable[[GrammarRound], None] = lambda round_: None,
     ) -> None:
         self._sequences = sequences
+        self._on_record = on_record
         self._read = read
         self.method = method
         self._masks = masks
@@ -75,6 +82,13 @@ class GrammarRound:
         nothing = functools.partial(list[None])
         fixed = self._fixed_shapes
         return type(self)([], self.method, self._masks, self._transfers, nothing, fixed_shapes=fixed)
+
+    def counted(self, sequences: Seq[Sequence | None]) -> Seq[Sequence | None]:
+        return [None if seq is None or seq.goes_back else seq for seq in sequences]
+
+    def record(self, stats: EngineStats) -> None:
+        stats.grammar.add(self.counts)
+        self._on_record(self)
 
     def reshape(self, trees: DraftTrees) -> DraftTrees:
         """Return the trees to verify. The host waits for the drafts, unless no other tree is possible."""
@@ -163,9 +177,10 @@ class GrammarRound:
         index = torch.arange(num_drafts, device=kept_BDW.device)
         return torch.where((index < drawn_B[:, None])[:, :, None], kept_BDW[:, :num_drafts], 0.0)
 
-    def look_ahead(self, choice_BN: Tensor) -> None:
-        """While the target computes `choice_BN`, what greedy requests choose without masks: write the masks of sampled
-        requests to the table, and find out what the check needs besides."""
+    def look_ahead(self, choice_BN: Tensor | None) -> None:
+        """While the target computes `choice_BN`, which greedy requests choose without masks: write the masks of sampled
+        requests to the table, and find out what else the check needs."""
+        assert choice_BN is not None
         choices = self._transfers.download(choice_BN) if any(map(self._is_checked, self._sequences)) else None
         if self._fixed_shapes and self.method.num_nodes == 1:
             self._follow()

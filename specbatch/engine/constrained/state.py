@@ -19,7 +19,7 @@ FREE, ODD = -1, -2
 
 
 class Plan(NamedTuple):
-    """The continuation after a round whose tokens are known before it has run, see `unchecked_round`."""
+    """The continuation after a round whose tokens are known before it has run, see `optimistic_round`."""
 
     num_tokens: int  # tokens of the request after that round
     num_new: int  # tokens that the round adds

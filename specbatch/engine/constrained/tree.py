@@ -1,5 +1,5 @@
 """Draft trees under grammars, on the host: which nodes a grammar forbids, which tokens it forces, and what may come
-after each node. `grammar_check` says which nodes need a mask.
+after each node. `check.py` says which nodes need a mask.
 
 A forbidden node is not verified, nor are those after it. Where only one token may come next, and no draft has it, the
 token becomes a node: it is sure to be accepted, whatever the model says. So a whole span that the grammar forces is

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.engine.prefill.chunk import ChunkCut, PromptChunk
+from specbatch.engine.prefill.packing import ChunkCut, PromptChunk
 from specbatch.models.decoder import Decoder
 from specbatch.models.stages import FIRST, SECOND, Turn, TwoPasses, turns_over_one_sequence
 

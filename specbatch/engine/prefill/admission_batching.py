@@ -1,6 +1,6 @@
 """The number of request indices that must be free before short prompts are computed.
 
-A chunk costs the same for one short prompt as for many: the host's launches, or as a graph (`prompt_graphs`) the time
+A chunk costs the same for one short prompt as for many: the host's launches, or as a graph (`graphs.py`) the time
 of a round and of the packing. If requests wait until g indices are free, there are fewer chunks, but rounds run with
 fewer requests: of B indices, g / 2 are free on average. Where a request runs for R rounds and a chunk takes as long as
 C rounds, a request takes R / (B - g / 2) + C / g rounds of time. That is least at about g = B sqrt(2 C / R).

@@ -1,5 +1,5 @@
 """Launches prompt chunks. A short chunk of whole prompts is padded to one of few shapes and replayed as a graph; other
-chunks are computed in pieces (`prompt_trunks`), or launched kernel by kernel.
+chunks are computed in pieces (`models.py`), or launched kernel by kernel.
 
 Launching a chunk takes the host 0.3 ms a layer, whatever is in it, and meanwhile no round runs. So a chunk can have as
 much padding as a GPU computes in that time (`ChunkCost.graph_tokens`) without a loss. A job has few shapes. Without
@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.batch import Edits
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.logprobs import Logprobs, num_top_of
 from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.prefill.packing import ChunkArrays, ChunkShape, PackedPrompts, PromptPacker
-from specbatch.engine.round import Round
+from specbatch.engine.round import Launched, Round, Wanted
 from specbatch.engine.transfers import Transfers
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -68,17 +67,15 @@ class PromptGraphs:
         self,
         round_: Round,
         packed: PackedPrompts,
-        sampled: bool,
-        num_top: int | None,
+        wanted: Wanted,
         mode: GraphMode,
-        edits: Edits = Edits.NONE,
-    ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
+    ) -> tuple[Launched, Logprobs | None]:
         """Compute a chunk as `Round.prefill` does; but more tokens can follow those of the prompts that end here.
         `mode`: the graph mode of rounds; prompts are graphs only if whole rounds are. The output is valid until the
         next chunk."""
         may_pad = not packed.scored and (mode == "round" or self.runner is None)
         shape = self.shape_of(packed) if may_pad else None
-        key = (shape, sampled, round_.method.net is not None, num_top, edits)
+        key = (shape, wanted, round_.method.net is not None)
         self._came[key] += 1
         pays = self._trunks is EAGER or self._came[key] > CAPTURE_AFTER
         if shape is not None and pays and key not in self._uncaptured:
@@ -99,7 +96,7 @@ class PromptGraphs:
             chunk = replace(chunk, scored_K2=self._transfers.upload(scored), scored_num_top=scored_num_top)
         if round_.two_lanes is not None:
             chunk = replace(chunk, cut=packed.cut(round_.two_lanes.min_prompt_lane))
-        return round_.prefill(chunk, sampled, num_top, edits, self._trunks)
+        return round_.prefill(chunk, wanted, self._trunks)
 
     def shape_of(self, packed: PackedPrompts) -> ChunkShape | None:
         """The smallest shape that holds these, if one does."""
@@ -127,19 +124,19 @@ class PromptGraphs:
 
     def _padded(
         self, round_: Round, packed: PackedPrompts, shape: ChunkShape, key: tuple[Any, ...]
-    ) -> tuple[Tensor, Logprobs | None, Logprobs | None]:
-        _, sampled, _, num_top, edits = key
+    ) -> tuple[Launched, Logprobs | None]:
+        _, wanted, _ = key
         padding = round_.state.padding
         arrays = packed.padded(shape, padding)
         if shape not in self._buffers:
             self._buffers[shape] = self._transfers.upload(arrays.buffer)
 
-        def prefill() -> tuple[Tensor, Logprobs | None, Logprobs | None]:
+        def prefill() -> tuple[Launched, Logprobs | None]:
             chunk = self._packer.chunk(arrays, self._buffers[shape], round_.state.page_table_SP, shape.max_queries)
-            return round_.prefill(chunk, sampled, num_top, edits)
+            return round_.prefill(chunk, wanted)
 
         if self.runner is not None and key not in self.runner:
-            # Over no prompt: what is captured is run, and must write to no request's slots.
+            # The chunk has no prompt: a capture runs it, and it must write to no request.
             self._fill(shape, self._packer.pack([]).padded(shape, padding))
             self.runner.capture(key, prefill)
         self._fill(shape, arrays)

@@ -1,6 +1,7 @@
 """Packs pieces of prompts for the device: host lists in, one `PromptChunk` out, in one copy.
 
-Shape suffixes: B sequences, T packed tokens, R prompts that end in the chunk, S request indices, P pages of a table.
+Shape suffixes: B sequences, T packed tokens, R prompts that end in the chunk, K tokens that are scored, S request
+indices, P pages of a table.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import LogitsIndices, PagedBatch
-from specbatch.engine.prefill.chunk import ChunkCut, PromptChunk
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 
@@ -99,6 +99,34 @@ class ScoredToken(NamedTuple):
     seq: Sequence
     position: int  # index of the token in the sequence
     row: int  # index in the chunk of the token before it
+
+
+class ChunkCut(NamedTuple):
+    """The cut of a chunk into two lanes. The first lane has whole sequences and the first tokens of the next one."""
+
+    num_sequences: int  # whole sequences in the first lane
+    num_tokens: int
+    in_next: int  # tokens of the next sequence; 0: none is cut
+    num_selected: int  # prompts that end in the first lane
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """The input of `Round.prefill`: pieces of prompts, packed. R of them end in this chunk."""
+
+    tokens_T: Tensor
+    layout: PagedBatch
+    ready_R: Tensor  # int64, request indices of the prompts that end here
+    logits_indices: LogitsIndices  # their last tokens
+    lengths_R: Tensor  # int64, committed once this is done
+    roots_R: Tensor  # int64, the root of a request that is computed again; -1: to be chosen
+    draft_tokens_T: Tensor  # tokens that the draft network reads; the rows of roots yet to be chosen hold anything
+    draft_layout: PagedBatch | None
+    draft_selected: LogitsIndices | None
+    # Prompt tokens whose log-probabilities are wanted: the packed token before each, and itself. None: there are none.
+    scored_K2: Tensor | None = None  # int64
+    scored_num_top: int = 0  # `num_top` (see `Wanted`) for the scored tokens
+    cut: ChunkCut | None = None  # None: the target computes it as one lane
 
 
 class PackedPrompts:

@@ -37,7 +37,9 @@ class Checkpoint:
     path: Path | None  # None: random weights, which have no files
     config: ModelConfig
     tensors: TensorSource
-    description: str  # text in logs and results, such as "safetensors bfloat16", "Q4_K_M dequantised" or "random weights"
+    description: (
+        str  # text in logs and results, such as "safetensors bfloat16", "Q4_K_M dequantised" or "random weights"
+    )
     quantization: Quantization | None = None  # quantization of the linear layers in the files
     kv_scales: tuple[KVScales, ...] = ()  # scales of each layer for a cache in FP8; empty: all are 1
     generation_config: Mapping[str, Any] = field(default_factory=dict)  # content of the file; empty: there is none
