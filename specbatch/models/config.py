@@ -52,8 +52,8 @@ class ModelConfig:
         return self.rope if self.window_rope is None or self.sliding_windows[layer] is None else self.window_rope
 
     def as_head(self, *, qkv_bias: bool = False, output_bias: bool = False) -> ModelConfig:
-        """Return the configuration of a draft head's one layer, which has the sizes of this one and no other trait,
-        whatever the family is."""
+        """Return the configuration of a draft head's one layer. It has the sizes, the activation and the rotary
+        embedding of this one, and no other trait, whatever the family is."""
         return replace(
             self,
             num_layers=1,
@@ -63,6 +63,7 @@ class ModelConfig:
             qkv_bias=qkv_bias,
             output_bias=output_bias,
             attention_scale=None,
+            window_rope=None,
             attention_soft_cap=None,
             logits_soft_cap=None,
             embedding_scale=None,

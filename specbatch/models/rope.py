@@ -24,7 +24,7 @@ class RopeConfig:
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # linear, llama3 and yarn: tokens, before scaling
+    original_max_position: int = 0  # linear, llama3 and yarn: tokens, before scaling; linear: 0 if not known
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn; None: computed from factor (and the mscales)
@@ -58,9 +58,9 @@ class RopeConfig:
         return self
 
     def stretching(self) -> str | None:
-        """Describe how linear and YaRN scaling extend the context, which config.json need not show; None for other
-        scalings."""
-        if self.scaling not in ("linear", "yarn"):
+        """Describe how linear and YaRN scaling extend the context, which config.json need not show. None for other
+        scalings, and where `original_max_position` is not known."""
+        if self.scaling not in ("linear", "yarn") or not self.original_max_position:
             return None
         return f"{self.scaling} scaling: {self.original_max_position} x {self.factor:g}"
 

@@ -170,6 +170,16 @@ def test_the_original_length_may_be_at_the_top_level() -> None:
     assert parse_hf_config({**raw, "rope_scaling": {"type": "yarn", "factor": 4.0}}).max_position_embeddings == 131072
 
 
+def test_the_longest_sequence_of_gemma_3_includes_the_scaling() -> None:
+    """The published 4B has 131,072 positions, and a factor of 8 that is part of them. vLLM reads it so, too."""
+    raw = {**SIZES, "model_type": "gemma3_text", "max_position_embeddings": 131072}
+    linear = parse_hf_config({**raw, "rope_scaling": {"rope_type": "linear", "factor": 8.0}})
+    assert linear.max_position_embeddings == 131072
+    assert linear.rope.stretching() is None  # no note that says otherwise
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32768}
+    assert parse_hf_config({**raw, "rope_scaling": yarn}).max_position_embeddings == 262144
+
+
 def test_null_is_the_default() -> None:
     keys = ("attention_bias", "mlp_bias", "tie_word_embeddings", "rope_theta", "rope_scaling", "quantization_config")
     assert parse_hf_config({**LLAMA, **dict.fromkeys(keys)}) == parse_hf_config(LLAMA)
@@ -225,6 +235,7 @@ def test_unknown_keys_are_those_that_neither_change_nothing_nor_are_applied() ->
     [
         ({"model_type": "gpt_neox"}, ("gpt_neox", "qwen3")),
         ({"model_type": None}, ("None", "qwen3")),
+        ({"model_type": "gemma3", "text_config": {}}, ("'gemma3'", "docs/models.md")),
         ({"hidden_act": "gelu"}, ("gelu", "silu")),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("dynamic", "yarn")),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ("low_freq_factor",)),

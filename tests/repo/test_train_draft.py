@@ -44,7 +44,16 @@ from tests.oracle.ngram import NoProposer
 from tests.oracle.proposer import Proposer
 from tests.oracle.spans import Span, batch_of
 from tests.tiny_checkpoint import write_checkpoint
-from tests.tiny_models import CPU, VOCAB, RandomTensors, attention_of, random_prompts, run, tiny_config
+from tests.tiny_models import (
+    CPU,
+    VOCAB,
+    RandomTensors,
+    attention_of,
+    random_prompts,
+    run,
+    target_config,
+    tiny_config,
+)
 
 LAYERS, WIDTH = 8, 41  # of the target, and of the draft vocabulary
 DRAFT_IDS = torch.arange(VOCAB)[torch.arange(VOCAB) % 3 != 1][:WIDTH]
@@ -519,6 +528,23 @@ def test_examples_are_split_by_prompt_and_end_with_the_end_token() -> None:
     assert not {e.prompt for e in held_out} & {e.prompt for e in train}
     with pytest.raises(InputError, match="two prompts"):
         split(examples[:1], 0.2, 0)
+
+
+def test_the_norms_of_a_head_begin_as_those_of_a_gemma() -> None:
+    """They multiply by 1 + weight there, and the norm before the MLP has another name."""
+    from drafttrain.head import DraftHead, head_config, initialise
+
+    config = target_config("gemma2", LAYERS, 32, VOCAB)
+    target = Checkpoint(None, config, Source(expected_tensors(config)), "tiny")
+    head = DraftHead(head_config(config, WIDTH).decoder, WIDTH)
+    initialise(head, target, DRAFT_IDS, 0)
+    prefix = f"model.layers.{LAYERS - 1}."
+    for found, name in (
+        (head.midlayer.hidden_norm, f"{prefix}input_layernorm.weight"),
+        (head.midlayer.post_attention_layernorm, f"{prefix}pre_feedforward_layernorm.weight"),
+        (head.norm, "model.norm.weight"),
+    ):
+        assert torch.equal(found.weight, (1 + target.tensors.load(name)).float())
 
 
 def trainer(folder: Path, examples: list[Any], say: Callable[[str], None], max_steps: int) -> Any:

@@ -141,6 +141,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "gemma-untied-biases": (
         "gemma", {"head_dim": 12, "tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1}, ()
     ),
+    "gemma-layer-types": (
+        "gemma", {"head_dim": 12, "sliding_window": 9, "layer_types": TYPES}, ("layer_types", "gemma")
+    ),
     "gemma2": ("gemma2", {**GEMMA, "sliding_window": 9}, ()),
     "gemma2-caps": (
         "gemma2", {**GEMMA, "sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}, ()
@@ -153,6 +156,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "gemma2-types-without-window": (
         "gemma2", {**GEMMA, "sliding_window": None, "layer_types": TYPES}, ("layer_types", "sliding_window is null")
     ),
+    "gemma2-no-window": ("gemma2", {**GEMMA, "sliding_window": None}, ("layer_types", "sliding_window is null")),
     "gemma2-linear": ("gemma2", {**GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, ()),
     "gemma2-bidirectional": ("gemma2", {**GEMMA, "use_bidirectional_attention": True}, ("bidirectional",)),
     "gemma2-relu": ("gemma2", {**GEMMA, "hidden_activation": "relu"}, ("hidden_activation", "relu")),
@@ -186,6 +190,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         },
         (),
     ),
+    # transformers' class wants parameters by layer type, and does not read others.
+    "gemma3-flat-rope-parameters": (
+        "gemma3_text",
+        {**GEMMA, "rope_theta": ..., "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        ("rope_parameters", "factor"),
+    ),
     "gemma3-cap": ("gemma3_text", {**GEMMA, "final_logit_softcapping": 1.5}, ()),
     # transformers' class has this key and does not read it.
     "gemma3-score-cap": ("gemma3_text", {**GEMMA, "attn_logit_softcapping": 2.0}, ("attn_logit_softcapping",)),
@@ -197,6 +207,7 @@ NOT_WIDE = {
     *("mistral-layer-types", "mistral-types-without-window", "mistral-window-off", "qwen2-types-window-off"),
     *("llama-layer-types", "not-causal", "per-layer", "attn-softcap", "logit-scale", "experts", "both-ropes"),
     *("gemma2-caps", "gemma3", "gemma3-rope-parameters", "gemma2-types-without-window"),
+    *("gemma-layer-types", "gemma2-no-window", "gemma3-flat-rope-parameters"),
 }
 
 

@@ -171,8 +171,11 @@ def initialise(head: DraftHead, target: Checkpoint, draft_ids_W: Tensor, seed: i
             (layer.mlp.down_proj, "down"),
         ):
             projection.weight.copy_(load(f"{last}mlp.{name}_proj.weight"))
-        layer.hidden_norm.weight.copy_(load(f"{last}input_layernorm.weight"))
-        layer.post_attention_layernorm.weight.copy_(load(f"{last}post_attention_layernorm.weight"))
-        head.norm.weight.copy_(load("model.norm.weight"))
+        # In Gemma 2 and 3 the post_attention_layernorm is that of the attention's output.
+        name = "pre_feedforward_layernorm"
+        before_mlp = name if name in c.norms else "post_attention_layernorm"
+        layer.hidden_norm.weight.copy_(load(f"{last}input_layernorm.weight") + c.norm_offset)
+        layer.post_attention_layernorm.weight.copy_(load(f"{last}{before_mlp}.weight") + c.norm_offset)
+        head.norm.weight.copy_(load("model.norm.weight") + c.norm_offset)
         table = load("model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight")
         head.lm_head.weight.copy_(table[draft_ids_W])

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from specbatch.errors import ModelError
-from specbatch.models.checks import mapping, whole_number
+from specbatch.models.checks import mapping, shown, whole_number
 from specbatch.models.config import PRE_NORMS, ModelConfig
 from specbatch.models.decoder_layer import MLP, Attention, DecoderLayer, ForwardPass
 from specbatch.models.families.family import Family
-from specbatch.models.families.hf_config import HfConfig
+from specbatch.models.families.hf_config import FULL, SLIDING, HfConfig, windows_of
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.linears.linear import Residual
 from specbatch.models.rope import RopeConfig, parse_rope
@@ -74,7 +75,8 @@ def _read_gemma(config: HfConfig) -> ModelConfig:
     # Old files say "gelu" and mean its tanh approximation, see transformers' GemmaConfig.
     given = config.raw.get("hidden_activation") or config.raw.get("hidden_act") or _GELU
     plain = HfConfig({**config.raw, "hidden_act": _GELU if given == "gelu" else given}, config.generation)
-    return _model_config(plain, (None,) * config.num_layers(), norms=PRE_NORMS, max_position=8192, key="hidden_act")
+    windows = config.windows(config.num_layers(), None, "a gemma model has no window")
+    return _model_config(plain, windows, norms=PRE_NORMS, max_position=8192, key="hidden_act")
 
 
 def _read_gemma2(config: HfConfig) -> ModelConfig:
@@ -139,9 +141,8 @@ def _windows(config: HfConfig, period: int) -> tuple[int | None, ...]:
     """Return the windows of the layers. Without `layer_types`, each `period`-th layer sees all tokens."""
     window = config.optional_size("sliding_window") if "sliding_window" in config.raw else 4096
     num_layers = config.num_layers()
-    if config.raw.get("layer_types") is not None:
-        return config.windows(num_layers, window, "sliding_window is null")
-    return tuple(window if (i + 1) % period else None for i in range(num_layers))
+    default = [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
+    return windows_of(config.layer_types(num_layers) or default, window, "sliding_window is null")
 
 
 def _pattern(raw: Mapping[str, Any]) -> object:
@@ -153,13 +154,23 @@ def _pattern(raw: Mapping[str, Any]) -> object:
 def _ropes(raw: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, RopeConfig]:
     """Return the rotary embeddings of layers without and with a window: `rope_parameters` of transformers 5, by layer
     type, or `rope_theta`, `rope_scaling` and `rope_local_base_freq`."""
-    by_type = mapping(raw.get("rope_parameters") or {}, "config.json: rope_parameters")
+    by_type = _object(raw, "rope_parameters")
+    if others := by_type.keys() - {FULL, SLIDING}:
+        raise ModelError(
+            f"config.json: rope_parameters has {shown(min(others))}, which is no layer type",
+            hint=f"write the parameters into {FULL} and {SLIDING} of rope_parameters",
+        )
     theta, local = raw.get("rope_theta"), raw.get("rope_local_base_freq")
-    full = {"rope_theta": 1e6 if theta is None else theta, **_object(by_type, "full_attention")}
-    full |= _object(raw, "rope_scaling")
-    window = {"rope_theta": 1e4 if local is None else local, **_object(by_type, "sliding_attention")}
+    full = {"rope_theta": 1e6 if theta is None else theta, **_object(by_type, FULL), **_object(raw, "rope_scaling")}
+    window = {"rope_theta": 1e4 if local is None else local, **_object(by_type, SLIDING)}
     shared = {key: value for key, value in raw.items() if not key.startswith("rope_")}
-    return tuple(parse_rope({**shared, "rope_parameters": part}, max_position) for part in (full, window))  # type: ignore[return-value]
+
+    def parsed(parameters: Mapping[str, Any]) -> RopeConfig:
+        rope = parse_rope({**shared, "rope_parameters": parameters}, max_position)
+        # max_position_embeddings of Gemma 3 includes the linear scaling, as vLLM reads it too.
+        return replace(rope, original_max_position=0) if rope.scaling == "linear" else rope
+
+    return parsed(full), parsed(window)
 
 
 def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.rope import RopeConfig, parse_rope
 
 WINDOW_HINT = "make layer_types and the sliding window of config.json agree; see the model's page"
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
 # Our name of an activation, by its names in config.json.
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -67,10 +67,10 @@ class HfConfig:
         if not isinstance(types, list) or len(types) != num_layers:
             raise ModelError(f"config.json: layer_types must be a list of {num_layers} layers, not {shown(types)}")
         for kind in types:
-            if kind not in _LAYER_TYPES:
+            if kind not in (FULL, SLIDING):
                 raise ModelError(
                     f"config.json: layer type {shown(kind)} is not supported",
-                    hint=f"supported layer types: {', '.join(_LAYER_TYPES)}",
+                    hint=f"supported layer types: {FULL}, {SLIDING}",
                 )
         return types
 
@@ -82,12 +82,8 @@ class HfConfig:
         """
         types = self.layer_types(num_layers)
         if types is None:
-            types = [
-                "full_attention" if window is None or i < first else "sliding_attention" for i in range(num_layers)
-            ]
-        if "sliding_attention" in types and window is None:
-            raise ModelError(f"config.json: layer_types has sliding_attention, but {why_none}", hint=WINDOW_HINT)
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
+            types = [FULL if window is None or i < first else SLIDING for i in range(num_layers)]
+        return windows_of(types, window, why_none)
 
     def model_config(
         self,
@@ -143,6 +139,13 @@ class HfConfig:
             activation=activation,
             **traits,
         ).checked("config.json")
+
+
+def windows_of(types: Sequence[str], window: int | None, why_none: str) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, by its type. `why_none`: see `HfConfig.windows`."""
+    if SLIDING in types and window is None:
+        raise ModelError(f"config.json: layer_types, or its default, has {SLIDING}, but {why_none}", hint=WINDOW_HINT)
+    return tuple(window if kind == SLIDING else None for kind in types)
 
 
 def _token_ids(value: object, file: str) -> list[int]:

@@ -15,7 +15,7 @@ from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown, tensor_problems
 from specbatch.models.config import ModelConfig, expected_tensors
-from specbatch.models.families.registry import FAMILIES, check_family_keys, parse_hf_config
+from specbatch.models.families.registry import FAMILIES, check_family_keys, hint_of_unsupported, parse_hf_config
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
 from specbatch.models.formats.gguf_config import gguf_model_config
@@ -111,7 +111,7 @@ def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
             f"{path}: architecture {shown(unknown[0])} is not supported",
             hint="this is a draft head: set it as speculation.draft, with speculation.method eagle or eagle3"
             if draft_head
-            else f"supported architectures: {', '.join(known)}",
+            else hint_of_unsupported(raw) or f"supported architectures: {', '.join(known)}",
         )
 
 
