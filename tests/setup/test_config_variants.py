@@ -35,6 +35,7 @@ BASE: dict[str, Any] = {
 SLIDING, FULL = "sliding_attention", "full_attention"
 TYPES = [FULL, SLIDING, FULL]
 WINDOW = {"sliding_window": 9, "head_dim": 8}  # transformers' Ministral cannot do without head_dim
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "hidden_activation": "gelu_pytorch_tanh"}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
@@ -190,6 +191,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     # transformers' class has this key and does not read it.
     "gemma3-score-cap": ("gemma3_text", {**GEMMA, "attn_logit_softcapping": 2.0}, ("attn_logit_softcapping",)),
     "gemma3-vision": ("gemma3_text", {**GEMMA, "vision_config": {"hidden_size": 8}}, ("vision_config",)),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, ()),
+    "mixtral-window": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 9}, ()),
+    "mixtral-top-k": (
+        "mixtral", {"num_local_experts": 2, "num_experts_per_tok": 3}, ("num_experts_per_tok 3", "num_local_experts 2")
+    ),
+    "qwen3-moe": ("qwen3_moe", {**MOE, "head_dim": 16, "norm_topk_prob": True}, ()),
+    "qwen3-moe-dense-layers": (
+        "qwen3_moe", {**MOE, "head_dim": 16, "mlp_only_layers": [0], "decoder_sparse_step": 2}, ()
+    ),
+    "qwen3-moe-window": ("qwen3_moe", {**MOE, "head_dim": 16, "use_sliding_window": True, "sliding_window": 9}, ()),
+    "qwen3-moe-experts-missing": ("qwen3_moe", {"moe_intermediate_size": 24, "num_experts_per_tok": 2}, ("num_experts",)),
+    "qwen3-moe-dense-by-name": ("qwen3_moe", {**MOE, "mlp_only_layers": "0"}, ("mlp_only_layers",)),
+    "qwen2-moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "norm_topk_prob": True}, ()),
+    "qwen2-moe-no-bias": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 8, "qkv_bias": False}, ()),
     "qwen2-mlp-bias": ("qwen2", {"mlp_bias": True}, ("mlp_bias", "qwen2")),
 }  # fmt: skip
 # A default run has one of each kind.
@@ -197,6 +212,7 @@ NOT_WIDE = {
     *("mistral-layer-types", "mistral-types-without-window", "mistral-window-off", "qwen2-types-window-off"),
     *("llama-layer-types", "not-causal", "per-layer", "attn-softcap", "logit-scale", "experts", "both-ropes"),
     *("gemma2-caps", "gemma3", "gemma3-rope-parameters", "gemma2-types-without-window"),
+    *("mixtral-top-k", "qwen3-moe-dense-layers", "qwen2-moe"),
 }
 
 
