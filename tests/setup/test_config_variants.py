@@ -193,16 +193,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "gemma3-vision": ("gemma3_text", {**GEMMA, "vision_config": {"hidden_size": 8}}, ("vision_config",)),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, ()),
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 9}, ()),
-    "mixtral-top-k": (
-        "mixtral", {"num_local_experts": 2, "num_experts_per_tok": 3}, ("num_experts_per_tok 3", "num_local_experts 2")
-    ),
     "qwen3-moe": ("qwen3_moe", {**MOE, "head_dim": 16, "norm_topk_prob": True}, ()),
     "qwen3-moe-dense-layers": (
         "qwen3_moe", {**MOE, "head_dim": 16, "mlp_only_layers": [0], "decoder_sparse_step": 2}, ()
     ),
     "qwen3-moe-window": ("qwen3_moe", {**MOE, "head_dim": 16, "use_sliding_window": True, "sliding_window": 9}, ()),
-    "qwen3-moe-experts-missing": ("qwen3_moe", {"moe_intermediate_size": 24, "num_experts_per_tok": 2}, ("num_experts",)),
-    "qwen3-moe-dense-by-name": ("qwen3_moe", {**MOE, "mlp_only_layers": "0"}, ("mlp_only_layers",)),
     "qwen2-moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "norm_topk_prob": True}, ()),
     "qwen2-moe-no-bias": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 8, "qkv_bias": False}, ()),
     "qwen2-mlp-bias": ("qwen2", {"mlp_bias": True}, ("mlp_bias", "qwen2")),
@@ -212,7 +207,7 @@ NOT_WIDE = {
     *("mistral-layer-types", "mistral-types-without-window", "mistral-window-off", "qwen2-types-window-off"),
     *("llama-layer-types", "not-causal", "per-layer", "attn-softcap", "logit-scale", "experts", "both-ropes"),
     *("gemma2-caps", "gemma3", "gemma3-rope-parameters", "gemma2-types-without-window"),
-    *("mixtral-top-k", "qwen3-moe-dense-layers", "qwen2-moe"),
+    *("qwen3-moe-dense-layers", "qwen2-moe"),
 }
 
 
@@ -245,13 +240,18 @@ def test_a_variant_is_equal_or_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(tmp_path), dtype=torch.float64, attn_implementation="eager"
+        AutoConfig.from_pretrained(tmp_path),
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
     ).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():  # norms of 1 and biases of 0 would hide mistakes
             centre = 1.0 if "norm" in key else 0.0
             parameter.copy_(centre + torch.randn_like(parameter) * 0.3)
-    write(tmp_path, raw, model.state_dict())
+    model.save_pretrained(tmp_path)  # by the names of files: a state dict has the experts of a layer in one tensor
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
     tokens = torch.randint(0, 97, (LENGTH,)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]
