@@ -54,12 +54,18 @@ class MixtureMLP:
             of_expert = self._experts[number](x_TE[token])
             y_TE.index_add_(0, token, of_expert * weights_TK[token, choice, None])
         if self._shared is not None and self._shared_gate is not None:
-            y_TE = y_TE + torch.sigmoid(self._shared_gate(x_TE)) * self._shared(x_TE)
+            y_TE = y_TE + _sigmoid(self._shared_gate(x_TE)) * self._shared(x_TE)
         return y_TE
 
     def traceable(self) -> None:
         """See `linears.linear.Layer.traceable`: which experts run depends on the tokens."""
         return
+
+
+def _sigmoid(logits_T1: Tensor) -> Tensor:
+    """Compute a sigmoid as a softmax of two numbers, row by row. `torch.sigmoid` computes the elements at the end of a
+    tensor by another formula than the others, so a token's bits would depend on its index."""
+    return torch.softmax(torch.nn.functional.pad(logits_T1, (1, 0)), dim=-1)[:, 1:]
 
 
 class _Expert:
