@@ -28,7 +28,7 @@ from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.engine.prefill.models import EAGER, PromptPieces, piecewise_trunks
 from specbatch.engine.round import Round
 from specbatch.kernels import ops_for
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, MoeConfig
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_config import EagleConfig, expected_eagle_tensors
@@ -102,6 +102,11 @@ _GEMMA2: dict[str, object] = {
 FAMILY_TRAITS: dict[str, dict[str, object]] = {
     "llama": {},
     "gemma2": _GEMMA2,
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "qk_norm": True,
+        "moe": MoeConfig(6, 2, 16, norm_topk_prob=True, layers=(True,) * 3, shared_size=8),
+    },
     "gemma3": {
         **_GEMMA2,
         "model_type": "gemma3_text",
@@ -114,7 +119,8 @@ FAMILY_TRAITS: dict[str, dict[str, object]] = {
 
 
 def target_config(family: str, num_layers: int, hidden: int, vocab: int, head_dim: int = 8) -> ModelConfig:
-    windows = (None,) * num_layers if family == "llama" else tuple((9, None)[i % 2] for i in range(num_layers))
+    has_windows = family.startswith("gemma")
+    windows = tuple((9, None)[i % 2] if has_windows else None for i in range(num_layers))
     traits = FAMILY_TRAITS[family]
     return tiny_config(num_layers, hidden, vocab, head_dim=head_dim, sliding_windows=windows, **traits)
 

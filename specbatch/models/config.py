@@ -17,6 +17,21 @@ PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """The mixture of experts that layers have in place of one MLP (Shazeer et al. 2017). A router chooses `top_k`
+    experts for each token, and their outputs are added with the router's probabilities as weights."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    expert_size: int  # inner features of an expert
+    norm_topk_prob: bool  # the weights of the chosen experts are divided by their sum
+    layers: tuple[bool, ...]  # True: the layer has experts; False: one MLP
+    shared_size: int = 0  # inner features of the expert that every token takes, with a gate of its own; 0: none
+    block: str = "mlp"  # name of the module in a layer
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names in an expert
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and traits of a decoder-only transformer with RMSNorm, RoPE and a gated MLP."""
 
@@ -46,6 +61,7 @@ class ModelConfig:
     embedding_scale: float | None = None  # factor of the embeddings that enter the first layer
     norms: tuple[str, ...] = PRE_NORMS  # names of a layer's norms
     norm_offset: float = 0.0  # is added to the weights of all norms
+    moe: MoeConfig | None = None  # None: no layer has experts
 
     def rope_of(self, layer: int) -> RopeConfig:
         """Return the rotary embedding of a layer."""
@@ -69,6 +85,7 @@ class ModelConfig:
             embedding_scale=None,
             norms=PRE_NORMS,
             norm_offset=0.0,
+            moe=None,
         )
 
     def checked(self, source: str) -> ModelConfig:
@@ -89,27 +106,31 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     c = config
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
     for layer in range(c.num_layers):
-        shapes |= layer_tensors(c, f"model.layers.{layer}.")
+        shapes |= layer_tensors(c, f"model.layers.{layer}.", has_experts=c.moe is not None and c.moe.layers[layer])
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
     return shapes
 
 
-def layer_tensors(config: ModelConfig, prefix: str, input_size: int | None = None) -> dict[str, tuple[int, ...]]:
+def layer_tensors(
+    config: ModelConfig, prefix: str, input_size: int | None = None, *, has_experts: bool = False
+) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of one layer's tensors, as `expected_tensors` does for the model. `input_size`: the
     size of the attention's input; None: the hidden size."""
     c, q_size, kv_size = config, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     input_size = input_size or c.hidden_size
-    linears = {
+    linears: Linears = {
         "self_attn.q_proj": (q_size, input_size, c.qkv_bias),
         "self_attn.k_proj": (kv_size, input_size, c.qkv_bias),
         "self_attn.v_proj": (kv_size, input_size, c.qkv_bias),
         "self_attn.o_proj": (c.hidden_size, q_size, c.output_bias),
-        "mlp.gate_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
-        "mlp.up_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
-        "mlp.down_proj": (c.hidden_size, c.intermediate_size, c.mlp_bias),
     }
+    if has_experts:
+        assert c.moe is not None
+        linears |= _expert_linears(c.moe, c.hidden_size)
+    else:
+        linears |= _mlp_linears("mlp", c.hidden_size, c.intermediate_size, has_bias=c.mlp_bias)
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}{c.norms[0]}.weight": (c.hidden_size,)}
     for name, (size_out, size_in, has_bias) in linears.items():
         shapes[f"{prefix}{name}.weight"] = (size_out, size_in)
@@ -120,6 +141,35 @@ def layer_tensors(config: ModelConfig, prefix: str, input_size: int | None = Non
     return shapes | {f"{prefix}{name}.weight": (c.hidden_size,) for name in c.norms[1:]}
 
 
+Linears = dict[str, tuple[int, int, bool]]  # (outputs, inputs, whether it has a bias) by name
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _mlp_linears(
+    block: str, hidden_size: int, inner_size: int, names: tuple[str, str, str] = _PROJECTIONS, *, has_bias: bool = False
+) -> Linears:
+    gate, up, down = (f"{block}.{name}" for name in names)
+    return {
+        gate: (inner_size, hidden_size, has_bias),
+        up: (inner_size, hidden_size, has_bias),
+        down: (hidden_size, inner_size, has_bias),
+    }
+
+
+def _expert_linears(moe: MoeConfig, hidden_size: int) -> Linears:
+    linears: Linears = {f"{moe.block}.gate": (moe.num_experts, hidden_size, False)}
+    for expert in range(moe.num_experts):
+        linears |= _mlp_linears(f"{moe.block}.experts.{expert}", hidden_size, moe.expert_size, moe.projections)
+    if moe.shared_size:
+        linears |= _mlp_linears(f"{moe.block}.shared_expert", hidden_size, moe.shared_size)
+        linears[f"{moe.block}.shared_expert_gate"] = (1, hidden_size, False)
+    return linears
+
+
 def num_layer_weights(config: ModelConfig) -> int:
     """Elements of the matrices of all layers: each is read once for a forward pass."""
-    return sum(math.prod(shape) for name, shape in expected_tensors(config).items() if name.endswith("_proj.weight"))
+    return sum(
+        math.prod(shape)
+        for name, shape in expected_tensors(config).items()
+        if name.startswith("model.layers.") and len(shape) == 2
+    )

@@ -75,6 +75,7 @@ _HARMLESS_NAMES = """
     use_cache cache_implementation pretraining_tp _attn_implementation attn_implementation
     _attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled
     _experts_implementation experts_implementation use_flash_attn use_flash_attention
+    output_router_logits router_aux_loss_coef router_jitter_noise
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 _EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})

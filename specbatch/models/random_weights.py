@@ -60,6 +60,11 @@ def _published() -> dict[str, dict[str, Any]]:
         "llama-3-70b-8l": llama3 | _sizes(8192, 28672, 8, 64, 8, 8192),
         # Qwen/Qwen3-8B
         "qwen3-8b": qwen3 | _sizes(4096, 12288, 36, 32, 8, 40960),
+        # Qwen/Qwen3-30B-A3B
+        "qwen3-30b-a3b": _family("qwen3_moe", 151936, 1e-6, 1000000.0, bos=151643, eos=151645)
+        | _sizes(2048, 6144, 48, 32, 4, 40960)
+        | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"norm_topk_prob": True},
         # Qwen/Qwen2.5-7B
         "qwen2.5-7b": qwen2 | _sizes(3584, 18944, 28, 28, 4, 131072) | {"vocab_size": 152064},
         # Qwen/Qwen2.5-1.5B
@@ -71,7 +76,10 @@ def _published() -> dict[str, dict[str, Any]]:
         # google/gemma-3-4b-pt, without its part for images
         "gemma-3-4b": _gemma("gemma3_text", 262208, _sizes(2560, 10240, 34, 8, 4, 131072))
         | {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        # Not a published model: small enough for tests, deep enough for an EAGLE-3 head.
+        # Not published models: small enough for tests, deep enough for an EAGLE-3 head.
+        "tiny-experts": tiny
+        | _sizes(64, 128, 8, 4, 2, 4096)
+        | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
         "tiny": tiny | _sizes(64, 128, 8, 4, 2, 4096),
     }
 

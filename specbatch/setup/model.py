@@ -54,6 +54,19 @@ def resolve_quantization(
     return found
 
 
+def check_experts(name: str, model: Checkpoint, config: Config, device: torch.device) -> None:
+    """Raise ConfigError for a mixture of experts in a run that cannot compute it. `name`: the option of the model."""
+    if model.config.moe is None:
+        return
+    what = f"{name} has experts ({model.config.model_type}), which run on a CPU"
+    if device.type == "cuda":
+        raise ConfigError(f"{what} only so far", hint="set engine.device: cpu, or use a model without experts")
+    if config.engine.tensor_parallel > 1:
+        raise ConfigError(f"{what} as one rank only", hint="leave engine.tensor_parallel out")
+    if config.model.quantization == "fp8" or model.quantization is not None:
+        raise ConfigError(f"{what} in their own precision only, not in FP8", hint="use the unquantised checkpoint")
+
+
 def quantization_name(
     config: Config, target: Quantization | None, draft: Quantization | None
 ) -> Literal["auto", "none", "fp8"]:

@@ -17,9 +17,12 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from specbatch.models.decoder import Decoder
@@ -68,6 +71,34 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2-window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=13, max_window_layers=1),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
     "qwen3-bias-tied": Qwen3Config(**SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=True),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2),
+    "mixtral-window": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=1, sliding_window=9),
+    "qwen2-moe": Qwen2MoeConfig(
+        **SIZES,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        decoder_sparse_step=2,
+    ),
+    "qwen2-moe-window": Qwen2MoeConfig(
+        **SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=16,
+        norm_topk_prob=True,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=2,
+        qkv_bias=False,
+    ),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True
+    ),
+    "qwen3-moe-dense-layer": Qwen3MoeConfig(
+        **SIZES, head_dim=8, num_experts=8, num_experts_per_tok=8, moe_intermediate_size=24, mlp_only_layers=[1]
+    ),
     "gemma": GemmaConfig(**SIZES, head_dim=16),
     "gemma-untied": GemmaConfig(**SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=False),
     "gemma2-window": Gemma2Config(

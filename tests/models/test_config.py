@@ -15,9 +15,12 @@ from transformers import (
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -215,7 +218,9 @@ def test_generation_config_replaces_the_end_of_sequence_ids() -> None:
 
 def test_every_key_of_transformers_is_known() -> None:
     """A key that a later version of transformers adds to its classes needs a decision."""
-    for theirs in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig, Gemma2Config, Gemma3TextConfig):
+    of_gemma = GemmaConfig, Gemma2Config, Gemma3TextConfig
+    with_experts = MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+    for theirs in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, *of_gemma, *with_experts):
         keys = {field.name for field in fields(theirs)} | theirs(**SIZES).to_dict().keys()
         family = FAMILIES[theirs.model_type]
         values = dict.fromkeys(keys - {"rope_parameters"}, "a value")
@@ -292,3 +297,25 @@ def test_refusals_name_the_culprit(change: dict[str, Any], words: tuple[str, ...
         parse_hf_config({**LLAMA, **change})
     text = f"{caught.value.message} {caught.value.hint}"
     assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_experts": None}, ("num_experts",)),
+        ({"num_experts_per_tok": None}, ("num_experts_per_tok",)),
+        ({"num_experts_per_tok": 9}, ("num_experts_per_tok 9", "num_experts 8")),
+        ({"moe_intermediate_size": None}, ("moe_intermediate_size",)),
+        ({"mlp_only_layers": "0"}, ("mlp_only_layers",)),
+        ({"mlp_only_layers": [-1]}, ("mlp_only_layers",)),
+        ({"norm_topk_prob": 1}, ("norm_topk_prob",)),
+        ({"n_routed_experts": 8}, ("n_routed_experts",)),
+    ],
+)
+def test_experts_that_cannot_be(change: dict[str, object], words: tuple[str, ...]) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    raw = {**LLAMA, "model_type": "qwen3_moe", **experts}
+    assert parse_hf_config(raw).moe is not None
+    with pytest.raises(ModelError) as caught:
+        parse_hf_config({**raw, **change})
+    assert all(word in caught.value.message for word in words), caught.value.message

@@ -35,6 +35,7 @@ BASE: dict[str, Any] = {
 SLIDING, FULL = "sliding_attention", "full_attention"
 TYPES = [FULL, SLIDING, FULL]
 WINDOW = {"sliding_window": 9, "head_dim": 8}  # transformers' Ministral cannot do without head_dim
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "hidden_activation": "gelu_pytorch_tanh"}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
@@ -200,6 +201,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     # transformers' class has this key and does not read it.
     "gemma3-score-cap": ("gemma3_text", {**GEMMA, "attn_logit_softcapping": 2.0}, ("attn_logit_softcapping",)),
     "gemma3-vision": ("gemma3_text", {**GEMMA, "vision_config": {"hidden_size": 8}}, ("vision_config",)),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, ()),
+    "mixtral-window": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 9}, ()),
+    "qwen3-moe": ("qwen3_moe", {**MOE, "head_dim": 16, "norm_topk_prob": True}, ()),
+    "qwen3-moe-dense-layers": (
+        "qwen3_moe", {**MOE, "head_dim": 16, "mlp_only_layers": [0], "decoder_sparse_step": 2}, ()
+    ),
+    "qwen3-moe-window": ("qwen3_moe", {**MOE, "head_dim": 16, "use_sliding_window": True, "sliding_window": 9}, ()),
+    "qwen2-moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "norm_topk_prob": True}, ()),
+    "qwen2-moe-no-bias": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 8, "qkv_bias": False}, ()),
     "qwen2-mlp-bias": ("qwen2", {"mlp_bias": True}, ("mlp_bias", "qwen2")),
 }  # fmt: skip
 # A default run has one of each kind.
@@ -208,6 +218,7 @@ NOT_WIDE = {
     *("llama-layer-types", "not-causal", "per-layer", "attn-softcap", "logit-scale", "experts", "both-ropes"),
     *("gemma2-caps", "gemma3", "gemma3-rope-parameters", "gemma2-types-without-window"),
     *("gemma-layer-types", "gemma2-no-window", "gemma3-flat-rope-parameters"),
+    *("qwen3-moe-dense-layers", "qwen2-moe"),
 }
 
 
@@ -240,13 +251,18 @@ def test_a_variant_is_equal_or_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(tmp_path), dtype=torch.float64, attn_implementation="eager"
+        AutoConfig.from_pretrained(tmp_path),
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
     ).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():  # norms of 1 and biases of 0 would hide mistakes
             centre = 1.0 if "norm" in key else 0.0
             parameter.copy_(centre + torch.randn_like(parameter) * 0.3)
-    write(tmp_path, raw, model.state_dict())
+    model.save_pretrained(tmp_path)  # by the names of files: a state dict has the experts of a layer in one tensor
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
     tokens = torch.randint(0, 97, (LENGTH,)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]

@@ -8,9 +8,10 @@ from typing import Any
 from specbatch.errors import ModelError
 from specbatch.kernels.activations import Activation
 from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, flag, norm_eps, number, shown, whole_number
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, MoeConfig
 from specbatch.models.rope import RopeConfig, parse_rope
 
+MAX_EXPERTS = 10_000
 WINDOW_HINT = "make layer_types and the sliding window of config.json agree; see the model's page"
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
 # Our name of an activation, by its names in config.json.
@@ -48,6 +49,23 @@ class HfConfig:
     def flag(self, key: str, *, default: bool = False) -> bool:
         value = self.raw.get(key)
         return default if value is None else flag(value, f"config.json: {key}")
+
+    def experts(
+        self,
+        count_keys: tuple[str, ...],
+        expert_size: int,
+        layers: tuple[bool, ...],
+        *,
+        norm_topk_prob: bool,
+        **names: Any,
+    ) -> MoeConfig:
+        """Read a mixture of experts. `count_keys`: the names that the number of experts has in files. `names`: further
+        fields of `MoeConfig`."""
+        key = next((key for key in count_keys if self.raw.get(key) is not None), count_keys[0])
+        num_experts, top_k = self.size(key, MAX_EXPERTS), self.size("num_experts_per_tok", MAX_EXPERTS)
+        if top_k > num_experts:
+            raise ModelError(f"config.json: num_experts_per_tok {top_k} is more than {key} {num_experts}")
+        return MoeConfig(num_experts, top_k, expert_size, norm_topk_prob, layers, **names)
 
     def num_layers(self) -> int:
         return self.size("num_hidden_layers", MAX_LAYERS)

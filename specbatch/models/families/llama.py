@@ -1,4 +1,5 @@
-"""Llama 2 and 3, SmolLM2 and others of their kind; Mistral, which has a sliding window."""
+"""Llama 2 and 3, SmolLM2 and others of their kind; Mistral, which has a sliding window; Mixtral, a Mistral with
+experts."""
 
 from __future__ import annotations
 
@@ -39,6 +40,27 @@ def _read_mistral(config: HfConfig) -> ModelConfig:
     )
 
 
+def _read_mixtral(config: HfConfig) -> ModelConfig:
+    activation = config.activation("hidden_act", only=_ACTIVATIONS)
+    num_layers = config.num_layers()
+    moe = config.experts(
+        ("num_local_experts",),
+        config.size("intermediate_size"),
+        (True,) * num_layers,
+        norm_topk_prob=True,
+        block="block_sparse_moe",
+        projections=("w1", "w3", "w2"),
+    )
+    return config.model_config(
+        config.windows(num_layers, config.optional_size("sliding_window"), "sliding_window is null"),
+        num_kv_heads=8,
+        max_position=4096 * 32,
+        eos=2,
+        activation=activation,
+        moe=moe,
+    )
+
+
 LLAMA = Family(
     architectures=("LlamaForCausalLM",),
     read=_read_llama,
@@ -49,5 +71,11 @@ MISTRAL = Family(
     architectures=("MistralForCausalLM",),
     read=_read_mistral,
     keys=frozenset(("use_sliding_window", "sliding_window")),
+    neutral={"attention_bias": (False,), "mlp_bias": (False,), "qkv_bias": (False,)},
+)
+MIXTRAL = Family(
+    architectures=("MixtralForCausalLM",),
+    read=_read_mixtral,
+    keys=frozenset(("sliding_window", "num_local_experts", "num_experts_per_tok")),
     neutral={"attention_bias": (False,), "mlp_bias": (False,), "qkv_bias": (False,)},
 )

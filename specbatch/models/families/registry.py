@@ -12,14 +12,17 @@ from specbatch.models.config_keys import check_keys, unknown_keys
 from specbatch.models.families.family import Family
 from specbatch.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from specbatch.models.families.hf_config import HfConfig
-from specbatch.models.families.llama import LLAMA, MISTRAL
-from specbatch.models.families.qwen import QWEN2, QWEN3
+from specbatch.models.families.llama import LLAMA, MISTRAL, MIXTRAL
+from specbatch.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
