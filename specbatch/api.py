@@ -35,7 +35,7 @@ from specbatch.rows.memory_rows import raw_rows
 from specbatch.rows.parser import RowParser
 from specbatch.rows.shard import Shard
 from specbatch.rows.sources import RawRow
-from specbatch.signals import INTERRUPTED
+from specbatch.signals import INTERRUPTED, deferred_signals
 from specbatch.startup import open_pool, prepare_libraries
 
 # `Any` is for a table of pandas, polars, Arrow or `datasets`, whose types are not known here.
@@ -98,7 +98,8 @@ class LLM:
         self._running = True
         try:
             while not pool.is_idle:
-                pool.collect(last=True)
+                with deferred_signals():
+                    pool.collect(last=True)
             held: dict[int, bytes] = {}
             num_read, num_returned, exhausted = 0, 0, False
             while True:
@@ -115,7 +116,8 @@ class LLM:
                 if exhausted and pool.is_idle:
                     return
                 # If the results of all later rows wait for a row that the pool keeps for the end, it has to run now.
-                done = pool.collect(last=exhausted or len(held) >= _MAX_HELD)
+                with deferred_signals():  # an exception in the middle would lose rows, and the next call wait for them
+                    done = pool.collect(last=exhausted or len(held) >= _MAX_HELD)
                 left_out = [failed_row(lost, died(deaths), self._parser) for lost, deaths in done.left_out]
                 for finished in chain(done.rows, *(failed.rows for failed in left_out)):
                     if not in_order:

@@ -16,9 +16,9 @@ Handler = Callable[[int, FrameType | None], None]
 @contextlib.contextmanager
 def on_signals(handler: Handler) -> Iterator[None]:
     """Set the handler during the block. In other threads than the main thread this does nothing, because Python does
-    not allow it there."""
+    not allow it there. A handler that a program has set without Python stays, because Python could not set it again."""
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, handler) for number in numbers}
+    before = {number: signal.signal(number, handler) for number in numbers if signal.getsignal(number) is not None}
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -156,6 +157,39 @@ def test_an_engine_that_is_dropped_is_garbage(monkeypatch: pytest.MonkeyPatch) -
     del llm
     gc.collect()
     assert engines[0]() is None
+
+
+def test_after_an_interrupt_the_model_runs_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes when a step has taken completions from the engine, and has not returned them."""
+    step, calls = StubEngine.step, 0
+
+    def interrupted(self: StubEngine) -> Any:
+        nonlocal calls
+        calls += 1
+        assert calls < 1000, "the engine waits for a completion that is lost"
+        done = step(self)
+        if done and calls < 100:
+            calls = 100
+            signal.raise_signal(signal.SIGINT)
+        return done
+
+    with LLM(max_batch_size=8) as llm:
+        expected = list(llm.generate(ROWS))
+        monkeypatch.setattr(StubEngine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(llm.generate(ROWS))
+        assert list(llm.generate(ROWS)) == expected
+
+
+def test_it_works_where_signals_are_handled_without_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def set_handler(number: int, handler: object) -> None:
+        if handler is None:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+
+    with LLM() as llm:
+        monkeypatch.setattr(signal, "getsignal", lambda number: None)
+        monkeypatch.setattr(signal, "signal", set_handler)
+        assert len(list(llm.generate(ROWS))) == len(ROWS)
 
 
 def test_two_iterators_do_not_take_each_others_rows() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -403,6 +403,15 @@ def _torch_attention(
     return TorchAttention(num_heads, num_kv_heads, head_dim, device, chunk=CHUNK, **traits)
 
 
+def steps_until(done: Mapping[int, Completion], count: int) -> Iterator[int]:
+    """Count steps until `done` has `count` results. An engine without progress fails a test, and does not hang."""
+    for step in range(10_000):
+        if len(done) == count:
+            return
+        yield step
+    raise AssertionError("the engine makes no progress")
+
+
 def run(
     engine: Engine | OracleEngine,
     prompts: list[list[int]],
@@ -414,7 +423,7 @@ def run(
     for i, prompt in enumerate(prompts):
         engine.submit(Request(i, prompt, params, RngKey(params.seed or 0, i, 0), bad_words=bad_words))
     done: dict[int, Completion] = {}
-    while len(done) < len(prompts):
+    for _ in steps_until(done, len(prompts)):
         for completion in engine.step():
             done[completion.request_id] = completion
         if check:
@@ -427,7 +436,7 @@ def run_requests(engine: Any, wanted: list[Request]) -> list[Completion]:
     for request in wanted:
         engine.submit(request)
     done: dict[int, Completion] = {}
-    while len(done) < len(wanted):
+    for _ in steps_until(done, len(wanted)):
         done |= {completion.request_id: completion for completion in engine.step()}
         engine.check_integrity()
     return [done[request.request_id] for request in wanted]

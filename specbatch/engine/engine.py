@@ -490,7 +490,7 @@ class Engine:
         """Nothing is shared with other processes."""
 
     def abort_all(self) -> None:
-        """Drop all requests unfinished: for measurements, and for who gives up."""
+        """Drop all requests without a result, for measurements, or to give up."""
         self.drain()  # The rounds in flight write to pages that are freed next.
         for seq in list(self._scheduler.running):
             seq.is_finished = True

@@ -64,7 +64,7 @@ class FileJob:
 
         Raises InputError if the input cannot be read to its end, or has changed. The input of the next session can then
         be another: rows that are the same there are kept. The same holds for WorkerFailed (rows were left out, see
-        `suspects`) and for TooManyFailed.
+        `crash_retry`) and for TooManyFailed.
         """
         try:
             self._run_rows(self._rows_to_run())

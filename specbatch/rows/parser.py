@@ -1,15 +1,14 @@
 """Input rows: what a row asks for, checked field by field, or the error that becomes its result.
 
 Fields of a native row: exactly one of `prompt`, `messages`, `prompt_token_ids`; `id`; any sampling field; those of
-chats (see `chat_fields`); `score_choices` (see `choices`). All other fields are `metadata` and come back unchanged. An
-input `metadata` object is merged into that. If its keys collide with fields of the row, or if it is not an object, it
-stays nested under its own name, so that nothing is lost. A field that is null counts as absent.
+chats (see `chat_fields`); `score_choices` (see `choice_scoring`). All other fields are `metadata` and come back
+unchanged. An input `metadata` object is merged into that. If its keys collide with fields of the row, or if it is not
+an object, it stays nested under its own name, so that nothing is lost. A field that is null counts as absent.
 
 A parameter of another engine that would change the output is an error (see `parameters`), and so is a `model` that is
-not the one that answers. With data.prompt_template or
-data.prompt_column, all columns of tables and data sets are data: a column `temperature` is no sampling option then.
-JSON lines keep their sampling fields in every case; fields of chats (`tools`), `score_choices` and other engines'
-parameters (`suffix`) are data there.
+not the one that answers. With data.prompt_template or data.prompt_column, all columns of tables and data sets are data:
+a column `temperature` is no sampling option then. JSON lines keep their sampling fields in every case; fields of chats
+(`tools`), `score_choices` and other engines' parameters (`suffix`) are data there.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ def resolve_prompt_graphs(
     rounds: GraphMode,
 ) -> PromptGraphMode:
     """Decide the graphs of prompts. The size of a model decides up to how many tokens a chunk is a graph (`ChunkCost`).
-    `attention`: the attention backend as resolved. `rounds`: the graphs of rounds as
-    resolved. Raise ConfigError if the wanted graphs are not possible."""
+    `attention`: the attention backend as resolved. `rounds`: the graphs of rounds as resolved. Raise ConfigError if the
+    wanted graphs are not possible."""
     can_be_whole = on_cuda and attention == "triton" and rounds == "round"
     if wanted == "auto":
         of_some = _AUTO if section.tensor_parallel == 1 else "whole"

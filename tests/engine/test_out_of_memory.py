@@ -23,7 +23,7 @@ from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.engine.graphs import Replays, Shortage
 from tests.engine.test_constrained import requests as grammar_requests
 from tests.grammar.tiny_tokenizer import END
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
+from tests.tiny_models import random_prompts, run, steps_until, tiny_device_engine, tiny_engine, tiny_oracle
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 4, 8)
 CASES = [("ngram", CHAIN), ("draft_model", CHAIN), ("eagle3", TREE)]
@@ -35,7 +35,7 @@ def run_short(engine: Engine, prompts: list[list[int]], params: SamplingParams, 
     for i, prompt in enumerate(prompts):
         engine.submit(Request(i, prompt, params, RngKey(0, i, 0)))
     done: dict[int, Completion] = {}
-    while len(done) < len(prompts):
+    for _ in steps_until(done, len(prompts)):
         with mode:
             finished = engine.step()
         done |= {completion.request_id: completion for completion in finished}
@@ -163,6 +163,25 @@ def test_batches_become_smaller_and_stay_so() -> None:
     assert max(most[2:]) == 2
     assert engine.stats.memory_shortages == 2
     assert engine.stats.preemptions == 6
+
+
+@pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])
+def test_a_round_that_runs_out_after_the_commit(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request table has advanced by tokens that nobody reads: it is set back, and the round runs again."""
+    prompts = random_prompts(3, longest=12)
+    expected = run(tiny_oracle("draft_model", CHAIN, num_pages=256), prompts, GREEDY)
+    engine, extend, calls = make("draft_model", CHAIN, num_pages=256), Round.extend, 0
+
+    def short(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            _no_memory()
+        extend(*args)
+
+    monkeypatch.setattr(Round, "extend", short)
+    compare(dict(enumerate(run(engine, prompts, GREEDY))), expected)
+    assert engine.stats.memory_shortages == 1
 
 
 def test_graphs_go_before_the_job_does() -> None:

@@ -58,6 +58,8 @@ RETIRED = {
     "twin": "reference",
     "behind": "offset, after",
 }
+# A reference to a module, or to a function: `module.Class`, see `module`.
+REFERENCE = re.compile(r"`([a-z]\w*)\.[A-Z]\w*`|\b[Ss]ee `([a-z]\w*)`")
 # Limits are max_x and min_x.
 RETIRED_PREFIXES = ("MOST_", "LEAST_", "FEW_")
 
@@ -136,6 +138,18 @@ def test_pages_have_plain_words(refused: re.Pattern[str]) -> None:
         text = " ".join((before + after.partition("\n\n")[2]).split())
         found += [(name_of(page), match.group()) for match in refused.finditer(text)]
     assert not found, "CONTRIBUTING.md says what to write"
+
+
+def test_references_are_to_what_exists() -> None:
+    """A module that is renamed is renamed in prose, too."""
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in CODE]
+    functions = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    known = {"torch", "datasets", *functions, *(name for file in CODE for name in (file.stem, file.parent.name))}
+    texts = [(file, text) for file in CODE for _, text in prose(file.read_text(encoding="utf-8"))]
+    texts += [(page, " ".join(page.read_text(encoding="utf-8").split())) for page in PAGES]
+    references = [(name_of(file), match[1] or match[2]) for file, text in texts for match in REFERENCE.finditer(text)]
+    assert len(references) > 20
+    assert [reference for reference in references if reference[1] not in known] == []
 
 
 def test_what_is_refused_is_seen() -> None:

@@ -51,7 +51,7 @@ class Quantization:
 
     def stored(self, plain: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that a checkpoint has, from those of the unquantised model. A scale of one
-        value may have any number of dimensions: see `scale_shape_fits`."""
+        value may have any number of dimensions: see `same_scale`."""
         shapes = dict(plain)
         for name, shape in plain.items():
             layer, _, kind = name.rpartition(".")
