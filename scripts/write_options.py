@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import specbatch
 from specbatch.config import OF_GENERATION_CONFIG, Config
-from specbatch.options.option import option_doc
-from specbatch.options.strict import Option, options_of
+from specbatch.strict.option import option_doc
+from specbatch.strict.reader import Option, options_of
 from specbatch.types import SamplingParams
 
 ROOT = Path(specbatch.__file__).resolve().parent.parent

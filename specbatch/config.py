@@ -16,8 +16,8 @@ from datetime import date
 from typing import Any, Literal
 
 from specbatch.errors import FieldError, shown
-from specbatch.options.option import AT_LEAST_0, AT_LEAST_1, SEED, Range, option, required
-from specbatch.options.strict import Reader, described, join, options_of
+from specbatch.strict.option import AT_LEAST_0, AT_LEAST_1, SEED, Range, option, required
+from specbatch.strict.reader import Reader, described, join, options_of
 from specbatch.types import SamplingParams
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]

@@ -12,9 +12,9 @@ import yaml
 import specbatch
 from specbatch.config import Config
 from specbatch.errors import ConfigError, cut
-from specbatch.options.strict import Option, Reader, join, options_of, read_mapping, read_text
-from specbatch.options.strict import option_paths as paths_of
-from specbatch.options.strict_yaml import YamlProblem, load_yaml
+from specbatch.strict.reader import Option, Reader, join, options_of, read_mapping, read_text
+from specbatch.strict.reader import option_paths as paths_of
+from specbatch.strict.yaml import YamlProblem, load_yaml
 
 LOCAL_NAME = "specbatch.yaml"
 

@@ -12,8 +12,8 @@ from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import FieldError, shown
 from specbatch.logprobs import TokenLogprobs
 from specbatch.matcher import GrammarMatcher
-from specbatch.options.option import SEED, Range, option
 from specbatch.schemas.response_format import read_response_format
+from specbatch.strict.option import SEED, Range, option
 
 
 class FinishReason(StrEnum):

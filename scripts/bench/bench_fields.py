@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from specbatch import LLM
-from specbatch.options.strict_yaml import load_yaml
 from specbatch.results.stats import commit, device_name, versions
+from specbatch.strict.yaml import load_yaml
 
 MASK = {"min_tokens": 1}
 PENALTIES = {"repetition_penalty": 1.001, "presence_penalty": 0.001}

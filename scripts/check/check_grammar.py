@@ -32,8 +32,8 @@ import jsonschema
 import torch
 
 from specbatch import LLM
-from specbatch.options.strict_yaml import load_yaml
 from specbatch.results.stats import commit, device_name, versions
+from specbatch.strict.yaml import load_yaml
 
 BUILT_IN = "builtin:smollm2-135m-instruct"
 SCHEMAS = Path(__file__).with_name("json_schemas.jsonl")

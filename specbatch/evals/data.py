@@ -9,8 +9,8 @@ from typing import Any
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, InputError, RowError
 from specbatch.evals.schema import DataSource, Task
-from specbatch.options.strict import nearest
 from specbatch.rows.sources import open_source
+from specbatch.strict.reader import nearest
 
 DATA_FOLDER = Path(__file__).parent / "data"
 

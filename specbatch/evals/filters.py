@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbatch.errors import ConfigError, cut, shown
-from specbatch.options.option import option, required
-from specbatch.options.strict import Reader, nearest
+from specbatch.strict.option import option, required
+from specbatch.strict.reader import Reader, nearest
 
 _BLOCK = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 

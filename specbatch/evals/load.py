@@ -13,7 +13,7 @@ from specbatch.errors import ConfigError
 from specbatch.evals.filters import Filter
 from specbatch.evals.metrics import metric_name
 from specbatch.evals.schema import DataSource, Task
-from specbatch.options.strict import Reader, read_mapping, read_text
+from specbatch.strict.reader import Reader, read_mapping, read_text
 from specbatch.text.template_variables import variables_of
 
 

@@ -12,8 +12,8 @@ from specbatch.errors import ConfigError
 from specbatch.evals.filters import check_regex
 from specbatch.evals.sandbox import run_programs
 from specbatch.evals.templates import Renderer, Row, check_template
-from specbatch.options.option import AT_LEAST_1, Range, option, required
-from specbatch.options.strict import Reader, choose, described
+from specbatch.strict.option import AT_LEAST_1, Range, option, required
+from specbatch.strict.reader import Reader, choose, described
 
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -16,8 +16,8 @@ from specbatch.errors import ConfigError, FieldError, shown
 from specbatch.evals.filters import Filter
 from specbatch.evals.metrics import Metric, read_metric
 from specbatch.evals.templates import check_template
-from specbatch.options.option import Range, option, required
-from specbatch.options.strict import Reader
+from specbatch.strict.option import Range, option, required
+from specbatch.strict.reader import Reader
 from specbatch.types import SamplingParams
 
 _COUNT = Range(">= 0", lambda v: 0 <= v <= 2**31)

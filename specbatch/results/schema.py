@@ -12,8 +12,8 @@ from typing import Any, Literal, Union
 from specbatch.config import Config
 from specbatch.files.line_types import BatchLine, NativeLine
 from specbatch.files.stats_types import SCHEMA_VERSION, Stats
-from specbatch.options.option import option_doc, option_range
-from specbatch.options.strict import Option, options_of
+from specbatch.strict.option import option_doc, option_range
+from specbatch.strict.reader import Option, options_of
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _SCALARS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}

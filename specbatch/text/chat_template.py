@@ -19,8 +19,8 @@ from jinja2 import nodes
 
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, ModelError, RowError, SpecbatchError, shown
-from specbatch.options.strict import nearest
 from specbatch.setup.sampling import has_chat_template
+from specbatch.strict.reader import nearest
 from specbatch.text.bounds import Bounded, OutOfBounds, Stoppable
 from specbatch.text.chat_output import CallFormat, call_format, thinks
 from specbatch.text.message_form import FormFinder, Loss, found_in

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import pytest
 
 from specbatch.errors import ConfigError, FieldError
-from specbatch.options.option import AT_LEAST_1, option, option_doc, option_range, required
-from specbatch.options.strict import Option, Reader, options_of
-from specbatch.options.strict import option_paths as paths_of
+from specbatch.strict.option import AT_LEAST_1, option, option_doc, option_range, required
+from specbatch.strict.reader import Option, Reader, options_of
+from specbatch.strict.reader import option_paths as paths_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, shown
 from specbatch.evals.load import load_task
-from specbatch.options.strict_yaml import load_yaml
+from specbatch.strict.yaml import load_yaml
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)

@@ -14,7 +14,7 @@ from specbatch.evals import metrics
 from specbatch.evals.load import load_task
 from specbatch.evals.metrics import METRICS, ExactMatch, Execution, Metric, NoMetric, Score, Value, metric_name
 from specbatch.evals.sandbox import Verdict
-from specbatch.options.option import AT_LEAST_1, option
+from specbatch.strict.option import AT_LEAST_1, option
 from tests.evals.test_command import EXACT, Eval
 from tests.evals.test_evals import write_task
 

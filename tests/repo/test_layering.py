@@ -37,7 +37,7 @@ LAYERS = [
     ["kernels", "parallel"],
     ["batch"],
     ["types"],
-    ["options", "counts", "logprobs", "matcher"],
+    ["strict", "counts", "logprobs", "matcher"],
     ["schemas"],
     ["errors", "signals", ""],  # "": the package itself, for its version
 ]

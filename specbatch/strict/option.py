@@ -1,6 +1,6 @@
 """An option: a field of a dataclass with its default, its description and its legal values.
 
-`options/strict.py` reads options from YAML; docs/options.md and the commented default.yaml are made from them.
+`strict/reader.py` reads options from YAML; docs/options.md and the commented default.yaml are made from them.
 """
 
 from __future__ import annotations

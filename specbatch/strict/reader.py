@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
 from specbatch.errors import ConfigError, FieldError, cut, shown
-from specbatch.options.strict_yaml import YamlProblem, load_yaml
+from specbatch.strict.yaml import YamlProblem, load_yaml
 
 _KINDS: Mapping[Any, str] = {
     str: "text",
@@ -39,7 +39,7 @@ class Option:
     nullable: bool
     is_list: bool
     is_required: bool
-    legal: Callable[[str, Any], None] | None  # see `specbatch.options.option.option`
+    legal: Callable[[str, Any], None] | None  # see `specbatch.strict.option.option`
     read: Callable[[Reader, Any, str], Any] | None
 
     def wanted(self) -> str:
