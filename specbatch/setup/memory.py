@@ -46,11 +46,14 @@ class CachedModel:
         return KVCache.bytes_per_slot(self.num_layers, self.config.num_kv_heads, self.config.head_dim, dtype)
 
     def num_parameters(self) -> int:
-        """Roughly: without biases and norms."""
+        """Roughly: without biases, norms and the routers of experts. All experts count, not only those of a token."""
         c = self.config
-        attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
-        layer = attention + 3 * c.hidden_size * c.intermediate_size
-        return self.num_layers * layer + self.vocab_rows * c.hidden_size
+        attention = c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+        inner = self.num_layers * c.intermediate_size
+        if (moe := c.moe) is not None:
+            of_experts = moe.num_experts * moe.expert_size + moe.shared_size
+            inner = sum(of_experts if has_experts else c.intermediate_size for has_experts in moe.layers)
+        return c.hidden_size * (self.num_layers * attention + 3 * inner + self.vocab_rows)
 
 
 @dataclass(frozen=True, slots=True)

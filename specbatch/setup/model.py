@@ -63,8 +63,11 @@ def check_experts(name: str, model: Checkpoint, config: Config, device: torch.de
         raise ConfigError(f"{what} only so far", hint="set engine.device: cpu, or use a model without experts")
     if config.engine.tensor_parallel > 1:
         raise ConfigError(f"{what} as one rank only", hint="leave engine.tensor_parallel out")
-    if config.model.quantization == "fp8" or model.quantization is not None:
-        raise ConfigError(f"{what} in their own precision only, not in FP8", hint="use the unquantised checkpoint")
+    not_fp8 = f"{what} in their own precision only, not in FP8"
+    if model.quantization is not None:
+        raise ConfigError(not_fp8, hint="use the unquantised checkpoint")
+    if config.model.quantization == "fp8" and name == "model.target":
+        raise ConfigError(not_fp8, hint="leave model.quantization out")
 
 
 def quantization_name(

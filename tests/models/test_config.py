@@ -299,6 +299,9 @@ def test_refusals_name_the_culprit(change: dict[str, Any], words: tuple[str, ...
     assert all(word in text for word in words), text
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 9}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -310,6 +313,17 @@ def test_refusals_name_the_culprit(change: dict[str, Any], words: tuple[str, ...
         ({"mlp_only_layers": [-1]}, ("mlp_only_layers",)),
         ({"norm_topk_prob": 1}, ("norm_topk_prob",)),
         ({"n_routed_experts": 8}, ("n_routed_experts",)),
+        # transformers' class does not read the types of layers, and all have the window.
+        (WINDOW | {"layer_types": ["full_attention"] * 3}, ("layer_types", "sliding_window", "qwen3_moe")),
+        ({"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, ("layer_types", "qwen3_moe")),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 9, "num_experts": None}
+            | {
+                "moe_intermediate_size": None,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            },
+            ("layer_types", "sliding_window", "mixtral"),
+        ),
     ],
 )
 def test_experts_that_cannot_be(change: dict[str, object], words: tuple[str, ...]) -> None:

@@ -208,6 +208,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "qwen3_moe", {**MOE, "head_dim": 16, "mlp_only_layers": [0], "decoder_sparse_step": 2}, ()
     ),
     "qwen3-moe-window": ("qwen3_moe", {**MOE, "head_dim": 16, "use_sliding_window": True, "sliding_window": 9}, ()),
+    "qwen3-moe-equal-types": (
+        "qwen3_moe",
+        {**MOE, "head_dim": 16, "use_sliding_window": True, "sliding_window": 9, "layer_types": [SLIDING] * 3},
+        (),
+    ),
+    "qwen2-moe-layer-types": (
+        "qwen2_moe",
+        {
+            **MOE, "shared_expert_intermediate_size": 8,
+            "use_sliding_window": True, "sliding_window": 9, "layer_types": TYPES,
+        },
+        (),
+    ),
     "qwen2-moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "norm_topk_prob": True}, ()),
     "qwen2-moe-no-bias": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 8, "qkv_bias": False}, ()),
     "qwen2-mlp-bias": ("qwen2", {"mlp_bias": True}, ("mlp_bias", "qwen2")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import resource
 import subprocess
@@ -15,7 +16,7 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, MoeConfig, expected_tensors
 from specbatch.models.linears.sharded import local_config
 from specbatch.models.random_weights import geometries
 from specbatch.setup.cache import CacheRequest, cards_for, default_batch_size, resolve_cache
@@ -234,6 +235,16 @@ def test_the_parameters_of_known_models() -> None:
     tied = geometries()["smollm2-135m"]
     assert CachedModel.whole(tied, packs=False).num_parameters() == pytest.approx(134.5e6, rel=0.001)
     assert CachedModel.whole(tied, packs=True).num_parameters() == pytest.approx(162.8e6, rel=0.001)
+    experts = geometries()["qwen3-30b-a3b"]
+    assert CachedModel.whole(experts, packs=False).num_parameters() == pytest.approx(30.5e9, rel=0.002)
+
+
+def test_the_parameters_of_experts() -> None:
+    """A shared expert counts, and a layer without experts has its MLP."""
+    moe = MoeConfig(8, 2, 24, norm_topk_prob=True, layers=(True, False, True), shared_size=40)
+    config = tiny_config(3, moe=moe)
+    exact = sum(math.prod(shape) for shape in expected_tensors(config).values())
+    assert CachedModel.whole(config, packs=False).num_parameters() == pytest.approx(exact, rel=0.02)
 
 
 TINY = ["model.target=random:tiny", "engine.device=cpu", "speculation.method=none"]

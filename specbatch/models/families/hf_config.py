@@ -103,6 +103,18 @@ class HfConfig:
             types = [FULL if window is None or i < first else SLIDING for i in range(num_layers)]
         return windows_of(types, window, why_none)
 
+    def one_window(self, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+        """Return the windows of a family whose layers all have the same one: its class in transformers does not read
+        `layer_types`. Raise ModelError if the file has other types."""
+        kind = FULL if window is None else SLIDING
+        if any(found != kind for found in self.layer_types(num_layers) or ()):
+            raise ModelError(
+                f"config.json: layer_types is not {kind} for each layer, and sliding_window sets all layers of a "
+                f"{self.model_type} model to that",
+                hint=WINDOW_HINT,
+            )
+        return (window,) * num_layers
+
     def model_config(
         self,
         windows: tuple[int | None, ...],

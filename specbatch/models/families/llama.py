@@ -52,7 +52,7 @@ def _read_mixtral(config: HfConfig) -> ModelConfig:
         projections=("w1", "w3", "w2"),
     )
     return config.model_config(
-        config.windows(num_layers, config.optional_size("sliding_window"), "sliding_window is null"),
+        config.one_window(num_layers, config.optional_size("sliding_window")),
         num_kv_heads=8,
         max_position=4096 * 32,
         eos=2,

@@ -36,7 +36,7 @@ def _read_qwen2_moe(config: HfConfig) -> ModelConfig:
     moe = _experts(config, shared_size=config.size("shared_expert_intermediate_size"))
     has_bias = config.flag("qkv_bias", default=True)
     return config.model_config(
-        _windows_of_experts(config, every_second=True),
+        _windows_of_qwen2_moe(config),
         num_kv_heads=16,
         max_position=32768,
         qkv_bias=has_bias,
@@ -49,7 +49,7 @@ def _read_qwen3_moe(config: HfConfig) -> ModelConfig:
     activation = config.activation("hidden_act", only=("silu", "swish"))
     has_bias = config.flag("attention_bias")
     return config.model_config(
-        _windows_of_experts(config, every_second=False),
+        config.one_window(config.num_layers(), _window(config)[0]),
         num_kv_heads=4,
         max_position=32768,
         qkv_bias=has_bias,
@@ -78,27 +78,31 @@ def _experts(config: HfConfig, shared_size: int = 0) -> MoeConfig:
 
 def _windows(config: HfConfig) -> tuple[int | None, ...]:
     """Return the windows of the layers from `max_window_layers` on, or of those that `layer_types` names."""
-    is_on = config.flag("use_sliding_window")
-    window = config.optional_size("sliding_window") if "sliding_window" in config.raw else 4096
-    why = "sliding_window is null" if is_on else "use_sliding_window is not true"
+    window, why = _window(config)
     first = 0
-    if is_on and window is not None and config.raw.get("layer_types") is None:
-        first = whole_number(config.raw.get("max_window_layers", 28), "config.json: max_window_layers", at_least=0)
-    return config.windows(config.num_layers(), window if is_on else None, why, first)
+    if window is not None and config.raw.get("layer_types") is None:
+        first = _max_window_layers(config)
+    return config.windows(config.num_layers(), window, why, first)
 
 
-def _windows_of_experts(config: HfConfig, *, every_second: bool) -> tuple[int | None, ...]:
-    """Return the windows of a model with experts, as transformers decides them: of all layers, or of every second one
-    below `max_window_layers`."""
-    num_layers, is_on = config.num_layers(), config.flag("use_sliding_window")
-    window = (config.optional_size("sliding_window") if "sliding_window" in config.raw else 4096) if is_on else None
+def _windows_of_qwen2_moe(config: HfConfig) -> tuple[int | None, ...]:
+    """Return the windows of every second layer below `max_window_layers`, or of those that `layer_types` names."""
+    num_layers, (window, why) = config.num_layers(), _window(config)
     if config.raw.get("layer_types") is not None:
-        why = "sliding_window is null" if is_on else "use_sliding_window is not true"
         return config.windows(num_layers, window, why)
-    last = num_layers
-    if every_second:
-        last = whole_number(config.raw.get("max_window_layers", 28), "config.json: max_window_layers", at_least=0)
-    return tuple(window if i < last and not (every_second and i % 2) else None for i in range(num_layers))
+    last = _max_window_layers(config)
+    return tuple(window if i < last and i % 2 == 0 else None for i in range(num_layers))
+
+
+def _window(config: HfConfig) -> tuple[int | None, str]:
+    """Return the size of the sliding window, and the reason if there is none."""
+    if not config.flag("use_sliding_window"):
+        return None, "use_sliding_window is not true"
+    return config.optional_size("sliding_window") if "sliding_window" in config.raw else 4096, "sliding_window is null"
+
+
+def _max_window_layers(config: HfConfig) -> int:
+    return whole_number(config.raw.get("max_window_layers", 28), "config.json: max_window_layers", at_least=0)
 
 
 QWEN2 = Family(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,8 +147,17 @@ def _check_tensors(
         tensors.close()
         raise ModelError(
             f"{path} does not match its configuration ({config.model_type}, {config.num_layers} layers): {problems}",
-            hint="the files may come from different models, or the model uses features that are not supported",
+            hint=_hint_of_stacked_experts(needed)
+            or "the files may come from different models, or the model uses features that are not supported",
         )
+
+
+def _hint_of_stacked_experts(names: Iterable[str]) -> str | None:
+    """Return what users can do with a file that has the experts of a layer in one tensor; None: it has no such
+    tensor."""
+    if not any(name.endswith(".experts.gate_up_proj") for name in names):
+        return None
+    return "use a checkpoint with one tensor an expert: these files have the experts of a layer in one tensor"
 
 
 def _wrong_types(tensors: TensorSource, quantization: Quantization | None) -> str:

@@ -34,7 +34,10 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         raise ModelError(f"{source} is one part of a split GGUF", hint="merge them first: llama-gguf-split --merge")
     meta = _Metadata(file, architecture)
     if meta.get("expert_count", 0):
-        raise ModelError(f"{source} is a mixture-of-experts model, which is not supported")
+        raise ModelError(
+            f"{source} is a mixture of experts, which is not read from GGUF files",
+            hint="use the model's folder in Hugging Face format",
+        )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{source} has no tensor 'token_embd.weight' of two dimensions")
