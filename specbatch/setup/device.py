@@ -24,7 +24,7 @@ DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
 _AMPERE = (8, 0)  # the first with bfloat16 in its tensor cores
 # The oldest driver for each major version of CUDA (NVIDIA, minor version compatibility).
 _MIN_DRIVER = {11: 450, 12: 525, 13: 580}
-_PIP = "pip install --force-reinstall 'torch>=2.11,<2.15' --index-url https://download.pytorch.org/whl/"
+_PIP = "pip install --force-reinstall 'torch>=2.11,<2.14' --index-url https://download.pytorch.org/whl/"
 _CUDA_12, _CUDA_13 = f"{_PIP}cu126", f"{_PIP}cu130"
 
 
