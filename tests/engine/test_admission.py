@@ -178,7 +178,7 @@ def test_the_mean_follows_what_ended_last() -> None:
 
 @pytest.mark.parametrize(("cost", "rounds"), [(8.0, 60), (8.0, 512), (8.0, 4000), (1.2, 72), (0.5, 300)])
 def test_the_rule_is_near_the_best(cost: float, rounds: float) -> None:
-    """Of the rounds and launches that a row takes, by what `admission_batching` says of them."""
+    """Return the cost of the rounds and launches of a row, by the rule of `admission_batching`."""
 
     def time_of_a_row(gathered: int) -> float:
         return rounds / (128 - gathered / 2) + cost / gathered

@@ -43,7 +43,7 @@ def with_all_masks(engine: Engine) -> Engine:
 
 @cache
 def by_oracle(has_penalties: bool = False, logprobs: int | None = None) -> list[Completion]:
-    """What the greedy requests are in the oracle, which depends on no method."""
+    """Return the oracle's completions of the greedy requests, which depend on no method."""
     options = (PENALTIES if has_penalties else {}) | ({} if logprobs is None else {"logprobs": logprobs})
     return run_requests(tiny_oracle(eos=(END,)), requests((0.0,), **options))
 

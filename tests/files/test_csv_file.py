@@ -227,5 +227,5 @@ def test_a_job_over_bad_rows_is_resumed_and_sharded(tmp_path: Path) -> None:
     [("42", "05", "00042"), ("3.5", "06.2f", "003.50"), ("02139", "05", "02139"), ("42", ">5", "   42")],
 )
 def test_a_number_is_filled_with_zeros_before_it(cell: str, spec: str, text: str) -> None:
-    """Of a text Python writes the zeros after it."""
+    """Python's format pads a text with zeros at its end, and a number at its beginning."""
     assert f"{TemplateCell(cell):{spec}}" == text

@@ -191,7 +191,7 @@ def test_rows_before_the_damage_are_kept_when_the_file_is_repaired(tmp_path: Pat
         assert "repair it, and run the same command again" in (caught.value.hint or "")
     run.input.write_bytes(whole)
     assert run() == 0
-    assert run.stats()["session"]["rows"] < 450  # of the 250 after the damage, and some that it made unreadable
+    assert run.stats()["session"]["rows"] < 450  # rows: the 250 after the damage, and some that it made unreadable
     assert run.output.read_bytes() == undisturbed(tmp_path / "fresh", content)
 
 

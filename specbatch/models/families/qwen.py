@@ -3,36 +3,29 @@ both there are models with experts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from specbatch.errors import ModelError
 from specbatch.models.checks import shown, whole_number
 from specbatch.models.config import ModelConfig, MoeConfig
 from specbatch.models.families.family import Family
 from specbatch.models.families.hf_config import HfConfig
 
+_ACTIVATIONS = ("silu", "swish")
 _WINDOW_KEYS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers"))
 
 
 def _read_qwen2(config: HfConfig) -> ModelConfig:
-    activation = config.activation("hidden_act", only=("silu", "swish"))
+    activation = config.activation("hidden_act", only=_ACTIVATIONS)
     return config.model_config(_windows(config), max_position=32768, qkv_bias=True, activation=activation)
 
 
 def _read_qwen3(config: HfConfig) -> ModelConfig:
-    activation = config.activation("hidden_act", only=("silu", "swish"))
-    has_bias = config.flag("attention_bias")
-    return config.model_config(
-        _windows(config),
-        head_dim=128,
-        max_position=32768,
-        qkv_bias=has_bias,
-        output_bias=has_bias,
-        qk_norm=True,
-        activation=activation,
-    )
+    return _qwen3(config, _windows(config), head_dim=128)
 
 
 def _read_qwen2_moe(config: HfConfig) -> ModelConfig:
-    activation = config.activation("hidden_act", only=("silu", "swish"))
+    activation = config.activation("hidden_act", only=_ACTIVATIONS)
     moe = _experts(config, shared_size=config.size("shared_expert_intermediate_size"))
     has_bias = config.flag("qkv_bias", default=True)
     return config.model_config(
@@ -46,17 +39,21 @@ def _read_qwen2_moe(config: HfConfig) -> ModelConfig:
 
 
 def _read_qwen3_moe(config: HfConfig) -> ModelConfig:
-    activation = config.activation("hidden_act", only=("silu", "swish"))
+    windows = config.one_window(config.num_layers(), _window(config)[0])
+    return _qwen3(config, windows, num_kv_heads=4, moe=_experts(config))
+
+
+def _qwen3(config: HfConfig, windows: tuple[int | None, ...], **differing: Any) -> ModelConfig:
+    """Read what Qwen3 with and without experts have in common. `differing`: further arguments of `model_config`."""
     has_bias = config.flag("attention_bias")
     return config.model_config(
-        config.one_window(config.num_layers(), _window(config)[0]),
-        num_kv_heads=4,
+        windows,
         max_position=32768,
         qkv_bias=has_bias,
         output_bias=has_bias,
         qk_norm=True,
-        activation=activation,
-        moe=_experts(config),
+        activation=config.activation("hidden_act", only=_ACTIVATIONS),
+        **differing,
     )
 
 
