@@ -30,6 +30,10 @@ class MoeConfig:
     block: str = "mlp"  # name of the module in a layer
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names in an expert
 
+    def experts(self, block: str) -> list[str]:
+        """Return the beginnings of the experts' names. `block`: the module's name with a dot."""
+        return [f"{block}experts.{number}" for number in range(self.num_experts)]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -158,8 +162,8 @@ def _mlp_linears(
 
 def _expert_linears(moe: MoeConfig, hidden_size: int) -> Linears:
     linears: Linears = {f"{moe.block}.gate": (moe.num_experts, hidden_size, False)}
-    for expert in range(moe.num_experts):
-        linears |= _mlp_linears(f"{moe.block}.experts.{expert}", hidden_size, moe.expert_size, moe.projections)
+    for name in moe.experts(f"{moe.block}."):
+        linears |= _mlp_linears(name, hidden_size, moe.expert_size, moe.projections)
     if moe.shared_size:
         linears |= _mlp_linears(f"{moe.block}.shared_expert", hidden_size, moe.shared_size)
         linears[f"{moe.block}.shared_expert_gate"] = (1, hidden_size, False)

@@ -6,6 +6,7 @@ Shape suffixes: I input features, O output features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from specbatch.kernels import ops_for
 from specbatch.kernels.activations import Activation
+from specbatch.kernels.experts import ExpertWeights
 from specbatch.models.layers import RMSNorm
+from specbatch.models.linears.experts import Experts, SeparateExperts, StackedExperts
 from specbatch.models.linears.fp8 import (
     Fp8GatedLinear,
     Fp8Linear,
@@ -127,6 +130,28 @@ class WeightLoader:
             return Fp8GatedLinear(*layers, activation)
         biases = (self.tensor(f"{gate}.bias"), self.tensor(f"{up}.bias")) if has_bias else None
         return self.new_gated_linear(self.tensor(f"{gate}.weight"), self.tensor(f"{up}.weight"), biases, activation)
+
+    def experts(self, names: Sequence[tuple[str, str, str]], activation: Activation) -> Experts:
+        """Make a layer's experts. `names`: those of each one's gate, up and down."""
+        if self.device.type != "cuda":
+            return SeparateExperts(
+                [(self.gated_linear(gate, up, activation), self.linear(down)) for gate, up, down in names]
+            )
+        return StackedExperts(self._stacked(names, activation), self._ops)
+
+    def _stacked(self, names: Sequence[tuple[str, str, str]], activation: Activation) -> ExpertWeights:
+        """Load one tensor after the other to its place."""
+        gate_up = down = None
+        for number, expert in enumerate(names):
+            gate_IE, up_IE, down_EI = (self.tensor(f"{name}.weight") for name in expert)
+            size = gate_IE.shape[0]
+            if gate_up is None or down is None:
+                gate_up = gate_IE.new_empty(len(names), 2 * size, gate_IE.shape[1])
+                down = down_EI.new_empty(len(names), *down_EI.shape)
+            gate_up[number, :size], gate_up[number, size:], down[number] = gate_IE, up_IE, down_EI
+        assert gate_up is not None
+        assert down is not None
+        return ExpertWeights(gate_up, down, activation)
 
     def _covers(self, layer: str) -> bool:
         return self._quantization is not None and self._quantization.covers(layer)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from specbatch.kernels.torch.mixture import route
 from specbatch.models.config import MoeConfig, layer_tensors
-from specbatch.models.mixture import MixtureMLP, route
+from specbatch.models.mixture import MixtureMLP
 from specbatch.models.weight_loader import WeightLoader
 from tests.tiny_models import RandomTensors, tiny_config
 
@@ -33,8 +34,9 @@ def plain(x_TE: Tensor, tensors: RandomTensors) -> Tensor:
 
     logits = x_TE @ tensors.load("mlp.gate.weight").T
     weights_TX = torch.zeros_like(logits)
-    best = logits.softmax(-1).topk(MOE.top_k, dim=-1)
-    weights_TX.scatter_(1, best.indices, best.values / best.values.sum(-1, keepdim=True))
+    values, indices = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    best, chosen = values[:, : MOE.top_k], indices[:, : MOE.top_k]
+    weights_TX.scatter_(1, chosen, best / best.sum(-1, keepdim=True))
     y = sum(weights_TX[:, i, None] * expert(f"experts.{i}") for i in range(MOE.num_experts))
     return y + torch.sigmoid(x_TE @ tensors.load("mlp.shared_expert_gate.weight").T) * expert("shared_expert")
 

@@ -1,0 +1,170 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""The kernels of `ops.py`. Shape suffixes as there."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specbatch.kernels.triton.parts.elementwise import gate_and_up
+from specbatch.kernels.triton.parts.launch import await_former
+from specbatch.kernels.triton.skinny.parts import load_weights, rounded
+
+
+@triton.jit
+def route_kernel(
+    logits, weights, experts, stride, X: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, X_POWER: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute the choice of one token: a softmax over X logits, and its K largest. Grid: T."""
+    token = tl.program_id(0).to(tl.int64)
+    ids = tl.arange(0, X_POWER)
+    ranks = tl.arange(0, K_POWER)
+    await_former(PDL)
+    x = tl.load(logits + token * stride + ids, mask=ids < X, other=float("-inf")).to(tl.float32)
+    p = tl.exp(x - tl.max(x, 0))
+    p = p / tl.sum(p, 0)
+    left = tl.where(ids < X, p, -1.0)
+    left = tl.where(left == left, left, 0.0)  # NaN is like the lowest probability
+    best_p = tl.zeros((K_POWER,), tl.float32)
+    best_id = tl.zeros((K_POWER,), tl.int32)
+    for k in tl.static_range(K):
+        value = tl.max(left, 0)
+        number = tl.min(tl.where(left == value, ids, X_POWER), 0)
+        best_p = tl.where(ranks == k, value, best_p)
+        best_id = tl.where(ranks == k, number, best_id)
+        left = tl.where(ids == number, -1.0, left)
+    if NORM:
+        best_p = best_p / tl.sum(best_p, 0)
+    at = token * K + ranks
+    tl.store(weights + at, best_p.to(weights.dtype.element_ty), mask=ranks < K)
+    tl.store(experts + at, best_id, mask=ranks < K)
+
+
+@triton.jit(do_not_specialize=["N", "B"])
+def sort_kernel(
+    experts, block_experts, members, N, B, X_POWER: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Give the choices of one expert to blocks of BLOCK_M. Expert after expert has as many blocks as it needs.
+    `block_experts` (B,): the expert of each block; -1: none. `members` (B, BLOCK_M): numbers of choices, N where a
+    block has no more. Grid: X."""
+    expert = tl.program_id(0)
+    bins = tl.arange(0, X_POWER)
+    lanes = tl.arange(0, CHUNK)
+    await_former(PDL)
+    counts = tl.zeros((X_POWER,), tl.int32)
+    for n0 in range(0, N, CHUNK):
+        chosen = tl.load(experts + n0 + lanes, mask=n0 + lanes < N, other=0)
+        counts += tl.histogram(chosen, X_POWER, mask=n0 + lanes < N)
+    blocks = (counts + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(bins < expert, blocks, 0), 0)
+    num = tl.sum(tl.where(bins == expert, blocks, 0), 0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), 0)
+    seen = 0
+    for n0 in range(0, N, CHUNK):
+        chosen = tl.load(experts + n0 + lanes, mask=n0 + lanes < N, other=-1)
+        mine = chosen == expert
+        rank = seen + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(members + first * BLOCK_M + rank, n0 + lanes, mask=mine)
+        seen += tl.sum(mine.to(tl.int32), 0)
+    for n0 in range(count, num * BLOCK_M, CHUNK):
+        tl.store(members + first * BLOCK_M + n0 + lanes, N, mask=n0 + lanes < num * BLOCK_M)
+    for b0 in range(0, num, CHUNK):
+        tl.store(block_experts + first + b0 + lanes, expert, mask=b0 + lanes < num)
+    if expert == tl.num_programs(0) - 1:
+        for b0 in range(first + num, B, CHUNK):
+            tl.store(block_experts + b0 + lanes, -1, mask=b0 + lanes < B)
+
+
+@triton.jit
+def _members_of_choice(experts, choice, N, N_POWER: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the expert of a choice, and the numbers of all choices of it, filled up with N. The expert is -1 if a
+    choice before this one is of the same expert."""
+    lanes = tl.arange(0, N_POWER)
+    chosen = tl.load(experts + lanes, mask=lanes < N, other=-1)
+    expert = tl.load(experts + choice)
+    mine = (chosen == expert) & (lanes < N)
+    is_first = tl.min(tl.where(mine, lanes, N_POWER), 0) == choice
+    rank = tl.cumsum(mine.to(tl.int32), 0) - 1
+    at = mine[:, None] & (rank[:, None] == tl.arange(0, BLOCK_M)[None, :])
+    members = tl.min(tl.where(at, lanes[:, None], N), 0)
+    return tl.where(is_first, expert, -1), members
+
+
+@triton.jit(do_not_specialize=["N"])
+def expert_gemm(
+    y, x, weight, operand, experts, block_experts, members, N,
+    OUT: tl.constexpr, IN: tl.constexpr, DIVISOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, TMA: tl.constexpr,
+    SORTED: tl.constexpr, N_POWER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute y (N, OUT), a row for each choice, from x (N / DIVISOR, IN) and one expert's weight (OUT, IN), or
+    (2 OUT, IN) if GATED. The tile of weights is the first operand, and x transposed is the second. `operand`: the
+    descriptor of all weights if TMA. SORTED: `sort_kernel` has made the blocks; otherwise each of the N choices is a
+    block. Grid: blocks * OUT / BLOCK_O; neighbours have the same block."""
+    dtype: tl.constexpr = y.dtype.element_ty
+    TILES: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O
+    MASKED: tl.constexpr = IN % BLOCK_I != 0
+    block = tl.program_id(0) // TILES
+    row = tl.program_id(0) % TILES * BLOCK_O
+    await_former(PDL)
+    if SORTED:
+        expert = tl.load(block_experts + block)
+        if expert < 0:
+            return
+        choices = tl.load(members + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    else:
+        expert, choices = _members_of_choice(experts, block, N, N_POWER, BLOCK_M)
+        if expert < 0:
+            return
+    cols = tl.arange(0, BLOCK_I)
+    # The operand has rows of gate, then the same rows of up.
+    PARTS: tl.constexpr = 2 if GATED else 1
+    ROWS: tl.constexpr = PARTS * BLOCK_O
+    local = tl.arange(0, ROWS)
+    rows = row + local % BLOCK_O
+    if OUT % BLOCK_O != 0:
+        rows = tl.minimum(rows, OUT - 1)
+    rows += (local // BLOCK_O) * OUT
+    w_ptrs = weight + expert.to(tl.int64) * (PARTS * OUT * IN) + (rows * IN)[:, None] + cols[None, :]
+    inside = choices < N
+    x_ptrs = x + (tl.where(inside, choices, 0) // DIVISOR).to(tl.int64)[None, :] * IN + cols[:, None]
+    acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
+    for i0 in tl.range(0, IN, BLOCK_I, num_stages=STAGES):
+        if TMA:
+            w = operand.load([expert * PARTS, row, i0]).reshape(ROWS, BLOCK_I)
+        else:
+            w = load_weights(w_ptrs + i0, (i0 + cols < IN)[None, :], MASKED)
+        mask = inside[None, :] & (i0 + cols < IN)[:, None] if MASKED else inside[None, :]
+        v = tl.load(x_ptrs + i0, mask=mask, other=0.0)
+        acc = tl.dot(w, v, acc, input_precision="ieee")
+    offs_o = row + tl.arange(0, BLOCK_O)
+    at = choices.to(tl.int64)[None, :] * OUT + offs_o[:, None]
+    mask = inside[None, :] & (offs_o < OUT)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_O, BLOCK_M)), (1, 2, 0)))
+        tl.store(y + at, gate_and_up(gate, up, ACTIVATION, dtype), mask=mask)
+    else:
+        tl.store(y + at, acc.to(dtype), mask=mask)
+
+
+@triton.jit
+def combine_kernel(
+    y, of_experts, weights, residual, SIZE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute one token's sum of `of_experts` (T K, SIZE), in the order of its choices. Grid: (T, SIZE / BLOCK)."""
+    dtype: tl.constexpr = y.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < SIZE
+    await_former(PDL)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(K):
+        weight = tl.load(weights + token * K + k).to(tl.float32)
+        total += tl.load(of_experts + (token * K + k) * SIZE + offs, mask=inside, other=0.0).to(tl.float32) * weight
+    rest = total
+    if HAS_RESIDUAL:
+        rest = tl.load(residual + token * SIZE + offs, mask=inside, other=0.0)
+    tl.store(y + token * SIZE + offs, rounded(total, total, rest, False, HAS_RESIDUAL, dtype), mask=inside)

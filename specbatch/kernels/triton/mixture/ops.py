@@ -1,0 +1,133 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""Mixtures of experts: the choice of experts, one GEMM for gate and up and one for down, and the sum.
+
+A *choice* is one expert of one token; a token has K of them, and choice n belongs to token n // K. A program of a GEMM
+multiplies a part of one expert's weight with at most `block_m` choices of it. Of few tokens a program finds the choices
+of its expert itself; of more tokens `sort_kernel` does once. No number of choices ever leaves the GPU: the grid has as
+many programs as the worst distribution needs, and those without work end at once.
+
+`kernels/torch/mixture.py` defines the results.
+
+Shape suffixes: T packed tokens, X experts, K experts of a token, N = T K choices, B blocks, E hidden size, I inner
+features of an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from specbatch.kernels.activations import Activation
+from specbatch.kernels.experts import ExpertWeights
+from specbatch.kernels.triton.mixture.kernel import combine_kernel, expert_gemm, route_kernel, sort_kernel
+from specbatch.kernels.triton.mixture.tile import ExpertTile, tile_for, tokens_of_a_program
+from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
+
+_MAX_UNSORTED = 16  # tokens whose choices each program finds itself
+_CHUNK = 1024  # choices that are sorted at a time
+
+
+def route(logits_TX: Tensor, top_k: int, *, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
+    """See `kernels/torch/mixture.py`."""
+    num_tokens, num_experts = logits_TX.shape
+    weights_TK = logits_TX.new_empty(num_tokens, top_k)
+    experts_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits_TX.device)
+    if not num_tokens:
+        return weights_TK, experts_TK
+    assert logits_TX.stride(1) == 1, logits_TX.stride()
+    pdl = dependent_launch(logits_TX)
+    launch(
+        route_kernel, (num_tokens,),
+        logits_TX, weights_TK, experts_TK, logits_TX.stride(0), X=num_experts, K=top_k,
+        K_POWER=triton.next_power_of_2(top_k), X_POWER=triton.next_power_of_2(num_experts), NORM=norm_topk_prob,
+        PDL=pdl, num_warps=1, **launch_options(pdl),
+    )  # fmt: skip
+    return weights_TK, experts_TK
+
+
+class _Blocks:
+    """The blocks of choices that programs of a GEMM have."""
+
+    def __init__(self, experts_TK: Tensor, num_experts: int, block_m: int, pdl: bool) -> None:
+        num_tokens = experts_TK.shape[0]
+        self.experts, self.num_choices, self.block_m, self.pdl = experts_TK, experts_TK.numel(), block_m, pdl
+        self.are_sorted = num_tokens > block_m or num_tokens > _MAX_UNSORTED
+        self.experts_B: Tensor | None = None
+        self.members_BM: Tensor | None = None
+        self.count = self.num_choices
+        if not self.are_sorted:
+            return
+        self.count = min(self.num_choices, num_experts + self.num_choices // block_m)
+        device = experts_TK.device
+        self.experts_B = torch.empty(self.count, dtype=torch.int32, device=device)
+        self.members_BM = torch.empty((self.count, block_m), dtype=torch.int32, device=device)
+        launch(
+            sort_kernel, (num_experts,),
+            experts_TK, self.experts_B, self.members_BM, self.num_choices, self.count,
+            X_POWER=triton.next_power_of_2(num_experts), BLOCK_M=block_m,
+            CHUNK=min(_CHUNK, max(64, triton.next_power_of_2(self.num_choices))), PDL=pdl, num_warps=4,
+            **launch_options(pdl),
+        )  # fmt: skip
+
+
+def fused_experts(
+    x_TE: Tensor,
+    weights_TK: Tensor,
+    experts_TK: Tensor,
+    experts: ExpertWeights,
+    residual_TE: Tensor | None = None,
+    block_m: int | None = None,
+    tiles: tuple[ExpertTile, ExpertTile] | None = None,
+) -> Tensor:
+    """See `kernels/torch/mixture.py`. `tiles`: those of gate and up, and of down, in place of the measured ones."""
+    num_tokens, top_k = experts_TK.shape
+    num_experts, hidden_size, inner_size = experts.down_XEI.shape
+    y_TE = x_TE.new_empty(num_tokens, hidden_size)
+    if not num_tokens:
+        return y_TE
+    block_m = block_m or tokens_of_a_program(num_tokens, num_experts, top_k)
+    blocks = _Blocks(experts_TK, num_experts, block_m, dependent_launch(x_TE))
+    first, second = tiles or (tile_for(block_m, inner_size, hidden_size), tile_for(block_m, hidden_size, inner_size))
+    inner_NI = _multiply(x_TE.contiguous(), top_k, experts.gate_up_XFE, blocks, first, experts.activation)
+    of_experts_NE = _multiply(inner_NI, 1, experts.down_XEI, blocks, second)
+    block = min(triton.next_power_of_2(hidden_size), 1024)
+    launch(
+        combine_kernel, (num_tokens, triton.cdiv(hidden_size, block)),
+        y_TE, of_experts_NE, weights_TK, residual_TE, SIZE=hidden_size, K=top_k, BLOCK=block,
+        HAS_RESIDUAL=residual_TE is not None, PDL=blocks.pdl, num_warps=4, **launch_options(blocks.pdl),
+    )  # fmt: skip
+    return y_TE
+
+
+def _multiply(
+    x: Tensor,  # (N / divisor, I)
+    divisor: int,
+    weight_XOI: Tensor,  # (X, 2 O, I) with an activation
+    blocks: _Blocks,
+    tile: ExpertTile,
+    activation: Activation | None = None,
+) -> Tensor:
+    """Return (N, O): each choice's token, or its row if `divisor` is 1, times its expert's weight."""
+    num_experts, num_rows, num_in = weight_XOI.shape
+    assert weight_XOI.is_contiguous(), weight_XOI.stride()
+    parts = 1 if activation is None else 2
+    num_out = num_rows // parts
+    block_o = min(tile.block_o // parts, triton.next_power_of_2(num_out))
+    block_i = min(tile.block_i, triton.next_power_of_2(num_in))
+    y_NO = x.new_empty(blocks.num_choices, num_out)
+    operand = None
+    if tile.tma:
+        operand = TensorDescriptor.from_tensor(
+            weight_XOI.view(num_experts * parts, num_out, num_in), [parts, block_o, block_i]
+        )
+    launch(
+        expert_gemm, (blocks.count * triton.cdiv(num_out, block_o),),
+        y_NO, x, weight_XOI, operand, blocks.experts, blocks.experts_B, blocks.members_BM, blocks.num_choices,
+        OUT=num_out, IN=num_in, DIVISOR=divisor, BLOCK_M=blocks.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
+        STAGES=tile.num_stages, GATED=parts == 2, ACTIVATION=activation or "silu", TMA=tile.tma,
+        SORTED=blocks.are_sorted, N_POWER=triton.next_power_of_2(blocks.num_choices) if not blocks.are_sorted else 1,
+        PDL=blocks.pdl, num_warps=tile.num_warps, **launch_options(blocks.pdl),
+    )  # fmt: skip
+    return y_NO

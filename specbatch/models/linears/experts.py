@@ -1,0 +1,58 @@
+"""The experts of a layer: stacked weights, whose kernels compute all experts at once, or layers of their own on a CPU.
+
+Shape suffixes: T packed tokens, E hidden size, X experts, K experts of a token, I inner features of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Protocol
+
+from torch import Tensor
+
+from specbatch.kernels.experts import ExpertWeights
+from specbatch.kernels.torch.mixture import combine
+from specbatch.models.linears.linear import GatedLinear, Linear
+
+
+class Experts(Protocol):
+    """Gated feed-forwards of one size, and the sum of those that each token chose."""
+
+    def __call__(
+        self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TE: Tensor | None = None
+    ) -> Tensor:
+        """Return residual + the sum of each token's experts times their weights, (T, E), as `fused_experts` of
+        `kernels/torch/mixture.py` defines it."""
+        ...
+
+
+class StackedExperts(Experts):
+    """Experts in one tensor each of gate and up, and of down. `ops`: the result of `kernels.ops_for`."""
+
+    def __init__(self, weights: ExpertWeights, ops: ModuleType) -> None:
+        self._weights, self._ops = weights, ops
+
+    def __call__(
+        self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TE: Tensor | None = None
+    ) -> Tensor:
+        y_TE: Tensor = self._ops.fused_experts(x_TE, weights_TK, experts_TK, self._weights, residual_TE)
+        return y_TE
+
+
+class SeparateExperts(Experts):
+    """Experts with two layers each. Layers on a CPU give a token the same bits whatever tokens are computed with it."""
+
+    def __init__(self, layers: Sequence[tuple[GatedLinear, Linear]]) -> None:
+        self._layers = layers
+
+    def __call__(
+        self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TE: Tensor | None = None
+    ) -> Tensor:
+        top_k, chosen_N = experts_TK.shape[1], experts_TK.flatten()
+        y_NE = x_TE.new_zeros(chosen_N.numel(), x_TE.shape[1])
+        for number in chosen_N.unique().tolist():
+            index = (chosen_N == number).nonzero()[:, 0]
+            gated, down = self._layers[number]
+            y_NE[index] = gated.into(down, x_TE[index // top_k])
+        return combine(y_NE, weights_TK, residual_TE)
