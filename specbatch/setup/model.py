@@ -58,9 +58,7 @@ def check_experts(name: str, model: Checkpoint, config: Config, device: torch.de
     """Raise ConfigError for a mixture of experts in a run that cannot compute it. `name`: the option of the model."""
     if model.config.moe is None:
         return
-    what = f"{name} has experts ({model.config.model_type}), which run on a CPU"
-    if device.type == "cuda":
-        raise ConfigError(f"{what} only so far", hint="set engine.device: cpu, or use a model without experts")
+    what = f"{name} has experts ({model.config.model_type}), which run"
     if config.engine.tensor_parallel > 1:
         raise ConfigError(f"{what} as one rank only", hint="leave engine.tensor_parallel out")
     not_fp8 = f"{what} in their own precision only, not in FP8"
