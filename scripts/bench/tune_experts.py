@@ -20,7 +20,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -111,7 +110,8 @@ def library(x: Tensor, weights_TK: Tensor, chosen: Tensor, experts: ExpertWeight
     top_k = chosen.shape[1]
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
-    ends = torch.bincount(flat, minlength=experts.gate_up_XFE.shape[0]).cumsum(0).int()
+    numbers = torch.arange(experts.gate_up_XFE.shape[0], device=flat.device)
+    ends = (flat[:, None] == numbers).sum(0).cumsum(0).int()
     h = torch._grouped_mm(x[order // top_k], experts.gate_up_XFE.transpose(1, 2), offs=ends)
     y = torch._grouped_mm(act_mul(h), experts.down_XEI.transpose(1, 2), offs=ends)
     back = torch.empty_like(y)
