@@ -22,11 +22,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights
 from specbatch.kernels.triton.mixture.kernel import combine_kernel, expert_gemm, route_kernel, sort_kernel
-from specbatch.kernels.triton.mixture.tile import ExpertTile, tile_for, tokens_of_a_program
+from specbatch.kernels.triton.mixture.tile import MAX_UNSORTED, ExpertTile, fitting, tile_for, tokens_of_a_program
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
+from specbatch.kernels.triton.parts.shared_memory import like_hopper, shared_bytes
 
-_MAX_UNSORTED = 16  # tokens whose choices each program finds itself
-_CHUNK = 1024  # choices that are sorted at a time
+_CHUNK = 4096  # choices that are sorted at a time
 
 
 def route(logits_TX: Tensor, top_k: int, *, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ class _Blocks:
     def __init__(self, experts_TK: Tensor, num_experts: int, block_m: int, pdl: bool) -> None:
         num_tokens = experts_TK.shape[0]
         self.experts, self.num_choices, self.block_m, self.pdl = experts_TK, experts_TK.numel(), block_m, pdl
-        self.are_sorted = num_tokens > block_m or num_tokens > _MAX_UNSORTED
+        self.are_sorted = num_tokens > block_m or num_tokens > MAX_UNSORTED
         self.experts_B: Tensor | None = None
         self.members_BM: Tensor | None = None
         self.count = self.num_choices
@@ -67,7 +67,8 @@ class _Blocks:
             sort_kernel, (num_experts,),
             experts_TK, self.experts_B, self.members_BM, self.num_choices, self.count,
             X_POWER=triton.next_power_of_2(num_experts), BLOCK_M=block_m,
-            CHUNK=min(_CHUNK, max(64, triton.next_power_of_2(self.num_choices))), PDL=pdl, num_warps=4,
+            CHUNK=min(_CHUNK, max(64, triton.next_power_of_2(self.num_choices))), PDL=pdl,
+            num_warps=4 if self.num_choices <= _CHUNK else 8,
             **launch_options(pdl),
         )  # fmt: skip
 
@@ -89,7 +90,7 @@ def fused_experts(
         return y_TE
     block_m = block_m or tokens_of_a_program(num_tokens, num_experts, top_k)
     blocks = _Blocks(experts_TK, num_experts, block_m, dependent_launch(x_TE))
-    first, second = tiles or (tile_for(block_m, inner_size, hidden_size), tile_for(block_m, hidden_size, inner_size))
+    first, second = tiles or (tile_for(block_m, is_gated=True), tile_for(block_m, is_gated=False))
     inner_NI = _multiply(x_TE.contiguous(), top_k, experts.gate_up_XFE, blocks, first, experts.activation)
     of_experts_NE = _multiply(inner_NI, 1, experts.down_XEI, blocks, second)
     block = min(triton.next_power_of_2(hidden_size), 1024)
@@ -114,6 +115,8 @@ def _multiply(
     assert weight_XOI.is_contiguous(), weight_XOI.stride()
     parts = 1 if activation is None else 2
     num_out = num_rows // parts
+    has_tma = x.is_cuda and like_hopper(x.device) and num_in * weight_XOI.element_size() % 16 == 0
+    tile = fitting(tile, blocks.block_m, x.element_size(), shared_bytes(x), has_tma=has_tma)
     block_o = min(tile.block_o // parts, triton.next_power_of_2(num_out))
     block_i = min(tile.block_i, triton.next_power_of_2(num_in))
     y_NO = x.new_empty(blocks.num_choices, num_out)

@@ -7,14 +7,17 @@ Shape letters: M tokens, X experts, K experts of a token, O output features, I i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+MAX_UNSORTED = 16  # tokens whose choices each program finds itself
+_SHARED_SPARE = 8_192  # bytes of shared memory for all but the tiles
 
 
 @dataclass(frozen=True)
 class ExpertTile:
     """One way to cut the GEMM of each expert with its tokens into programs. Sizes are in elements.
 
-    block_m: tokens of one program. block_o, block_i: rows and columns of the tile of weights that is read in one step;
+    block_o, block_i: rows and columns of the tile of weights that is read in one step;
         in the gated GEMM half the rows are gate, half are up.
     num_stages: tiles in flight of one program. num_warps: 32 threads each.
     tma: weights are read by the tensor memory accelerator.
@@ -27,18 +30,40 @@ class ExpertTile:
     tma: bool = False
 
 
+# By block_m: the tiles of gate and up, and of down. `scripts/bench/tune_experts.py` measured them for Qwen3-30B-A3B on
+# one H200. There the GEMMs take the time of reading their weights up to 256 tokens.
+_MEASURED = {
+    8: (ExpertTile(64, 256, 4, 4, tma=True), ExpertTile(128, 128, 4, 4, tma=True)),
+    16: (ExpertTile(64, 256, 3, 4, tma=True), ExpertTile(128, 128, 3, 4, tma=True)),
+    32: (ExpertTile(128, 128, 3, 4, tma=True), ExpertTile(64, 128, 3, 4, tma=True)),
+    64: (ExpertTile(128, 64, 3, 4, tma=True), ExpertTile(128, 64, 4, 4, tma=True)),
+    128: (ExpertTile(256, 64, 4, 8, tma=True), ExpertTile(128, 64, 3, 8, tma=True)),
+}
+
+
 def tokens_of_a_program(M: int, X: int, K: int) -> int:
     """Return the number of tokens of one program (block_m), from the mean number of tokens of an expert."""
     mean = M * K / X
-    if M <= 16:
+    if M <= MAX_UNSORTED:
         return max(8, 1 << (M - 1).bit_length())
-    return 16 if mean <= 8 else 32 if mean <= 24 else 64 if mean <= 96 else 128
+    return 16 if mean <= 8 else 32 if mean <= 24 else 64 if mean <= 48 else 128
 
 
-def tile_for(block_m: int, O: int, I: int) -> ExpertTile:  # noqa: E741
-    """Choose the tile of a GEMM."""
-    if block_m <= 32:
-        return ExpertTile(block_o=64, block_i=128, num_stages=4, num_warps=4)
-    if block_m == 64:
-        return ExpertTile(block_o=128, block_i=64, num_stages=4, num_warps=4)
-    return ExpertTile(block_o=128, block_i=64, num_stages=4, num_warps=8)
+def tile_for(block_m: int, *, is_gated: bool) -> ExpertTile:
+    """Choose the tile of the GEMM of gate and up, or of that of down."""
+    return _MEASURED[block_m][0 if is_gated else 1]
+
+
+def fitting(tile: ExpertTile, block_m: int, itemsize: int, shared: int, *, has_tma: bool) -> ExpertTile:
+    """Return the tile for weights of `itemsize` bytes and a GPU with `shared` bytes of shared memory."""
+    room = shared - _SHARED_SPARE
+    while _stage_bytes(tile, block_m, itemsize) * 2 > room and tile.block_i > 32:
+        tile = replace(tile, block_i=tile.block_i // 2)
+    while _stage_bytes(tile, block_m, itemsize) > room and tile.block_o > 32:
+        tile = replace(tile, block_o=tile.block_o // 2)
+    stages = max(1, min(tile.num_stages, room // _stage_bytes(tile, block_m, itemsize)))
+    return replace(tile, num_stages=stages, tma=tile.tma and has_tma)
+
+
+def _stage_bytes(tile: ExpertTile, block_m: int, itemsize: int) -> int:
+    return itemsize * tile.block_i * (tile.block_o + block_m)
