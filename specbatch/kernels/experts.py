@@ -1,11 +1,11 @@
-"""The weights of a layer's experts, stacked: the operand of the operations of `mixture.py`.
+"""The operands of the operations of `mixture.py`: the weights of a layer's experts, and how a router chooses them.
 
 Shape suffixes: X experts, E hidden size, I inner features of an expert, F inner features of gate and of up.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -18,3 +18,30 @@ class ExpertWeights(NamedTuple):
     gate_up_XFE: Tensor
     down_XEI: Tensor
     activation: Activation = "silu"
+
+
+# How a router's logits become scores: a softmax over all experts; one over the chosen ones, which are those with the
+# largest logits; a sigmoid of each logit.
+Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+
+
+class Routing(NamedTuple):
+    """The traits of a router. It chooses in these steps:
+
+    1. Logits become scores by `scoring`. A correction, if there is one, is added to them for the choice alone (Wang et
+       al. 2024, arXiv:2408.15664).
+    2. With `num_groups` groups of equal sizes, in the order of the experts' numbers, only the `topk_groups` groups are
+       left whose two largest scores have the largest sums (DeepSeek-AI 2024, arXiv:2412.19437).
+    3. The `top_k` experts with the largest scores are chosen, the best one first. Of equal scores the expert with the
+       lowest number comes first, and of equal sums the group with the lowest number. transformers leaves this to
+       torch.topk, whose choice among equal numbers depends on the number of experts.
+    4. The scores of the chosen experts are their weights. They are divided by their sum with `norm_topk_prob`, and
+       multiplied by `scale`.
+    """
+
+    top_k: int
+    norm_topk_prob: bool
+    scoring: Scoring = "softmax"
+    num_groups: int = 1
+    topk_groups: int = 1
+    scale: float = 1.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from specbatch.errors import ModelError
 from specbatch.kernels.activations import Activation
+from specbatch.kernels.experts import Routing, Scoring
 from specbatch.models.rope import RopeConfig
 
 # Norms of a layer besides those of heads, in the names of Hugging Face checkpoints.
@@ -19,16 +20,32 @@ PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 @dataclass(frozen=True)
 class MoeConfig:
     """The mixture of experts that layers have in place of one MLP (Shazeer et al. 2017). A router chooses `top_k`
-    experts for each token, and their outputs are added with the router's probabilities as weights."""
+    experts for each token, and their outputs are added with the router's scores as weights. `Routing` says
+    how the traits of the router work together."""
 
     num_experts: int
     top_k: int  # experts of a token
     expert_size: int  # inner features of an expert
     norm_topk_prob: bool  # the weights of the chosen experts are divided by their sum
     layers: tuple[bool, ...]  # True: the layer has experts; False: one MLP
-    shared_size: int = 0  # inner features of the expert that every token takes, with a gate of its own; 0: none
+    shared_size: int = 0  # inner features of the expert that every token takes; 0: none
+    shared_gate: bool = True  # a gate weights the output of that expert
+    shared_name: str = "shared_expert"  # name of that expert in the block
+    scoring: Scoring = "softmax"
+    num_groups: int = 1  # the experts are divided into groups of equal sizes, in the order of their numbers
+    topk_groups: int = 1  # groups from which a token's experts come
+    scale: float = 1.0  # factor of the weights
+    router_bias: bool = False
+    wide_router: bool = False  # the router's logits are computed in float32, whatever the model computes in
+    correction_bias: str | None = (
+        None  # name in the block of what is added to scores for the choice alone; None: nothing
+    )
     block: str = "mlp"  # name of the module in a layer
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names in an expert
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.top_k, self.norm_topk_prob, self.scoring, self.num_groups, self.topk_groups, self.scale)
 
     def experts(self, block: str) -> list[str]:
         """Return the beginnings of the experts' names. `block`: the module's name with a dot."""
@@ -54,7 +71,7 @@ class ModelConfig:
     qkv_bias: bool
     output_bias: bool  # o_proj has a bias
     mlp_bias: bool
-    qk_norm: bool  # RMSNorm over head_dim on queries and keys, before RoPE
+    qk_norm: bool  # RMSNorm on queries and keys, before RoPE
     sliding_windows: tuple[int | None, ...]  # per layer; w: position p sees (p - w, p]; None: all of [0, p]
     eos_token_ids: tuple[int, ...]  # any of them ends a generation
     attention_scale: float | None = None  # factor of queries times keys; None: head_dim ** -0.5
@@ -65,6 +82,8 @@ class ModelConfig:
     embedding_scale: float | None = None  # factor of the embeddings that enter the first layer
     norms: tuple[str, ...] = PRE_NORMS  # names of a layer's norms
     norm_offset: float = 0.0  # is added to the weights of all norms
+    qk_norm_whole: bool = False  # the norms of queries and keys are over all heads of a token; False: over each head
+    num_mtp_layers: int = 0  # layers after the last one that predict further tokens; they are not loaded
     moe: MoeConfig | None = None  # None: no layer has experts
 
     def rope_of(self, layer: int) -> RopeConfig:
@@ -79,6 +98,8 @@ class ModelConfig:
             num_layers=1,
             sliding_windows=(None,),
             qk_norm=False,
+            qk_norm_whole=False,
+            num_mtp_layers=0,
             mlp_bias=False,
             qkv_bias=qkv_bias,
             output_bias=output_bias,
@@ -102,6 +123,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"{source}: head_dim {self.head_dim} is odd; rotary embeddings need pairs")
+        for layer in range(self.num_layers):
+            if (turned := self.rope_of(layer).rotary_dim(self.head_dim)) % 2 or not turned:
+                raise ModelError(f"{source}: {turned} dimensions of a head rotate; rotary embeddings need pairs")
         return self
 
 
@@ -130,9 +154,12 @@ def layer_tensors(
         "self_attn.v_proj": (kv_size, input_size, c.qkv_bias),
         "self_attn.o_proj": (c.hidden_size, q_size, c.output_bias),
     }
+    other: dict[str, tuple[int, ...]] = {}
     if has_experts:
         assert c.moe is not None
         linears |= _expert_linears(c.moe, c.hidden_size)
+        if c.moe.correction_bias is not None:
+            other[f"{prefix}{c.moe.block}.{c.moe.correction_bias}"] = (c.moe.num_experts,)
     else:
         linears |= _mlp_linears("mlp", c.hidden_size, c.intermediate_size, has_bias=c.mlp_bias)
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}{c.norms[0]}.weight": (c.hidden_size,)}
@@ -141,8 +168,9 @@ def layer_tensors(
         if has_bias:
             shapes[f"{prefix}{name}.bias"] = (size_out,)
     if c.qk_norm:
-        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (c.head_dim,) for name in "qk"}
-    return shapes | {f"{prefix}{name}.weight": (c.hidden_size,) for name in c.norms[1:]}
+        sizes = {"q": q_size, "k": kv_size} if c.qk_norm_whole else dict.fromkeys("qk", c.head_dim)
+        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (size,) for name, size in sizes.items()}
+    return shapes | other | {f"{prefix}{name}.weight": (c.hidden_size,) for name in c.norms[1:]}
 
 
 Linears = dict[str, tuple[int, int, bool]]  # (outputs, inputs, whether it has a bias) by name
@@ -161,12 +189,13 @@ def _mlp_linears(
 
 
 def _expert_linears(moe: MoeConfig, hidden_size: int) -> Linears:
-    linears: Linears = {f"{moe.block}.gate": (moe.num_experts, hidden_size, False)}
+    linears: Linears = {f"{moe.block}.gate": (moe.num_experts, hidden_size, moe.router_bias)}
     for name in moe.experts(f"{moe.block}."):
         linears |= _mlp_linears(name, hidden_size, moe.expert_size, moe.projections)
     if moe.shared_size:
-        linears |= _mlp_linears(f"{moe.block}.shared_expert", hidden_size, moe.shared_size)
-        linears[f"{moe.block}.shared_expert_gate"] = (1, hidden_size, False)
+        linears |= _mlp_linears(f"{moe.block}.{moe.shared_name}", hidden_size, moe.shared_size)
+        if moe.shared_gate:
+            linears[f"{moe.block}.{moe.shared_name}_gate"] = (1, hidden_size, False)
     return linears
 
 

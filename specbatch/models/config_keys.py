@@ -40,14 +40,17 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
             attn_logit_softcapping attn_logit_softcap attn_softcap final_logit_softcapping final_logit_softcap
             logits_soft_cap clip_qkv qk_clip_threshold
             attention_chunk_size no_rope_layer_interval
-            num_experts num_local_experts n_routed_experts moe_intermediate_size kv_lora_rank q_lora_rank
+            num_experts num_local_experts n_routed_experts moe_num_experts moe_intermediate_size
+            n_shared_experts num_shared_experts moe_num_shared_experts shared_expert_intermediate_size
+            shared_intermediate_size num_zero_experts first_k_dense_replace kv_lora_rank q_lora_rank
             """,
         ),
         (
             (1,),
             """
             logit_scale logits_scaling logits_scale embedding_multiplier residual_multiplier lm_head_multiplier
-            embed_scale scale_emb rotary_pct
+            embed_scale scale_emb rotary_pct n_group num_expert_group topk_group routed_scaling_factor moe_layer_freq
+            decoder_sparse_step
             """,
         ),
         ((), "attention_multiplier query_pre_attn_scalar scale_depth dim_model_base attn_temperature_tuning"),
@@ -55,10 +58,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
             ({}, []),
             """
             per_layer_config pruned_heads no_rope_layers sliding_window_pattern
-            vision_config audio_config text_config decoder encoder
+            vision_config audio_config text_config decoder encoder mlp_only_layers
             """,
         ),
         (("silu", "swish"), "hidden_activation mlp_activation activation_function"),
+        (("softmax",), "scoring_func"),
+        (("greedy",), "topk_method"),
     )
     for name in names.split()
 }

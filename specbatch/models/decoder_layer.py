@@ -55,7 +55,7 @@ class ForwardPass:
 
     def angles(self, rotary: Rotary) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of all tokens. None: the fused operation reads them from the tables."""
-        if self._angles is None or self.cache.dtype != rotary.cos_PD.dtype:
+        if self._angles is None or self.cache.dtype != rotary.cos_PR.dtype:
             return None
         if rotary not in self._angles:
             self._angles[rotary] = rotary.at(self.batch.positions_T)
@@ -75,8 +75,8 @@ class ForwardPass:
 
 
 class Attention:
-    """Self-attention of one layer: fused QKV projection, optional per-head norms, rotary, cache write, backend,
-    output."""
+    """Self-attention of one layer: fused QKV projection, optional norms of queries and keys, rotary, cache write,
+    backend, output."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str, rotary: Rotary) -> None:
         self.layer, self._rotary = layer, rotary
@@ -84,10 +84,12 @@ class Attention:
         self.num_heads, self._num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._qkv = weights.linear(*(f"{prefix}{name}_proj" for name in "qkv"), has_bias=config.qkv_bias)
         self._out = weights.summed_linear(f"{prefix}o_proj", has_bias=config.output_bias)
-        self._q_norm, self._k_norm = (
+        norms = [
             weights.norm(f"{prefix}{name}_norm", config.rms_norm_eps, config.norm_offset) if config.qk_norm else None
             for name in "qk"
-        )
+        ]
+        self._q_norm, self._k_norm = (None, None) if config.qk_norm_whole else norms
+        self._whole_q_norm, self._whole_k_norm = norms if config.qk_norm_whole else (None, None)
         self._key_offset_KD: Tensor | None = None
         if config.qkv_bias and not config.qk_norm:  # a norm changes what the bias adds
             self._key_offset_KD = key_offset(weights.tensor(f"{prefix}k_proj.bias"), config)
@@ -117,6 +119,10 @@ class Attention:
         return traceable_parts(self, "_qkv", "_out")
 
     def rotate_and_write(self, qkv_TZ: Tensor, step: ForwardPass) -> Tensor:
+        if self._whole_q_norm is not None and self._whole_k_norm is not None:
+            sizes = (self.num_heads * self.head_dim, *(self._num_kv_heads * self.head_dim,) * 2)
+            q, k, v = qkv_TZ.split(sizes, dim=1)
+            qkv_TZ = torch.cat((self._whole_q_norm(q), self._whole_k_norm(k), v), dim=1)
         angles = step.angles(self._rotary)
         return self._rotate_and_write_fused(qkv_TZ, step) if angles is None else self._by_angles(qkv_TZ, step, angles)
 
@@ -137,8 +143,8 @@ class Attention:
             qkv,
             self.num_heads,
             self._num_kv_heads,
-            self._rotary.cos_PD,
-            self._rotary.sin_PD,
+            self._rotary.cos_PR,
+            self._rotary.sin_PR,
             step.batch.positions_T,
             step.batch.slots_T,
             step.cache.layer(self.layer),

@@ -1,6 +1,6 @@
 """Norms and rotary embeddings, for inference only.
 
-Shape suffixes: T packed tokens, E hidden size, H heads, D head dimension, P positions.
+Shape suffixes: T packed tokens, E hidden size, H heads, D head dimension, P positions, R dimensions that rotate.
 """
 
 from __future__ import annotations
@@ -37,23 +37,27 @@ class RMSNorm:
 
 
 class Rotary:
-    """Rotary position embedding (Su et al. 2021), rotate-half form, from tables of cos and sin for `num_positions`."""
+    """Rotary position embedding (Su et al. 2021), rotate-half form, from tables of cos and sin for `num_positions`. The
+    first R dimensions of a head rotate; in most models these are all."""
 
     def __init__(
         self, inv_freq: Tensor, attention_factor: float, num_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq.float())
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-        self.cos_PD = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
-        self.sin_PD = torch.cat((-sin, sin), dim=-1).to(
+        self.cos_PR = torch.cat((cos, cos), dim=-1).to(device=device, dtype=dtype)
+        self.sin_PR = torch.cat((-sin, sin), dim=-1).to(
             device=device, dtype=dtype
         )  # the sign of rotate-half is in the table
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin for packed tokens, each (T, 1, D): read once for all layers of a forward pass."""
-        return self.cos_PD[positions_T].unsqueeze(1), self.sin_PD[positions_T].unsqueeze(1)
+        """cos and signed sin for packed tokens, each (T, 1, R): read once for all layers of a forward pass."""
+        return self.cos_PR[positions_T].unsqueeze(1), self.sin_PR[positions_T].unsqueeze(1)
 
     @staticmethod
     def apply(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        swapped = x_THD.roll(x_THD.shape[-1] // 2, dims=-1)
+        rotary_dim = cos.shape[-1]
+        if rotary_dim < x_THD.shape[-1]:
+            return torch.cat((Rotary.apply(x_THD[..., :rotary_dim], cos, sin), x_THD[..., rotary_dim:]), dim=-1)
+        swapped = x_THD.roll(rotary_dim // 2, dims=-1)
         return x_THD * cos + swapped * sin  # not addcmul: it rounds some elements once and some twice

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specbatch.kernels import ops_for
+from specbatch.kernels.torch.mixture import row_sigmoid
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.linear import Linear, Residual
@@ -27,18 +28,21 @@ class MixtureMLP:
     def __init__(self, config: ModelConfig, weights: WeightLoader, prefix: str) -> None:
         moe = config.moe
         assert moe is not None
-        self._top_k, self._norm_topk_prob = moe.top_k, moe.norm_topk_prob
+        self._routing, self._is_wide = moe.routing, moe.wide_router
         self._ops = ops_for(weights.device, weights.dtype)
         block = f"{prefix}{moe.block}."
-        self._router = weights.linear(f"{block}gate")
+        router = weights.wide_linear if moe.wide_router else weights.linear
+        self._router = router(f"{block}gate", has_bias=moe.router_bias)
+        correction = moe.correction_bias
+        self._correction_X = None if correction is None else weights.wide(f"{block}{correction}")
         gate, up, down = moe.projections
         names = [(f"{name}.{gate}", f"{name}.{up}", f"{name}.{down}") for name in moe.experts(block)]
         self._experts = weights.experts(names, config.activation)
         self._shared: _SharedExpert | None = None
         self._shared_gate: Linear | None = None
         if moe.shared_size:
-            self._shared = _SharedExpert(config, weights, f"{block}shared_expert.")
-            self._shared_gate = weights.linear(f"{block}shared_expert_gate")
+            self._shared = _SharedExpert(config, weights, f"{block}{moe.shared_name}.")
+            self._shared_gate = weights.linear(f"{block}{moe.shared_name}_gate") if moe.shared_gate else None
 
     def start(self, x: Residual, norm: RMSNorm, next_norm: RMSNorm | None = None) -> Callable[[], Residual]:
         """Compute x + mixture(norm(x)), as `MLP.start` does."""
@@ -51,21 +55,18 @@ class MixtureMLP:
 
     def _add_to(self, residual_TE: Tensor | None, x_TE: Tensor) -> Tensor:
         """Return residual + mixture(x)."""
-        weights_TK, experts_TK = self._ops.route(self._router(x_TE), self._top_k, norm_topk_prob=self._norm_topk_prob)
-        if self._shared is not None and self._shared_gate is not None:
-            shared_TE = _sigmoid(self._shared_gate(x_TE)) * self._shared(x_TE)
+        logits_TX = self._router(x_TE.to(torch.promote_types(x_TE.dtype, torch.float32)) if self._is_wide else x_TE)
+        weights_TK, experts_TK = self._ops.route(logits_TX, self._routing, self._correction_X)
+        if self._shared is not None:
+            shared_TE = self._shared(x_TE)
+            if self._shared_gate is not None:
+                shared_TE = row_sigmoid(self._shared_gate(x_TE)) * shared_TE
             residual_TE = shared_TE if residual_TE is None else residual_TE + shared_TE
         return self._experts(x_TE, weights_TK, experts_TK, residual_TE)
 
     def traceable(self) -> None:
         """See `linears.linear.Layer.traceable`: no compiler fuses the experts."""
         return
-
-
-def _sigmoid(logits_T1: Tensor) -> Tensor:
-    """Compute a sigmoid as a softmax of two numbers, row by row. `torch.sigmoid` computes the elements at the end of a
-    tensor by another formula than the others, so a token's bits would depend on its index."""
-    return torch.softmax(torch.nn.functional.pad(logits_T1, (1, 0)), dim=-1)[:, 1:]
 
 
 class _SharedExpert:

@@ -21,6 +21,7 @@ class RopeConfig:
 
     theta: float
     scaling: RopeScaling = "none"
+    partial: float = 1.0  # share of a head's dimensions that rotate: the first ones
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -38,6 +39,7 @@ class RopeConfig:
         ranges: list[tuple[str, float, bool, str]] = [
             ("rope_theta", self.theta, 1 < self.theta < 1e30, "above 1 and below 1e30"),
             ("the rope scaling factor", self.factor, 1 <= self.factor <= 1e6, "from 1 to 1,000,000"),
+            ("partial_rotary_factor", self.partial, 0 < self.partial <= 1, "above 0 and at most 1"),
         ]
         if self.scaling == "llama3":
             in_order = 0 < self.low_freq_factor < self.high_freq_factor
@@ -76,12 +78,17 @@ class RopeConfig:
         length = math.floor(self.original_max_position * self.factor + 1e-3)  # a rounded factor costs no token
         return whole_number(length, f"{name}, stretched {self.factor:g} times,")
 
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return how many dimensions of a head rotate."""
+        return int(head_dim * self.partial)
+
     def inverse_frequencies(self, head_dim: int) -> tuple[torch.Tensor, float]:
-        """Returns (float32 CPU tensor of shape (head_dim // 2,) in radians per token, factor on cos and sin).
+        """Returns (float32 CPU tensor of shape (rotary_dim // 2,) in radians per token, factor on cos and sin).
 
         The operations and their order are those of transformers' `ROPE_INIT_FUNCTIONS`: results agree bit for bit.
         """
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+        rotary_dim = self.rotary_dim(head_dim)
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
         powers = self.theta**exponents
         inverse = 1.0 / powers
         attention_factor = 1.0
@@ -90,7 +97,7 @@ class RopeConfig:
         elif self.scaling == "llama3":
             inverse = self._llama3(inverse)
         elif self.scaling == "yarn":
-            inverse, attention_factor = self._yarn(powers, head_dim)
+            inverse, attention_factor = self._yarn(powers, rotary_dim)
         if self.frequency_divisors is not None:
             divisors = torch.tensor(self.frequency_divisors, dtype=torch.float32)
             assert divisors.shape == inverse.shape, (divisors.shape, inverse.shape)
@@ -110,21 +117,21 @@ class RopeConfig:
         between = ~(wavelength < high_wavelength) * ~(wavelength > low_wavelength)
         return torch.where(between, smoothed, scaled)
 
-    def _yarn(self, powers: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, float]:
+    def _yarn(self, powers: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, float]:
         """YaRN (Peng et al. 2023, arXiv:2309.00071), equations as in transformers."""
 
         def correction_dim(num_rotations: float) -> float:
-            return (head_dim * math.log(self.original_max_position / (num_rotations * 2 * math.pi))) / (
+            return (rotary_dim * math.log(self.original_max_position / (num_rotations * 2 * math.pi))) / (
                 2 * math.log(self.theta)
             )
 
         low, high = correction_dim(self.beta_fast), correction_dim(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
         if low == high:
             high += 0.001  # no division by zero
-        ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+        ramp = torch.clamp((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
         extrapolation = 1 - ramp
         inverse = 1.0 / (self.factor * powers) * (1 - extrapolation) + 1.0 / powers * extrapolation
         return inverse, self._yarn_attention_factor()
@@ -141,8 +148,12 @@ class RopeConfig:
         return mscale(1.0)
 
 
-def parse_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """Read a config.json: `rope_parameters` of transformers 5, and the older `rope_theta` with `rope_scaling`."""
+def parse_rope(
+    config: Mapping[str, Any], max_position: int, theta: float = 10000.0, partial: float | None = None
+) -> RopeConfig:
+    """Read a config.json: `rope_parameters` of transformers 5, and the older `rope_theta` with `rope_scaling`. `theta`
+    and `partial`: the `rope_theta` and the `partial_rotary_factor` of a file that has none. `partial` None: heads of
+    the family rotate as a whole."""
     # `rope_scaling` wins where both are present, as in transformers.
     given = _object(config, "rope_scaling") or _object(config, "rope_parameters")
     nested = [key for key, value in given.items() if isinstance(value, Mapping)]
@@ -160,7 +171,7 @@ def parse_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
         return default if found is None else found
 
     outer_theta = config.get("rope_theta")
-    theta = value("rope_theta", 10000.0 if outer_theta is None else number(outer_theta, "config.json: rope_theta"))
+    theta = value("rope_theta", theta if outer_theta is None else number(outer_theta, "config.json: rope_theta"))
     kind = given.get("rope_type", given.get("type", "default"))
     scaling: RopeScaling
     if kind == "default":
@@ -171,13 +182,16 @@ def parse_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
         raise ModelError(
             f"rope type {shown(kind)} is not supported", hint="supported rope types: default, linear, llama3, yarn"
         )
-    partial = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+    share = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial is None and share not in (None, 1, 1.0):
         raise ModelError(
-            f"partial_rotary_factor {shown(partial)} is not supported", hint="only fully rotated heads are"
+            f"partial_rotary_factor {shown(share)} is not supported", hint="heads of this family rotate as a whole"
         )
+    partial = partial or 1.0
+    if share is not None:
+        partial = number(share, "config.json: partial_rotary_factor")
     if scaling == "none":
-        return RopeConfig(theta=theta).checked("config.json")
+        return RopeConfig(theta=theta, partial=partial).checked("config.json")
     key = "original_max_position_embeddings"
     lengths = [where[key] for where in (config, given) if where.get(key) is not None]
     original = whole_number(lengths[0], f"config.json: {key}") if lengths else max_position
@@ -192,6 +206,7 @@ def parse_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
     return RopeConfig(
         theta=theta,
         scaling=scaling,
+        partial=partial,
         factor=factor,
         low_freq_factor=value("low_freq_factor", 1.0),
         high_freq_factor=value("high_freq_factor", 4.0),

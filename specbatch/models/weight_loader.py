@@ -89,9 +89,7 @@ class WeightLoader:
         """Make a norm that multiplies by offset + weight. With an offset, the sum is kept in float32 at least."""
         if not offset:
             return RMSNorm(self.tensor(f"{name}.weight"), eps)
-        wide = torch.promote_types(self.dtype, torch.float32)
-        weight_E = self.stored(f"{name}.weight").to(device=self.device, dtype=wide)
-        return RMSNorm(weight_E + offset, eps, self._ops)
+        return RMSNorm(self.wide(f"{name}.weight") + offset, eps, self._ops)
 
     def linear(self, *names: str, has_bias: bool = False) -> Linear:
         """One layer; several names: layers of the same input, their outputs concatenated."""
@@ -100,6 +98,17 @@ class WeightLoader:
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if has_bias else []
         return self.new_linear(_joined(weights), _joined(biases) if has_bias else None)
+
+    def wide(self, name: str) -> Tensor:
+        """A tensor in float32 at least, on the device of the model."""
+        return self.stored(name).to(device=self.device, dtype=torch.promote_types(self.dtype, torch.float32))
+
+    def wide_linear(self, name: str, has_bias: bool = False) -> Linear:
+        """A layer that computes in float32 at least, whatever the model computes in."""
+        weight_OI, bias_O = self.wide(f"{name}.weight"), self.wide(f"{name}.bias") if has_bias else None
+        if is_packable(weight_OI):
+            return PackedLinear(weight_OI, bias_O)
+        return DenseLinear(weight_OI, bias_O, ops_for(self.device, weight_OI.dtype))
 
     def summed_linear(self, name: str, has_bias: bool = False) -> Linear:
         """A layer that reads the heads, or the inner features of an MLP, which may be divided among ranks."""

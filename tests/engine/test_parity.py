@@ -12,17 +12,22 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Dots1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SolarOpenConfig,
 )
 
 from specbatch.models.decoder import Decoder
@@ -55,6 +60,15 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 # head_dim and query_pre_attn_scalar are independent of the other sizes, as in Gemma 2 27B.
 GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "bos_token_id": 2, "eos_token_id": 1}
+# Experts of DeepSeek-V3's kind.
+GROUPS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -99,6 +113,29 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3-moe-dense-layer": Qwen3MoeConfig(
         **SIZES, head_dim=8, num_experts=8, num_experts_per_tok=8, moe_intermediate_size=24, mlp_only_layers=[1]
     ),
+    "olmoe": OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3),
+    "olmoe-norm": OlmoeConfig(
+        **{**SIZES, "num_key_value_heads": 6}, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True
+    ),
+    "glm4-moe": Glm4MoeConfig(**SIZES, **GROUPS, head_dim=16, attention_bias=True, use_qk_norm=True),
+    "glm4-moe-plain": Glm4MoeConfig(
+        **SIZES,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=False,
+        n_shared_experts=2,
+        first_k_dense_replace=2,
+        rope_parameters={**YARN, "partial_rotary_factor": 0.25},
+        head_dim=16,
+    ),
+    "dots1-window": Dots1Config(
+        **SIZES, **GROUPS, n_shared_experts=2, first_k_dense_replace=1, sliding_window=9, max_window_layers=1
+    ),
+    "solar-open": SolarOpenConfig(
+        **{k: v for k, v in SIZES.items() if k != "intermediate_size"}, **GROUPS, head_dim=16
+    ),
+    "minimax-m2": MiniMaxM2Config(**SIZES, num_local_experts=6, num_experts_per_tok=2, head_dim=12, rotary_dim=4),
     "gemma": GemmaConfig(**SIZES, head_dim=16),
     "gemma-untied": GemmaConfig(**SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=False),
     "gemma2-window": Gemma2Config(
@@ -146,7 +183,7 @@ def test_families(name: str, tmp_path: Path) -> None:
     # Of the implementations, only eager applies soft caps to scores.
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        for key, parameter in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in key or key.endswith(
                 "bias"
             ):  # as initialised they are ones and zeros, which would hide mistakes

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from specbatch.kernels import torch as reference
-from specbatch.kernels.experts import ExpertWeights
+from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.triton.mixture import ops
 from specbatch.kernels.triton.mixture.tile import ExpertTile
 from tests.kernels.test_gemm import DEVICES, assert_close, normal
@@ -62,7 +62,7 @@ def test_routing(device: str, norm: bool) -> None:
         logits = normal(33, 12, seed=1, dtype=dtype, device=device)
         logits[5] = 0.5
         logits[6, 3:9] = logits[6].max() + 1
-        expected = reference.route(logits, 4, norm_topk_prob=norm)
-        actual = ops.route(logits, 4, norm_topk_prob=norm)
+        expected = reference.route(logits, Routing(4, norm))
+        actual = ops.route(logits, Routing(4, norm))
         assert torch.equal(actual[1], expected[1])
         assert_close(actual[0], expected[0])

@@ -34,13 +34,18 @@ def test_act_mul(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("norm", "offset"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 80), (8, 1, 128)])
-def test_rotary_write(heads: int, kv_heads: int, dim: int, norm: bool, offset: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "turned"), [(9, 3, 64, 64), (4, 4, 80, 80), (8, 1, 128, 128), (3, 1, 80, 20)]
+)
+def test_rotary_write(
+    heads: int, kv_heads: int, dim: int, turned: int, norm: bool, offset: bool, dtype: torch.dtype
+) -> None:
+    """`turned`: the dimensions of a head that rotate."""
     tokens = 6
     qkv = random(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    angles = torch.outer(torch.arange(50.0), torch.rand(dim // 2, generator=torch.Generator().manual_seed(1)))
+    angles = torch.outer(torch.arange(50.0), torch.rand(turned // 2, generator=torch.Generator().manual_seed(1)))
     cos, sin = (t.repeat(1, 2).to(DEVICE, dtype) for t in (angles.cos(), angles.sin()))
-    sin[:, : dim // 2] *= -1
+    sin[:, : turned // 2] *= -1
     positions = torch.tensor([3, 4, 5, 49, 0, 7], device=DEVICE)
     slots = torch.tensor([8, 0, 3, -1, 5, -1], device=DEVICE)
     norms = (random(dim, dtype=dtype, seed=2), random(dim, dtype=dtype, seed=3)) if norm else (None, None)

@@ -1,6 +1,7 @@
 """Mixtures of experts, in plain torch (Shazeer et al. 2017).
 
-Shape suffixes: T packed tokens, X experts, K experts of a token, E hidden size, I inner features of an expert.
+Shape suffixes: T packed tokens, X experts, K experts of a token, G groups of experts, E hidden size, I inner features of
+an expert.
 """
 
 from __future__ import annotations
@@ -9,20 +10,53 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.kernels.experts import ExpertWeights
+from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.torch.model import act_mul
 
 
-def route(logits_TX: Tensor, top_k: int, *, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
-    """Return the weights (T, K), in the dtype of the logits, and the numbers (T, K) int32 of each token's experts: the
-    most probable ones after a softmax in float32, the best one first (Mixtral, Jiang et al. 2024). Of equal ones the
-    expert with the lower number comes first. `norm_topk_prob`: weights are divided by their sum."""
-    wide = torch.promote_types(logits_TX.dtype, torch.float32)
-    weights_TX, experts_TX = torch.softmax(logits_TX, dim=-1, dtype=wide).sort(dim=-1, descending=True, stable=True)
-    weights_TK = weights_TX[:, :top_k]
-    if norm_topk_prob:
-        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-    return weights_TK.to(logits_TX.dtype), experts_TX[:, :top_k].int()
+def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the weights (T, K) and the numbers (T, K) int32 of each token's experts, as `Routing` says, computed in
+    float32 at least. Weights of a softmax have the dtype of the logits, those of a sigmoid stay wide."""
+    wide_TX = logits_TX.to(torch.promote_types(logits_TX.dtype, torch.float32))
+    scores_TX = wide_TX
+    if routing.scoring == "softmax":
+        scores_TX = torch.softmax(wide_TX, dim=-1)
+    elif routing.scoring == "sigmoid":
+        scores_TX = row_sigmoid(wide_TX)
+    choice_TX = scores_TX if correction_X is None else scores_TX + correction_X
+    if routing.num_groups > 1:
+        choice_TX = _of_best_groups(choice_TX, routing)
+    experts_TK = _highest(choice_TX, routing.top_k)
+    weights_TK = scores_TX.gather(1, experts_TK)
+    if routing.scoring == "softmax_of_chosen":
+        weights_TK = torch.softmax(weights_TK, dim=-1)
+    elif routing.norm_topk_prob:
+        # The second term only keeps sigmoids that are all 0 from becoming NaN.
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    if routing.scale != 1.0:
+        weights_TK = weights_TK * routing.scale
+    return weights_TK if routing.scoring == "sigmoid" else weights_TK.to(logits_TX.dtype), experts_TK.int()
+
+
+def row_sigmoid(logits: Tensor) -> Tensor:
+    """Compute each sigmoid as a softmax of two numbers. `torch.sigmoid` computes the elements at the end of a tensor by
+    another formula than the others, so a token's bits would depend on its index."""
+    return torch.softmax(torch.stack((torch.zeros_like(logits), logits), dim=-1), dim=-1)[..., 1]
+
+
+def _of_best_groups(scores_TX: Tensor, routing: Routing) -> Tensor:
+    """Return the scores, with -inf for experts of groups that are left out."""
+    num_tokens, num_experts = scores_TX.shape
+    scores_TGX = scores_TX.view(num_tokens, routing.num_groups, num_experts // routing.num_groups)
+    sums_TG = scores_TGX.topk(2, dim=-1).values.sum(dim=-1)
+    is_left_TG = torch.zeros_like(sums_TG, dtype=torch.bool)
+    is_left_TG.scatter_(1, _highest(sums_TG, routing.topk_groups), True)
+    return scores_TGX.masked_fill(~is_left_TG.unsqueeze(-1), -torch.inf).view(num_tokens, num_experts)
+
+
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """Return the indices of the largest numbers of each row. Of equal ones, the lowest index comes first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def fused_experts(

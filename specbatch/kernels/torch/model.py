@@ -11,7 +11,7 @@ such a value as 0 (`storable`). So a query that sees the token gets NaN, and oth
 of a hidden token is replaced, but its value is multiplied by a weight of 0, and 0 * NaN would be NaN.
 
 Shape suffixes: T packed tokens, E hidden size, I intermediate size, H query heads, K key/value heads, D head dimension,
-S slots, B sequences, L slots of the longest page table.
+R dimensions of a head that rotate, S slots, B sequences, L slots of the longest page table.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def rotary_write(
     qkv_TZ: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    cos_PD: Tensor,
-    sin_PD: Tensor,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
     positions_T: Tensor,
     slots_T: Tensor,
     kv_2KSD: Tensor,
@@ -80,18 +80,21 @@ def rotary_write(
     v_scale: float = 1.0,
     k_offset_KD: Tensor | None = None,
 ) -> Tensor:
-    """Split a fused projection, norm each head if the model does (Qwen3), rotate queries and keys (rotate-half; the
-    sign is in `sin_PD`), and write keys and values to the cache at `slots_T` (-1: not written), in its dtype. Return
-    queries (T, H, D). `k_scale`, `v_scale`: the scales of a cache in float8, by which keys and values are divided.
+    """Split a fused projection, norm each head if the model does (Qwen3), rotate the first R dimensions of queries and
+    keys (rotate-half; the sign is in `sin_PR`), and write keys and values to the cache at `slots_T` (-1: not written),
+    in its dtype. Return queries (T, H, D). `k_scale`, `v_scale`: the scales of a cache in float8, by which keys and
+    values are divided.
     `k_offset_KD`: it is first subtracted from all keys, in float32.
     """
-    num_tokens, head_dim = qkv_TZ.shape[0], cos_PD.shape[1]
+    num_tokens, head_dim, rotary_dim = qkv_TZ.shape[0], kv_2KSD.shape[3], cos_PR.shape[1]
     heads = qkv_TZ.view(num_tokens, -1, head_dim)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if q_norm_D is not None and k_norm_D is not None:
         q, k = rms_norm(q, q_norm_D, eps), rms_norm(k, k_norm_D, eps)
-    cos, sin = cos_PD[positions_T].unsqueeze(1), sin_PD[positions_T].unsqueeze(1)
-    q, k = (x * cos + x.roll(head_dim // 2, dims=-1) * sin for x in (q, k))
+    cos, sin = cos_PR[positions_T].unsqueeze(1), sin_PR[positions_T].unsqueeze(1)
+    turned = (x[..., :rotary_dim] for x in (q, k))
+    turned = (x * cos + x.roll(rotary_dim // 2, dims=-1) * sin for x in turned)
+    q, k = (torch.cat((first, x[..., rotary_dim:]), dim=-1) for first, x in zip(turned, (q, k), strict=True))
     slots = torch.where(slots_T >= 0, slots_T, kv_2KSD.shape[2] - 1)
     k, v = storable(k, v)
     if k_offset_KD is not None:

@@ -186,6 +186,7 @@ def _rotary_write(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    R: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -195,53 +196,59 @@ def _rotary_write(
     await_former(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    low = tl.arange(0, HALF)
+    pairs = tl.arange(0, HALF)
     half: tl.constexpr = D // 2
+    turned: tl.constexpr = R // 2  # pairs that rotate; the others are dimensions after the R first ones
+    dim1, dim2 = pairs, pairs + half
+    if R < D:
+        dim1 = tl.where(pairs < turned, pairs, pairs + turned)
+        dim2 = tl.where(pairs < turned, pairs + turned, pairs + half)
     all_heads: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
-    ok = (heads < all_heads)[:, None] & (low < half)[None, :]
-    offsets = (token * all_heads + heads)[:, None] * D + low[None, :]
-    x1 = tl.load(qkv_ptr + offsets, mask=ok, other=0.0)
-    x2 = tl.load(qkv_ptr + offsets + half, mask=ok, other=0.0)
+    pair_ok = pairs < half
+    ok = (heads < all_heads)[:, None] & pair_ok[None, :]
+    head = (token * all_heads + heads)[:, None] * D
+    x1 = tl.load(qkv_ptr + head + dim1[None, :], mask=ok, other=0.0)
+    x2 = tl.load(qkv_ptr + head + dim2[None, :], mask=ok, other=0.0)
     dtype = qkv_ptr.dtype.element_ty
     is_query = (heads < NUM_HEADS)[:, None]
     is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]
 
     y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
-    low_ok = low < half
     if HAS_NORM:
         scale = 1.0 / tl.sqrt_rn((tl.sum(y1 * y1, 1) + tl.sum(y2 * y2, 1)) / D + eps)
-        wq1 = tl.load(q_norm_ptr + low, mask=low_ok, other=0.0)[None, :]
-        wq2 = tl.load(q_norm_ptr + half + low, mask=low_ok, other=0.0)[None, :]
-        wk1 = tl.load(k_norm_ptr + low, mask=low_ok, other=0.0)[None, :]
-        wk2 = tl.load(k_norm_ptr + half + low, mask=low_ok, other=0.0)[None, :]
+        wq1 = tl.load(q_norm_ptr + dim1, mask=pair_ok, other=0.0)[None, :]
+        wq2 = tl.load(q_norm_ptr + dim2, mask=pair_ok, other=0.0)[None, :]
+        wk1 = tl.load(k_norm_ptr + dim1, mask=pair_ok, other=0.0)[None, :]
+        wk2 = tl.load(k_norm_ptr + dim2, mask=pair_ok, other=0.0)[None, :]
         y1 = scaled_norm(y1 * scale[:, None], tl.where(is_query, wq1, wk1), dtype).to(tl.float32)
         y2 = scaled_norm(y2 * scale[:, None], tl.where(is_query, wq2, wk2), dtype).to(tl.float32)
     position = tl.load(positions_ptr + token)
-    cos1 = tl.load(cos_ptr + position * D + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
-    cos2 = tl.load(cos_ptr + position * D + half + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
-    sin1 = tl.load(sin_ptr + position * D + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
-    sin2 = tl.load(sin_ptr + position * D + half + low, mask=low_ok, other=0.0).to(tl.float32)[None, :]
+    angle, rotates = position * R + pairs, pairs < turned
+    cos1 = tl.load(cos_ptr + angle, mask=rotates, other=1.0).to(tl.float32)[None, :]
+    cos2 = tl.load(cos_ptr + angle + turned, mask=rotates, other=1.0).to(tl.float32)[None, :]
+    sin1 = tl.load(sin_ptr + angle, mask=rotates, other=0.0).to(tl.float32)[None, :]
+    sin2 = tl.load(sin_ptr + angle + turned, mask=rotates, other=0.0).to(tl.float32)[None, :]
     # The table of sines has the sign of rotate-half.
     rotated1 = (y1 * cos1 + y2 * sin1).to(dtype)
     rotated2 = (y2 * cos2 + y1 * sin2).to(dtype)
     out1 = tl.where(is_value, x1, rotated1)
     out2 = tl.where(is_value, x2, rotated2)
 
-    q_offsets = (token * NUM_HEADS + heads)[:, None] * D + low[None, :]
-    tl.store(q_ptr + q_offsets, out1, mask=ok & is_query)
-    tl.store(q_ptr + q_offsets + half, out2, mask=ok & is_query)
+    q_head = (token * NUM_HEADS + heads)[:, None] * D
+    tl.store(q_ptr + q_head + dim1[None, :], out1, mask=ok & is_query)
+    tl.store(q_ptr + q_head + dim2[None, :], out2, mask=ok & is_query)
     slot = tl.load(slots_ptr + token)
-    written = ok & (slot + low * 0 >= 0)[None, :]  # a block, because the interpreter has no scalar masks
+    written = ok & (slot + pairs * 0 >= 0)[None, :]  # a block, because the interpreter has no scalar masks
     k_head, v_head = heads - NUM_HEADS, heads - NUM_HEADS - NUM_KV_HEADS
-    k_offsets = k_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
-    v_offsets = v_head[:, None].to(tl.int64) * stride_kv_head + slot * D + low[None, :]
+    k_slot = k_head[:, None].to(tl.int64) * stride_kv_head + slot * D
+    v_slot = v_head[:, None].to(tl.int64) * stride_kv_head + slot * D
     is_key = (heads >= NUM_HEADS)[:, None] & (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
     # Keys become NaN if they or the values of the same head are not finite, see `storable` of the reference kernels.
     # Another program can write those values, so they are read here.
     of_keys = ok & is_key
-    values = offsets + NUM_KV_HEADS * D
-    v1 = tl.load(qkv_ptr + values, mask=of_keys, other=0.0).to(tl.float32)
-    v2 = tl.load(qkv_ptr + values + half, mask=of_keys, other=0.0).to(tl.float32)
+    values = head + NUM_KV_HEADS * D
+    v1 = tl.load(qkv_ptr + values + dim1[None, :], mask=of_keys, other=0.0).to(tl.float32)
+    v2 = tl.load(qkv_ptr + values + dim2[None, :], mask=of_keys, other=0.0).to(tl.float32)
     finite = _all_finite(out1.to(tl.float32), out2.to(tl.float32)) & _all_finite(v1, v2)
     instead = tl.where(is_key, float("nan"), 0.0)
     cache: tl.constexpr = k_ptr.dtype.element_ty
@@ -249,23 +256,23 @@ def _rotary_write(
     kept1 = tl.where(finite, out1.to(tl.float32), instead).to(dtype)
     kept2 = tl.where(finite, out2.to(tl.float32), instead).to(dtype)
     if HAS_OFFSET:
-        k_offset = k_head[:, None] * D + low[None, :]
-        kept1 = kept1.to(tl.float32) - tl.load(k_offset_ptr + k_offset, mask=of_keys, other=0.0)
-        kept2 = kept2.to(tl.float32) - tl.load(k_offset_ptr + k_offset + half, mask=of_keys, other=0.0)
+        k_offset = k_offset_ptr + k_head[:, None] * D
+        kept1 = kept1.to(tl.float32) - tl.load(k_offset + dim1[None, :], mask=of_keys, other=0.0)
+        kept2 = kept2.to(tl.float32) - tl.load(k_offset + dim2[None, :], mask=of_keys, other=0.0)
     stored1 = _stored(kept1, inverse_scale, cache)
     stored2 = _stored(kept2, inverse_scale, cache)
-    tl.store(k_ptr + k_offsets, stored1, mask=written & is_key)
-    tl.store(k_ptr + k_offsets + half, stored2, mask=written & is_key)
-    tl.store(v_ptr + v_offsets, stored1, mask=written & is_value)
-    tl.store(v_ptr + v_offsets + half, stored2, mask=written & is_value)
+    tl.store(k_ptr + k_slot + dim1[None, :], stored1, mask=written & is_key)
+    tl.store(k_ptr + k_slot + dim2[None, :], stored2, mask=written & is_key)
+    tl.store(v_ptr + v_slot + dim1[None, :], stored1, mask=written & is_value)
+    tl.store(v_ptr + v_slot + dim2[None, :], stored2, mask=written & is_value)
 
 
 def rotary_write(
     qkv_TZ: Tensor,
     num_heads: int,
     num_kv_heads: int,
-    cos_PD: Tensor,
-    sin_PD: Tensor,
+    cos_PR: Tensor,
+    sin_PR: Tensor,
     positions_T: Tensor,
     slots_T: Tensor,
     kv_2KSD: Tensor,
@@ -276,7 +283,7 @@ def rotary_write(
     v_scale: float = 1.0,
     k_offset_KD: Tensor | None = None,
 ) -> Tensor:
-    num_tokens, head_dim = qkv_TZ.shape[0], cos_PD.shape[1]
+    num_tokens, head_dim = qkv_TZ.shape[0], kv_2KSD.shape[3]
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv_TZ.dtype, device=qkv_TZ.device)
     if num_tokens == 0:
         return q
@@ -290,13 +297,13 @@ def rotary_write(
         q,
         kv_2KSD[0],
         kv_2KSD[1],
-        cos_PD,
-        sin_PD,
+        cos_PR,
+        sin_PR,
         positions_T,
         slots_T,
-        cos_PD if k_offset_KD is None else k_offset_KD,
-        q_norm_D if has_norm else cos_PD,
-        k_norm_D if has_norm else cos_PD,
+        cos_PR if k_offset_KD is None else k_offset_KD,
+        q_norm_D if has_norm else cos_PR,
+        k_norm_D if has_norm else cos_PR,
         eps,
         kv_2KSD.stride(1),
         1 / k_scale,
@@ -304,6 +311,7 @@ def rotary_write(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         D=head_dim,
+        R=cos_PR.shape[1],
         HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_H=block_h,
         HAS_NORM=has_norm,

@@ -57,15 +57,15 @@ class HfConfig:
         layers: tuple[bool, ...],
         *,
         norm_topk_prob: bool,
-        **names: Any,
+        **traits: Any,
     ) -> MoeConfig:
-        """Read a mixture of experts. `count_keys`: the names that the number of experts has in files. `names`: further
+        """Read a mixture of experts. `count_keys`: the names that the number of experts has in files. `traits`: further
         fields of `MoeConfig`."""
         key = next((key for key in count_keys if self.raw.get(key) is not None), count_keys[0])
         num_experts, top_k = self.size(key, MAX_EXPERTS), self.size("num_experts_per_tok", MAX_EXPERTS)
         if top_k > num_experts:
             raise ModelError(f"config.json: num_experts_per_tok {top_k} is more than {key} {num_experts}")
-        return MoeConfig(num_experts, top_k, expert_size, norm_topk_prob, layers, **names)
+        return MoeConfig(num_experts, top_k, expert_size, norm_topk_prob, layers, **traits)
 
     def num_layers(self) -> int:
         return self.size("num_hidden_layers", MAX_LAYERS)
@@ -123,6 +123,10 @@ class HfConfig:
         head_dim: int | None = None,
         max_position: int,
         eos: int | None = None,
+        eps: float = 1e-6,
+        theta: float = 10000.0,
+        partial: float | None = None,
+        intermediate_size: int | None = None,
         rope: RopeConfig | None = None,
         tied: bool = False,
         qkv_bias: bool = False,
@@ -133,8 +137,9 @@ class HfConfig:
         **traits: Any,
     ) -> ModelConfig:
         """Read what all families have. The first group of arguments are defaults of transformers' config class for keys
-        that are not there (None: the number of heads; hidden_size / heads; no end of a sequence). `rope`: the rotary
-        embedding if the family reads it itself. `traits`: further fields of `ModelConfig`."""
+        that are not there (None: the number of heads; hidden_size / heads; no end of a sequence; whole heads rotate; it
+        must be there). `rope`: the rotary embedding if the family reads it itself. `traits`: further fields of
+        `ModelConfig`."""
         hidden_size, num_heads = self.size("hidden_size"), self.size("num_attention_heads")
         if "head_dim" in self.raw:
             head_dim = self.optional_size("head_dim")
@@ -143,7 +148,7 @@ class HfConfig:
                 raise ModelError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
             head_dim = hidden_size // num_heads
         max_position = self.optional_size("max_position_embeddings") or max_position
-        rope = rope or parse_rope(self.raw, max_position)
+        rope = rope or parse_rope(self.raw, max_position, theta, partial)
         # As in transformers, generation_config.json replaces what config.json says.
         ids = _token_ids(self.generation.get("eos_token_id"), "generation_config.json")
         ids = ids or _token_ids(self.raw.get("eos_token_id", eos), "config.json")
@@ -151,12 +156,12 @@ class HfConfig:
             model_type=self.model_type,
             vocab_size=self.size("vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=self.size("intermediate_size"),
+            intermediate_size=intermediate_size or self.size("intermediate_size"),
             num_layers=len(windows),
             num_heads=num_heads,
             num_kv_heads=self.optional_size("num_key_value_heads") or num_kv_heads or num_heads,
             head_dim=head_dim,
-            rms_norm_eps=norm_eps(self.raw.get("rms_norm_eps", 1e-6), "config.json: rms_norm_eps"),
+            rms_norm_eps=norm_eps(self.raw.get("rms_norm_eps", eps), "config.json: rms_norm_eps"),
             rope=rope,
             max_position_embeddings=rope.context_length(max_position, "config.json: max_position_embeddings"),
             tie_word_embeddings=self.flag("tie_word_embeddings", default=tied),

@@ -56,6 +56,8 @@ def _read_mixtral(config: HfConfig) -> ModelConfig:
         num_kv_heads=8,
         max_position=4096 * 32,
         eos=2,
+        eps=1e-5,
+        theta=1e6,
         activation=activation,
         moe=moe,
     )
@@ -77,5 +79,8 @@ MIXTRAL = Family(
     architectures=("MixtralForCausalLM",),
     read=_read_mixtral,
     keys=frozenset(("sliding_window", "num_local_experts", "num_experts_per_tok")),
-    neutral={"attention_bias": (False,), "mlp_bias": (False,), "qkv_bias": (False,)},
+    neutral={
+        **{"attention_bias": (False,), "mlp_bias": (False,), "qkv_bias": (False,)},
+        "norm_topk_prob": (True,),
+    },
 )

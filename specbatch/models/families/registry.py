@@ -13,7 +13,9 @@ from specbatch.models.families.family import Family
 from specbatch.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from specbatch.models.families.hf_config import HfConfig
 from specbatch.models.families.llama import LLAMA, MISTRAL, MIXTRAL
+from specbatch.models.families.olmo import OLMOE
 from specbatch.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from specbatch.models.families.sigmoid_router import DOTS1, GLM4_MOE, MINIMAX_M2, SOLAR_OPEN
 
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
@@ -23,6 +25,11 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "olmoe": OLMOE,
+    "glm4_moe": GLM4_MOE,
+    "dots1": DOTS1,
+    "solar_open": SOLAR_OPEN,
+    "minimax_m2": MINIMAX_M2,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
