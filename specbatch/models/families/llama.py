@@ -3,12 +3,16 @@ experts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from specbatch.errors import ModelError
 from specbatch.models.config import ModelConfig
 from specbatch.models.families.family import Family
 from specbatch.models.families.hf_config import WINDOW_HINT, HfConfig
 
 _ACTIVATIONS = ("silu", "swish")
+# Fields of `MoeConfig`: the names of Mixtral's tensors.
+MIXTRAL_NAMES: dict[str, Any] = {"block": "block_sparse_moe", "projections": ("w1", "w3", "w2")}
 
 
 def _read_llama(config: HfConfig) -> ModelConfig:
@@ -48,8 +52,7 @@ def _read_mixtral(config: HfConfig) -> ModelConfig:
         config.size("intermediate_size"),
         (True,) * num_layers,
         norm_topk_prob=True,
-        block="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
+        **MIXTRAL_NAMES,
     )
     return config.model_config(
         config.one_window(num_layers, config.optional_size("sliding_window")),

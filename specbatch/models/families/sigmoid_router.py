@@ -10,6 +10,7 @@ from specbatch.models.checks import whole_number
 from specbatch.models.config import ModelConfig, MoeConfig
 from specbatch.models.families.family import Family
 from specbatch.models.families.hf_config import MAX_EXPERTS, WINDOW_HINT, HfConfig
+from specbatch.models.families.llama import MIXTRAL_NAMES
 
 _ACTIVATIONS = ("silu", "swish")
 
@@ -76,8 +77,7 @@ def _read_minimax_m2(config: HfConfig) -> ModelConfig:
         config.size("intermediate_size"),
         (True,) * num_layers,
         norm_topk_prob=True,
-        block="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
+        **MIXTRAL_NAMES,
         scoring="sigmoid",
         correction_bias="e_score_correction_bias",
     )

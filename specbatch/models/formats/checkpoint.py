@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
 from specbatch.models.formats.gguf_config import gguf_model_config
 from specbatch.models.formats.kv_scales import has_fp8_cache, is_kv_scale, read_kv_scales
+from specbatch.models.formats.stacked_experts import StackedExperts, unstacked
 from specbatch.models.formats.tensor_files import (
     SafetensorsSource,
     TensorSource,
@@ -79,7 +80,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     modelopt_file = path / "hf_quant_config.json"
     modelopt = read_json(modelopt_file) if is_there(modelopt_file) else None
     quantization = parse_quantization(raw, modelopt)
-    tensors = open_tensors(path)
+    files = open_tensors(path)
+    try:
+        tensors = unstacked(files, config)
+    except ModelError as error:
+        files.close()
+        raise ModelError(f"{path}: {error.message}") from error
     if config.tie_word_embeddings and _has_own_lm_head(tensors):
         config = dataclasses.replace(config, tie_word_embeddings=False)
     _check_tensors(path, config, tensors, quantization)
@@ -147,22 +153,13 @@ def _check_tensors(
         tensors.close()
         raise ModelError(
             f"{path} does not match its configuration ({config.model_type}, {config.num_layers} layers): {problems}",
-            hint=_hint_of_stacked_experts(needed)
-            or "the files may come from different models, or the model uses features that are not supported",
+            hint="the files may come from different models, or the model uses features that are not supported",
         )
-
-
-def _hint_of_stacked_experts(names: Iterable[str]) -> str | None:
-    """Return what users can do with a file that has the experts of a layer in one tensor; None: it has no such
-    tensor."""
-    if not any(name.endswith(".experts.gate_up_proj") for name in names):
-        return None
-    return "use a checkpoint with one tensor an expert: these files have the experts of a layer in one tensor"
 
 
 def _wrong_types(tensors: TensorSource, quantization: Quantization | None) -> str:
     """Tensors that are in FP8 without a scale, or have a scale and are not in E4M3; empty where there are none."""
-    assert isinstance(tensors, SafetensorsSource | TorchBinSource | GgufSource), type(tensors)
+    assert isinstance(tensors, SafetensorsSource | TorchBinSource | StackedExperts | GgufSource), type(tensors)
     wrong = []
     for name, dtype in getattr(tensors, "dtypes", {}).items():
         layer, _, kind = name.rpartition(".")
@@ -201,6 +198,5 @@ def _is_harmless(name: str, config: ModelConfig) -> bool:
 
 
 def _describe(tensors: TensorSource) -> str:
-    assert isinstance(tensors, SafetensorsSource | TorchBinSource), type(tensors)
-    kind = "safetensors" if isinstance(tensors, SafetensorsSource) else "pytorch"
-    return f"{kind} " + "/".join(sorted(set(tensors.dtypes.values())))
+    assert isinstance(tensors, SafetensorsSource | TorchBinSource | StackedExperts), type(tensors)
+    return f"{tensors.kind} " + "/".join(sorted(set(tensors.dtypes.values())))

@@ -160,11 +160,16 @@ class GgufFile:
             raise self._damaged(f"tensor {shown(name)} ends at byte {end}, the file has {len(self.data):,}")
         self.tensors[name] = GgufTensor(name, shape, kind, start, num_bytes)
 
-    def load(self, name: str) -> torch.Tensor:
-        """The tensor as float32 on the CPU, dequantised."""
+    def load(self, name: str, index: int | None = None) -> torch.Tensor:
+        """The tensor as float32 on the CPU, dequantised. `index`: one of its matrices or rows alone, along the first
+        dimension."""
         tensor = self.tensors[name]
-        raw = self.data[tensor.start : tensor.start + tensor.num_bytes]
-        result = np.empty(math.prod(tensor.shape), dtype=np.float32)
+        start, num_bytes, shape = tensor.start, tensor.num_bytes, tensor.shape
+        if index is not None:
+            num_bytes, shape = num_bytes // shape[0], shape[1:]
+            start += index * num_bytes
+        raw = self.data[start : start + num_bytes]
+        result = np.empty(math.prod(shape), dtype=np.float32)
         block_size, block_bytes = GGML_QUANT_SIZES[tensor.type]
         step = _CHUNK_ELEMENTS // block_size
 
@@ -176,7 +181,7 @@ class GgufFile:
         # numpy releases Python's lock. One thread takes 14 seconds for a billion numbers of Q4_K or Q6_K.
         with ThreadPoolExecutor(_MAX_THREADS) as threads:
             list(threads.map(fill, range(0, len(result) // block_size, step)))
-        return torch.from_numpy(result.reshape(tensor.shape))
+        return torch.from_numpy(result.reshape(shape))
 
     def text(self, key: str) -> str | None:
         """A text of the metadata, None where there is none."""
@@ -232,29 +237,60 @@ _TOP_NAMES = {
 }
 
 
-def _canonical_name(name: str) -> str:
-    """The Hugging Face name; a name that has none is kept, for the check of unknown tensors to report."""
+def _canonical_name(name: str, names: Mapping[str, str]) -> str:
+    """The Hugging Face name; a name that has none is kept, for the check of unknown tensors to report. `names`: the
+    names of a layer's modules."""
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match and match[2] in _BLOCK_NAMES:
-        return f"model.layers.{match[1]}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
+    if match and match[2] in names:
+        return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}"
     return _TOP_NAMES.get(name, name)
 
 
+def _block_names(config: ModelConfig) -> dict[str, str]:
+    """Return the Hugging Face names of a layer's modules. `*` is the number of an expert: a file has all experts of a
+    layer in one tensor."""
+    moe = config.moe
+    if moe is None:
+        return _BLOCK_NAMES
+    kinds = ("gate", "up", "down")
+    experts = {f"ffn_{kind}_exps": f"{moe.block}.experts.*.{moe.projections[i]}" for i, kind in enumerate(kinds)}
+    shared = {f"ffn_{kind}_shexp": f"{moe.block}.{moe.shared_name}.{kind}_proj" for kind in kinds}
+    gates = {"ffn_gate_inp": f"{moe.block}.gate", "ffn_gate_inp_shexp": f"{moe.block}.{moe.shared_name}_gate"}
+    return _BLOCK_NAMES | experts | shared | gates
+
+
 class GgufSource:
-    """A `TensorSource` over a GGUF file: canonical names, float32, rows of q and k in Hugging Face order."""
+    """A `TensorSource` over a GGUF file: canonical names, float32, one tensor for each expert, rows of q and k in
+    Hugging Face order."""
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file = file
         self._config = config
         # rope_freqs.weight is used by the configuration (RopeConfig.frequency_divisors).
-        self._names = {_canonical_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
+        self._names: dict[str, tuple[str, int | None]] = {}  # the tensor in the file, and the number of an expert in it
+        names = _block_names(config)
+        for stored, tensor in file.tensors.items():
+            if stored == "rope_freqs.weight":
+                continue
+            name = _canonical_name(stored, names)
+            if ".*." not in name or len(tensor.shape) != 3:
+                self._names[name] = stored, None
+                continue
+            self._names |= {name.replace("*", str(i)): (stored, i) for i in range(tensor.shape[0])}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._file.tensors[stored].shape for name, stored in self._names.items()}
+        return {name: self._shape(name) for name in self._names}
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        stored, index = self._names[name]
+        shape = self._file.tensors[stored].shape
+        if name.endswith("_expert_gate.weight") and len(shape) == 1:
+            return (1, *shape)  # converters leave out a dimension of 1
+        return shape if index is None else shape[1:]
 
     def load(self, name: str) -> torch.Tensor:
-        tensor = self._file.load(self._names[name])
-        if self._config.model_type == "llama":
+        tensor = self._file.load(*self._names[name]).view(self._shape(name))
+        if self._config.model_type in ("llama", "mixtral"):
             if ".q_proj." in name:
                 return _unpermute(tensor, self._config.num_heads)
             if ".k_proj." in name:

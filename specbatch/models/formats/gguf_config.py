@@ -9,11 +9,19 @@ import numpy as np
 
 from specbatch.errors import ModelError
 from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, norm_eps, number, shown, whole_number
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, MoeConfig
+from specbatch.models.families.hf_config import MAX_EXPERTS
+from specbatch.models.families.llama import MIXTRAL_NAMES
 from specbatch.models.formats.gguf import GgufFile
 from specbatch.models.rope import RopeConfig
 
-SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# Our model types, by architecture. A `llama` with experts is a `mixtral`.
+_MODEL_TYPES = {
+    **{"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"},
+    **{"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"},
+}
+_NORMS_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "olmoe": False}
+SUPPORTED_ARCHITECTURES = tuple(_MODEL_TYPES)
 
 
 def gguf_model_config(file: GgufFile) -> ModelConfig:
@@ -33,11 +41,6 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise ModelError(f"{source} is one part of a split GGUF", hint="merge them first: llama-gguf-split --merge")
     meta = _Metadata(file, architecture)
-    if meta.get("expert_count", 0):
-        raise ModelError(
-            f"{source} is a mixture of experts, which is not read from GGUF files",
-            hint="use the model's folder in Hugging Face format",
-        )
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{source} has no tensor 'token_embd.weight' of two dimensions")
@@ -51,8 +54,11 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     window = meta.size("attention.sliding_window", 0, at_least=0) or None
     context = meta.size("context_length")
     rope = _rope_config(file, meta, head_dim, context)
+    model_type = _MODEL_TYPES[architecture]
+    if model_type == "llama" and meta.get("expert_count", 0):
+        model_type = "mixtral"
     return ModelConfig(
-        model_type=architecture,
+        model_type=model_type,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
         intermediate_size=meta.size("feed_forward_length"),
@@ -70,7 +76,37 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         sliding_windows=(window,) * num_layers,
         eos_token_ids=_eos_token_ids(file),
+        qk_norm_whole=model_type == "olmoe",
+        moe=_experts(file, meta, model_type, num_layers),
     ).checked(source)
+
+
+def _experts(file: GgufFile, meta: _Metadata, model_type: str, num_layers: int) -> MoeConfig | None:
+    """Read a mixture of experts. A layer with a router has one."""
+    if model_type not in _NORMS_TOPK:
+        if meta.get("expert_count", 0):
+            raise ModelError(f"{meta.name('expert_count')}: a {model_type} model with experts is not supported")
+        return None
+    for key, neutral in (
+        ("expert_gating_func", (1,)),
+        ("expert_weights_scale", (0, 1)),
+        ("expert_weights_norm", (_NORMS_TOPK[model_type],)),
+        ("expert_group_count", (0, 1)),
+    ):
+        if (value := meta.get(key)) is not None and value not in neutral:
+            raise ModelError(f"{meta.name(key)} {shown(value)} is not supported in a {model_type} model")
+    num_experts, top_k = (meta.size(f"expert_{key}", at_most=MAX_EXPERTS) for key in ("count", "used_count"))
+    if top_k > num_experts:
+        raise ModelError(f"{meta.name('expert_used_count')} {top_k} is more than expert_count {num_experts}")
+    return MoeConfig(
+        num_experts,
+        top_k,
+        meta.size("expert_feed_forward_length", meta.size("feed_forward_length")),
+        _NORMS_TOPK[model_type],
+        tuple(f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in range(num_layers)),
+        shared_size=meta.size("expert_shared_feed_forward_length") if model_type == "qwen2_moe" else 0,
+        **(MIXTRAL_NAMES if model_type == "mixtral" else {}),
+    )
 
 
 # Keys that would change what is computed, with the value under which they change nothing.

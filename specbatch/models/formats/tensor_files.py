@@ -37,6 +37,8 @@ _WHOLE_NUMBERS = ("d2t", "t2d")
 class SafetensorsSource:
     """One or more safetensors files. Only their headers are read until `load`."""
 
+    kind = "safetensors"
+
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self._handles: list[Any] = []
@@ -69,6 +71,11 @@ class SafetensorsSource:
     def load(self, name: str) -> torch.Tensor:
         return self._owner[name].get_tensor(name)
 
+    def load_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
+        """Read rows `first` to `last` of matrix number `index` of a tensor with three dimensions."""
+        rows: torch.Tensor = self._owner[name].get_slice(name)[index, first:last]
+        return rows
+
     def close(self) -> None:
         self._owner.clear()
         self._handles.clear()
@@ -76,6 +83,8 @@ class SafetensorsSource:
 
 class TorchBinSource:
     """One or more `pytorch_model*.bin` files, memory-mapped and unpickled with weights_only=True."""
+
+    kind = "pytorch"
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
@@ -108,6 +117,10 @@ class TorchBinSource:
 
     def load(self, name: str) -> torch.Tensor:
         return self._tensors[name]
+
+    def load_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
+        """Read rows `first` to `last` of matrix number `index` of a tensor with three dimensions."""
+        return self._tensors[name][index, first:last]
 
     def close(self) -> None:
         self._tensors.clear()

@@ -252,7 +252,7 @@ def test_end_of_sequence_ids(tmp_path: Path) -> None:
         ({"architecture": "gemma"}, ("gemma", "qwen3")),
         ({"extra": {"blk.0.mystery.weight": np.zeros(4, np.float32)}}, ("blk.0.mystery.weight", "unknown")),
         ({"extra": {"odd": np.zeros(4, np.int32)}}, ("odd", "I32", "Q4_K")),
-        ({"metadata": {"llama.expert_count": 8}}, ("mixture", "use the model's folder in Hugging Face format")),
+        ({"metadata": {"llama.expert_count": 8}}, ("llama.expert_used_count",)),
         ({"metadata": {"split.count": 3}}, ("split", "merge")),
         ({"metadata": {"llama.rope.dimension_count": 16}}, ("rope.dimension_count",)),
     ],
