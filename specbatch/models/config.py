@@ -35,6 +35,7 @@ class MoeConfig:
     num_groups: int = 1  # the experts are divided into groups of equal sizes, in the order of their numbers
     topk_groups: int = 1  # groups from which a token's experts come
     scale: float = 1.0  # factor of the weights
+    router: str = "gate"  # name of the router in the block
     router_bias: bool = False
     wide_router: bool = False  # the router's logits are computed in float32, whatever the model computes in
     correction_bias: str | None = (
@@ -189,7 +190,7 @@ def _mlp_linears(
 
 
 def _expert_linears(moe: MoeConfig, hidden_size: int) -> Linears:
-    linears: Linears = {f"{moe.block}.gate": (moe.num_experts, hidden_size, moe.router_bias)}
+    linears: Linears = {f"{moe.block}.{moe.router}": (moe.num_experts, hidden_size, moe.router_bias)}
     for name in moe.experts(f"{moe.block}."):
         linears |= _mlp_linears(name, hidden_size, moe.expert_size, moe.projections)
     if moe.shared_size:

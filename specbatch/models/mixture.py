@@ -32,7 +32,7 @@ class MixtureMLP:
         self._ops = ops_for(weights.device, weights.dtype)
         block = f"{prefix}{moe.block}."
         router = weights.wide_linear if moe.wide_router else weights.linear
-        self._router = router(f"{block}gate", has_bias=moe.router_bias)
+        self._router = router(f"{block}{moe.router}", has_bias=moe.router_bias)
         correction = moe.correction_bias
         self._correction_X = None if correction is None else weights.wide(f"{block}{correction}")
         gate, up, down = moe.projections

@@ -17,6 +17,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4MoeConfig,
+    HYV3Config,
     LlamaConfig,
     MiniMaxM2Config,
     MistralConfig,
@@ -135,6 +136,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "solar-open": SolarOpenConfig(
         **{k: v for k, v in SIZES.items() if k != "intermediate_size"}, **GROUPS, head_dim=16
     ),
+    "hy-v3": HYV3Config(**SIZES, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=12),
     "minimax-m2": MiniMaxM2Config(**SIZES, num_local_experts=6, num_experts_per_tok=2, head_dim=12, rotary_dim=4),
     "gemma": GemmaConfig(**SIZES, head_dim=16),
     "gemma-untied": GemmaConfig(**SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=False),

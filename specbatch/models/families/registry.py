@@ -15,7 +15,7 @@ from specbatch.models.families.hf_config import HfConfig
 from specbatch.models.families.llama import LLAMA, MISTRAL, MIXTRAL
 from specbatch.models.families.olmo import OLMOE
 from specbatch.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from specbatch.models.families.sigmoid_router import DOTS1, GLM4_MOE, MINIMAX_M2, SOLAR_OPEN
+from specbatch.models.families.sigmoid_router import DOTS1, GLM4_MOE, HY_V3, MINIMAX_M2, SOLAR_OPEN
 
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe": GLM4_MOE,
     "dots1": DOTS1,
     "solar_open": SOLAR_OPEN,
+    "hy_v3": HY_V3,
     "minimax_m2": MINIMAX_M2,
     "gemma": GEMMA,
     "gemma2": GEMMA2,

@@ -255,7 +255,7 @@ def _block_names(config: ModelConfig) -> dict[str, str]:
     kinds = ("gate", "up", "down")
     experts = {f"ffn_{kind}_exps": f"{moe.block}.experts.*.{moe.projections[i]}" for i, kind in enumerate(kinds)}
     shared = {f"ffn_{kind}_shexp": f"{moe.block}.{moe.shared_name}.{kind}_proj" for kind in kinds}
-    gates = {"ffn_gate_inp": f"{moe.block}.gate", "ffn_gate_inp_shexp": f"{moe.block}.{moe.shared_name}_gate"}
+    gates = {"ffn_gate_inp": f"{moe.block}.{moe.router}", "ffn_gate_inp_shexp": f"{moe.block}.{moe.shared_name}_gate"}
     return _BLOCK_NAMES | experts | shared | gates
 
 

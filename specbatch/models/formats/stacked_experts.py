@@ -124,5 +124,11 @@ def _stacks(config: ModelConfig) -> dict[str, _Stack]:
 
 def _canonical(name: str, config: ModelConfig) -> str:
     """Return the canonical name of a tensor of a file with stacked experts, such as that of a router."""
-    assert config.moe is not None
-    return name.replace(f".{_MEMORY_BLOCK}.", f".{config.moe.block}.", 1)
+    moe = config.moe
+    assert moe is not None
+    before, found, rest = name.partition(f".{_MEMORY_BLOCK}.")
+    if not found:
+        return name
+    module, dot, kind = rest.partition(".")
+    ours = {"gate": moe.router, "e_score_correction_bias": moe.correction_bias, "shared_experts": moe.shared_name}
+    return f"{before}.{moe.block}.{ours.get(module) or module}{dot}{kind}"

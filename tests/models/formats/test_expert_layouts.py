@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    HYV3Config,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
@@ -49,6 +50,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, mlp_only_layers=[0], norm_topk_prob=True),
     "olmoe": OlmoeConfig(**SIZES, num_experts=3, num_experts_per_tok=2),
     "glm4_moe": Glm4MoeConfig(**SIZES, n_routed_experts=3, num_experts_per_tok=2, moe_intermediate_size=96),
+    "hy_v3": HYV3Config(**SIZES, **EXPERTS, head_dim=16),
     "minimax_m2": MiniMaxM2Config(**SIZES, num_local_experts=3, num_experts_per_tok=2, head_dim=16),
 }
 ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "olmoe": "olmoe"}
