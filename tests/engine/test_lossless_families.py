@@ -1,5 +1,5 @@
 """Speculation changes nothing with the traits of other families: windows that bind, soft caps, norms after attention
-and MLP, two rotary embeddings, experts. The measure is the oracle, in float64."""
+and MLP, two rotary embeddings, heads that rotate in part, experts. The measure is the oracle, in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from specbatch.types import SamplingParams
 from tests.engine.test_lossless import GREEDY, SAMPLED, SHAPES, texts
 from tests.tiny_models import num_target_layers, random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 
-FAMILIES = ["gemma2", "qwen3-moe", pytest.param("gemma3", marks=pytest.mark.wide)]
+WIDE = [pytest.param(family, marks=pytest.mark.wide) for family in ("gemma3", "glm4-moe", "olmoe")]
+FAMILIES = ["gemma2", "qwen3-moe", *WIDE]
 # Method, shape, settings of the engine. Prompts of 17 shared tokens hit the prefix cache.
 CASES: dict[str, tuple[str, DraftShape | None, dict[str, Any]]] = {
     "plain": ("none", None, {}),
