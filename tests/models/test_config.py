@@ -10,17 +10,23 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Dots1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
+    HYV3Config,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SolarOpenConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -216,16 +222,32 @@ def test_generation_config_replaces_the_end_of_sequence_ids() -> None:
     assert parse_hf_config({**LLAMA, "eos_token_id": None}).eos_token_ids == ()
 
 
+CLASSES: tuple[type[PreTrainedConfig], ...] = (
+    *(LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig, Gemma2Config, Gemma3TextConfig),
+    *(MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig, OlmoeConfig, Glm4MoeConfig, Dots1Config, SolarOpenConfig),
+    *(HYV3Config, MiniMaxM2Config),
+)
+
+
 def test_every_key_of_transformers_is_known() -> None:
     """A key that a later version of transformers adds to its classes needs a decision."""
-    of_gemma = GemmaConfig, Gemma2Config, Gemma3TextConfig
-    with_experts = MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
-    for theirs in (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, *of_gemma, *with_experts):
+    for theirs in CLASSES:
         keys = {field.name for field in fields(theirs)} | theirs(**SIZES).to_dict().keys()
         family = FAMILIES[theirs.model_type]
         values = dict.fromkeys(keys - {"rope_parameters"}, "a value")
         assert not unknown_keys(values, family.keys, family.neutral)
         assert check_family_keys(theirs(**SIZES).to_dict()) == ()
+
+
+@pytest.mark.parametrize("theirs", CLASSES, ids=lambda theirs: theirs.model_type)
+def test_keys_that_are_not_there_have_the_defaults_of_transformers(theirs: type[PreTrainedConfig]) -> None:
+    keys = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+    experts = "moe_intermediate_size", "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts"
+    known = {field.name for field in fields(theirs)}
+    sizes = dict(zip(keys, (64, 128, 48, 3, 32), strict=True)) | {key: 4 for key in experts if key in known}
+    sizes |= {"shared_expert_intermediate_size": 8} if theirs is Qwen2MoeConfig else {}
+    ours = parse_hf_config({"model_type": theirs.model_type, **sizes})
+    assert ours == parse_hf_config(theirs(**sizes).to_dict())
 
 
 def test_unknown_keys_are_those_that_neither_change_nothing_nor_are_applied() -> None:
@@ -333,3 +355,83 @@ def test_experts_that_cannot_be(change: dict[str, object], words: tuple[str, ...
     with pytest.raises(ModelError) as caught:
         parse_hf_config({**raw, **change})
     assert all(word in caught.value.message for word in words), caught.value.message
+
+
+GLM: dict[str, Any] = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+OTHER = {"n_routed_experts": None, "moe_intermediate_size": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_group": 3}, ("n_group 3", "8 experts")),
+        ({"n_group": 8}, ("n_group 8", "8 experts")),
+        ({"n_group": 2, "topk_group": 3}, ("topk_group 3", "n_group 2")),
+        ({"n_group": 4, "num_experts_per_tok": 3}, ("num_experts_per_tok 3", "topk_group 1")),
+        ({"routed_scaling_factor": 0}, ("routed_scaling_factor",)),
+        ({"n_shared_experts": -1}, ("n_shared_experts",)),
+        ({"first_k_dense_replace": 1.5}, ("first_k_dense_replace",)),
+        ({"num_nextn_predict_layers": -1}, ("num_nextn_predict_layers",)),
+        ({"partial_rotary_factor": 0}, ("partial_rotary_factor",)),
+        ({"partial_rotary_factor": 1.5}, ("partial_rotary_factor",)),
+        ({"partial_rotary_factor": 0.375}, ("3 dimensions of a head rotate",)),
+        ({"scoring_func": "softmax"}, ("scoring_func", "softmax")),
+        ({"topk_method": "greedy"}, ("topk_method", "greedy")),
+        ({"num_experts": 8}, ("num_experts 8",)),
+        (
+            OTHER | {"model_type": "minimax_m2", "num_local_experts": 8, "attn_type_list": [1, 0, 1]},
+            ("attn_type_list",),
+        ),
+        (
+            OTHER
+            | {"model_type": "hy_v3", "num_experts": 8, "moe_intermediate_size": 24, "mlp_layer_types": ["sparse"] * 2},
+            ("mlp_layer_types", "3"),
+        ),
+        (
+            OTHER
+            | {"model_type": "hy_v3", "num_experts": 8, "moe_intermediate_size": 24, "mlp_layer_types": ["moe"] * 3},
+            ("mlp_layer_types", "moe"),
+        ),
+        (OTHER | {"model_type": "olmoe", "num_experts": 8, "clip_qkv": 8.0}, ("clip_qkv 8.0", "olmoe")),
+        (OTHER | {"model_type": "olmoe", "num_experts": 8, "clip_qkv": 0.0}, ("clip_qkv 0.0", "olmoe")),
+        ({"model_type": "dots1", "use_sliding_window": False}, ("use_sliding_window", "4096")),
+        ({"model_type": "llama"}, ("n_routed_experts",)),
+    ],
+)
+def test_routers_that_cannot_be(change: dict[str, object], words: tuple[str, ...]) -> None:
+    assert parse_hf_config({**LLAMA, **GLM}).moe is not None
+    raw = {**LLAMA, **GLM, **change}
+    with pytest.raises(ModelError) as caught:
+        check_family_keys(raw if parse_hf_config(raw) else {})
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("n_group", 2), ("topk_group", 2)),
+        *(("routed_scaling_factor", 2.5), ("n_shared_experts", 1), ("num_shared_experts", 1)),
+        *(("moe_num_shared_experts", 1), ("first_k_dense_replace", 1), ("moe_layer_freq", 2), ("clip_qkv", 3.0)),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_traits_of_routers_that_a_family_does_not_have(family: str, key: str, value: object) -> None:
+    """They are errors, and their neutral values are not named as unknown."""
+    raw = {**LLAMA, "model_type": family}
+    if family == "mixtral":
+        raw |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+    elif family != "llama":
+        raw |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24} | (
+            {"shared_expert_intermediate_size": 24} if family == "qwen2_moe" else {}
+        )
+    if family == "olmoe":
+        del raw["moe_intermediate_size"]
+    neutral = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 0, "moe_layer_freq": 1}
+    assert check_family_keys({**raw, **neutral, "scoring_func": "softmax", "topk_method": "greedy"}) == ()
+    with pytest.raises(ModelError, match=f"{key} .* is not supported"):
+        check_family_keys({**raw, key: value})

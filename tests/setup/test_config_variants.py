@@ -36,6 +36,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 TYPES = [FULL, SLIDING, FULL]
 WINDOW = {"sliding_window": 9, "head_dim": 8}  # transformers' Ministral cannot do without head_dim
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "hidden_activation": "gelu_pytorch_tanh"}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
@@ -223,6 +225,49 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "qwen2-moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "norm_topk_prob": True}, ()),
     "qwen2-moe-no-bias": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 8, "qkv_bias": False}, ()),
+    "mixtral-no-theta": (
+        "mixtral",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None,
+            "rms_norm_eps": ..., "rope_theta": ...,
+        },
+        (),
+    ),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}, ()),
+    "olmoe-biases": (
+        "olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True, "norm_topk_prob": True}, ()
+    ),
+    "glm4-moe": ("glm4_moe", {**ROUTED, "attention_bias": True, "head_dim": 16}, ()),
+    "glm4-moe-groups": (
+        "glm4_moe", {**ROUTED, **GROUPS, "use_qk_norm": True, "head_dim": 16, "norm_topk_prob": False}, ()
+    ),
+    "glm4-moe-rope": (
+        "glm4_moe", {**ROUTED, "head_dim": 16, "rope_theta": 500.0, "partial_rotary_factor": 0.25}, ()
+    ),
+    "glm4-moe-whole-heads": ("glm4_moe", {**ROUTED, "head_dim": 16, "partial_rotary_factor": 1.0}, ()),
+    "glm4-moe-yarn": ("glm4_moe", {**ROUTED, "head_dim": 16, "rope_scaling": {"type": "yarn", **YARN}}, ()),
+    "glm4-moe-llama3": (
+        "glm4_moe", {**ROUTED, "head_dim": 32, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, ()
+    ),
+    "glm4-moe-all-dense": ("glm4_moe", {**ROUTED, "head_dim": 16, "first_k_dense_replace": 3}, ()),
+    "glm4-moe-scoring": ("glm4_moe", {**ROUTED, "head_dim": 16, "scoring_func": "sigmoid"}, ()),
+    "llama-partial-rotary": ("llama", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),
+    "dots1": ("dots1", {**ROUTED, **GROUPS, "n_shared_experts": 2, "sliding_window": None}, ()),
+    "dots1-window": ("dots1", {**ROUTED, "n_shared_experts": 1, "sliding_window": 9, "max_window_layers": 1}, ()),
+    "dots1-types": ("dots1", {**ROUTED, "n_shared_experts": 1, "sliding_window": 9, "layer_types": TYPES}, ()),
+    "solar-open": ("solar_open", {**ROUTED, **GROUPS, "head_dim": 12}, ()),
+    "hy-v3": ("hy_v3", {**MOE, "head_dim": 12}, ()),
+    "hy-v3-types": (
+        "hy_v3",
+        {**MOE, "head_dim": 12, "mlp_layer_types": ["sparse", "dense", "sparse"], "router_scaling_factor": 0.5},
+        (),
+    ),
+    "minimax-m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12}, ()),
+    "minimax-m2-rotary": (
+        "minimax_m2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 4, "use_qk_norm": True},
+        (),
+    ),
     "qwen2-mlp-bias": ("qwen2", {"mlp_bias": True}, ("mlp_bias", "qwen2")),
 }  # fmt: skip
 # A default run has one of each kind.
@@ -231,7 +276,7 @@ NOT_WIDE = {
     *("llama-layer-types", "not-causal", "per-layer", "attn-softcap", "logit-scale", "experts", "both-ropes"),
     *("gemma2-caps", "gemma3", "gemma3-rope-parameters", "gemma2-types-without-window"),
     *("gemma-layer-types", "gemma2-no-window", "gemma3-flat-rope-parameters"),
-    *("qwen3-moe-dense-layers", "qwen2-moe"),
+    *("qwen3-moe-dense-layers", "qwen2-moe", "olmoe-biases", "glm4-moe-groups", "minimax-m2-rotary"),
 }
 
 
@@ -270,7 +315,9 @@ def test_a_variant_is_equal_or_refused(name: str, tmp_path: Path) -> None:
         experts_implementation="eager",
     ).eval()
     with torch.no_grad():
-        for key, parameter in model.named_parameters():  # norms of 1 and biases of 0 would hide mistakes
+        corrections = [(key, buffer) for key, buffer in model.named_buffers() if key.endswith("bias")]
+        # Norms of 1 and biases of 0 would hide mistakes.
+        for key, parameter in (*model.named_parameters(), *corrections):
             centre = 1.0 if "norm" in key else 0.0
             parameter.copy_(centre + torch.randn_like(parameter) * 0.3)
     model.save_pretrained(tmp_path)  # by the names of files: a state dict has the experts of a layer in one tensor

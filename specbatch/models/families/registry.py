@@ -50,7 +50,7 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
             hint=hint_of_unsupported(config) or f"supported model types: {', '.join(FAMILIES)}",
         )
     family = FAMILIES[model_type]
-    check_keys(config, family.keys)
+    check_keys(config, family.keys | family.neutral.keys())
     return family.read(HfConfig(config, generation_config))
 
 

@@ -90,6 +90,7 @@ def _read_hy_v3(config: HfConfig) -> ModelConfig:
         head_dim=128,
         max_position=131072,
         eps=1e-5,
+        theta=11158840.0,
         qkv_bias=has_bias,
         output_bias=has_bias,
         qk_norm=True,
