@@ -65,6 +65,15 @@ def _published() -> dict[str, dict[str, Any]]:
         | _sizes(2048, 6144, 48, 32, 4, 40960)
         | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
         | {"norm_topk_prob": True},
+        # allenai/OLMoE-1B-7B-0924
+        "olmoe-1b-7b": _family("olmoe", 50304, 1e-5, 10000.0, bos=50279, eos=50279)
+        | _sizes(2048, 1024, 16, 16, 16, 4096)
+        | {"num_experts": 64, "num_experts_per_tok": 8},
+        # zai-org/GLM-4.5-Air
+        "glm-4.5-air": _family("glm4_moe", 151552, 1e-5, 1000000.0, bos=151329, eos=151329)
+        | _sizes(4096, 10944, 46, 96, 8, 131072)
+        | {"head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True, "moe_intermediate_size": 1408}
+        | {"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1},
         # Qwen/Qwen2.5-7B
         "qwen2.5-7b": qwen2 | _sizes(3584, 18944, 28, 28, 4, 131072) | {"vocab_size": 152064},
         # Qwen/Qwen2.5-1.5B

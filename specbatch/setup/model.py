@@ -58,6 +58,12 @@ def check_experts(name: str, model: Checkpoint, config: Config, device: torch.de
     """Raise ConfigError for a mixture of experts in a run that cannot compute it. `name`: the option of the model."""
     if model.config.moe is None:
         return
+    if model.config.qk_norm_whole and config.engine.tensor_parallel > 1:
+        raise ConfigError(
+            f"{name} ({model.config.model_type}) has norms of queries and keys over all heads, and a rank of "
+            "engine.tensor_parallel has only some of these",
+            hint="leave engine.tensor_parallel out",
+        )
     what = f"{name} has experts ({model.config.model_type}), which run"
     if config.engine.tensor_parallel > 1:
         raise ConfigError(f"{what} as one rank only", hint="leave engine.tensor_parallel out")

@@ -31,3 +31,9 @@ def test_a_draft_with_experts_is_not_quantised_with_the_target() -> None:
     run = resolve(load_config(None, [*DENSE, "model.quantization=fp8"]))
     assert run.quantization is not None
     assert run.draft_quantization is None
+
+
+def test_norms_over_all_heads_are_on_one_rank() -> None:
+    options = ["model.target=random:olmoe-1b-7b", "engine.device=cpu", "engine.tensor_parallel=2"]
+    with pytest.raises(ConfigError, match=r"model.target \(olmoe\) has norms of queries and keys over all heads"):
+        resolve(load_config(None, [*options, "speculation.method=none"]))

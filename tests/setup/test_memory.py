@@ -237,6 +237,9 @@ def test_the_parameters_of_known_models() -> None:
     assert CachedModel.whole(tied, packs=True).num_parameters() == pytest.approx(162.8e6, rel=0.001)
     experts = geometries()["qwen3-30b-a3b"]
     assert CachedModel.whole(experts, packs=False).num_parameters() == pytest.approx(30.5e9, rel=0.002)
+    olmoe, glm = (geometries()[name] for name in ("olmoe-1b-7b", "glm-4.5-air"))
+    assert CachedModel.whole(olmoe, packs=False).num_parameters() == pytest.approx(6.92e9, rel=0.002)
+    assert CachedModel.whole(glm, packs=False).num_parameters() == pytest.approx(106.85e9, rel=0.002)
 
 
 def test_the_parameters_of_experts() -> None:
