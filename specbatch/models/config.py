@@ -83,6 +83,7 @@ class ModelConfig:
     embedding_scale: float | None = None  # factor of the embeddings that enter the first layer
     norms: tuple[str, ...] = PRE_NORMS  # names of a layer's norms
     norm_offset: float = 0.0  # is added to the weights of all norms
+    wide_norms: bool = False  # norms are rounded after their weight scales them; False: before, too
     qk_norm_whole: bool = False  # the norms of queries and keys are over all heads of a token; False: over each head
     num_mtp_layers: int = 0  # layers after the last one that predict further tokens; they are not loaded
     moe: MoeConfig | None = None  # None: no layer has experts
@@ -111,6 +112,7 @@ class ModelConfig:
             embedding_scale=None,
             norms=PRE_NORMS,
             norm_offset=0.0,
+            wide_norms=False,
             moe=None,
         )
 

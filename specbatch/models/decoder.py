@@ -112,7 +112,7 @@ class Decoder(PagedModel):
         self.layers: list[DecoderLayer] = [
             layer(config, i, weights, f"model.layers.{i}.", self.rotary_of(i)) for i in range(config.num_layers)
         ]
-        self._norm = weights.norm("model.norm", config.rms_norm_eps, config.norm_offset)
+        self._norm = weights.norm("model.norm", config.rms_norm_eps, config.norm_offset, is_wide=config.wide_norms)
         self._soft_capped = ops_for(weights.device, weights.dtype).soft_capped
         self.lm_head = weights.lm_head(self.embedding_VE if config.tie_word_embeddings else None, config.vocab_size)
 

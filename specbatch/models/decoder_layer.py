@@ -85,7 +85,9 @@ class Attention:
         self._qkv = weights.linear(*(f"{prefix}{name}_proj" for name in "qkv"), has_bias=config.qkv_bias)
         self._out = weights.summed_linear(f"{prefix}o_proj", has_bias=config.output_bias)
         norms = [
-            weights.norm(f"{prefix}{name}_norm", config.rms_norm_eps, config.norm_offset) if config.qk_norm else None
+            weights.norm(f"{prefix}{name}_norm", config.rms_norm_eps, config.norm_offset, is_wide=config.wide_norms)
+            if config.qk_norm
+            else None
             for name in "qk"
         ]
         self._q_norm, self._k_norm = (None, None) if config.qk_norm_whole else norms

@@ -85,9 +85,10 @@ class WeightLoader:
     def embedding(self, weight_VE: Tensor) -> Embedding:
         return Embedding(weight_VE, self._shard)
 
-    def norm(self, name: str, eps: float, offset: float = 0.0) -> RMSNorm:
-        """Make a norm that multiplies by offset + weight. With an offset, the sum is kept in float32 at least."""
-        if not offset:
+    def norm(self, name: str, eps: float, offset: float = 0.0, *, is_wide: bool = False) -> RMSNorm:
+        """Make a norm that multiplies by offset + weight. With an offset, and if it `is_wide`, this factor is kept in
+        float32 at least."""
+        if not offset and not is_wide:
             return RMSNorm(self.tensor(f"{name}.weight"), eps)
         return RMSNorm(self.wide(f"{name}.weight") + offset, eps, self._ops)
 

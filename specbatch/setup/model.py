@@ -54,16 +54,21 @@ def resolve_quantization(
     return found
 
 
-def check_experts(name: str, model: Checkpoint, config: Config, device: torch.device) -> None:
-    """Raise ConfigError for a mixture of experts in a run that cannot compute it. `name`: the option of the model."""
-    if model.config.moe is None:
-        return
+def check_norms(name: str, model: Checkpoint, config: Config) -> None:
+    """Raise ConfigError if norms are over all heads, and each rank has some of the heads. `name`: the option of the
+    model."""
     if model.config.qk_norm_whole and config.engine.tensor_parallel > 1:
         raise ConfigError(
             f"{name} ({model.config.model_type}) has norms of queries and keys over all heads, and a rank of "
             "engine.tensor_parallel has only some of these",
             hint="leave engine.tensor_parallel out",
         )
+
+
+def check_experts(name: str, model: Checkpoint, config: Config, device: torch.device) -> None:
+    """Raise ConfigError for a mixture of experts in a run that cannot compute it. `name`: the option of the model."""
+    if model.config.moe is None:
+        return
     what = f"{name} has experts ({model.config.model_type}), which run"
     if config.engine.tensor_parallel > 1:
         raise ConfigError(f"{what} as one rank only", hint="leave engine.tensor_parallel out")

@@ -39,6 +39,7 @@ from specbatch.setup.lanes import lane_limits
 from specbatch.setup.memory import CachedModel, CachePlan, Rows
 from specbatch.setup.model import (
     check_experts,
+    check_norms,
     part_of_a_rank,
     quantization_name,
     quantization_of_draft,
@@ -114,6 +115,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(f"model.target: it has keys that specbatch ignores: {first_names(target.ignored, limit=20)}")
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
+    check_norms("model.target", target, config)
     check_experts("model.target", target, config, device)
     held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)
     quantization = resolve_quantization(config, target, device, dtype, notes)
@@ -123,6 +125,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         section = replace(speculation.section, aux_layers=draft.config.aux_layers or None)
         speculation = replace(speculation, section=section)
     elif draft is not None:
+        check_norms("speculation.draft", draft, config)
         check_experts("speculation.draft", draft, config, device)
     draft_quantization = quantization_of_draft(draft, config, device)
     shapes = speculation.shapes

@@ -1,4 +1,5 @@
-"""Greedy texts of models with experts equal those of transformers, in float32 on a CPU, with each draft method."""
+"""Greedy texts of families with experts, and of some that share their traits, equal those of transformers: float32 on a
+CPU, with each draft method."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Dots1Config,
+    FlexOlmoConfig,
     Glm4MoeConfig,
     HYV3Config,
     MiniMaxM2Config,
     MixtralConfig,
+    Olmo2Config,
     OlmoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -68,6 +71,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2_moe": Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=24, decoder_sparse_step=2),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=12, norm_topk_prob=True, mlp_only_layers=[0]),
     "olmoe": OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=2),
+    "flex_olmo": FlexOlmoConfig(**SIZES, num_experts=6, num_experts_per_tok=2),
+    "olmo2": Olmo2Config(**SIZES),
     "glm4_moe": Glm4MoeConfig(**SIZES, **ROUTED, head_dim=16, use_qk_norm=True),
     "dots1": Dots1Config(**SIZES, **ROUTED, n_shared_experts=2, sliding_window=None),
     "solar_open": SolarOpenConfig(**without(SIZES | ROUTED, "intermediate_size", "first_k_dense_replace"), head_dim=12),

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Dots1Config,
+    FlexOlmoConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -22,6 +23,7 @@ from transformers import (
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     OlmoeConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -115,6 +117,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES, head_dim=8, num_experts=8, num_experts_per_tok=8, moe_intermediate_size=24, mlp_only_layers=[1]
     ),
     "olmoe": OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3),
+    "olmo2": Olmo2Config(**SIZES),
+    "olmo2-biases": Olmo2Config(**{**SIZES, "num_key_value_heads": 6}, attention_bias=True, tie_word_embeddings=True),
+    "flex-olmo": FlexOlmoConfig(**SIZES, num_experts=5, num_experts_per_tok=2, pad_token_id=None),
     "olmoe-norm": OlmoeConfig(
         **{**SIZES, "num_key_value_heads": 6}, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True
     ),

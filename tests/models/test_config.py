@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Dots1Config,
+    FlexOlmoConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -20,6 +21,7 @@ from transformers import (
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     OlmoeConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -225,7 +227,7 @@ def test_generation_config_replaces_the_end_of_sequence_ids() -> None:
 CLASSES: tuple[type[PreTrainedConfig], ...] = (
     *(LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig, Gemma2Config, Gemma3TextConfig),
     *(MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig, OlmoeConfig, Glm4MoeConfig, Dots1Config, SolarOpenConfig),
-    *(HYV3Config, MiniMaxM2Config),
+    *(HYV3Config, MiniMaxM2Config, Olmo2Config, FlexOlmoConfig),
 )
 
 

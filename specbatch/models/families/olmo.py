@@ -1,39 +1,108 @@
-"""OLMoE, whose experts are those of Qwen and whose norms of queries and keys are over all heads."""
+"""OLMo 2, FlexOlmo (an OLMo 2 with experts) and OLMoE. Their norms of queries and keys are over all heads. The first two
+have norms after attention and after the MLP, and none before."""
 
 from __future__ import annotations
 
-from specbatch.models.config import ModelConfig
+from typing import Any
+
+from torch import Tensor
+
+from specbatch.models.config import ModelConfig, MoeConfig
+from specbatch.models.decoder_layer import MLP, Attention, DecoderLayer, ForwardPass
 from specbatch.models.families.family import Family
 from specbatch.models.families.hf_config import HfConfig
+from specbatch.models.layers import RMSNorm, Rotary
+from specbatch.models.linears.linear import Residual
+from specbatch.models.mixture import MixtureMLP
+from specbatch.models.stages import Stages
+from specbatch.models.weight_loader import WeightLoader
 
 _ACTIVATIONS = ("silu", "swish")
+_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+class OlmoLayer(DecoderLayer):
+    """A layer with norms of the outputs of attention and MLP, before the residual is added."""
+
+    def __init__(self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str, rotary: Rotary) -> None:
+        self.attention = Attention(config, layer, weights, f"{prefix}self_attn.", rotary)
+        self._attention_norm, self._mlp_norm = (
+            weights.norm(f"{prefix}{name}", config.rms_norm_eps, is_wide=config.wide_norms) for name in _NORMS
+        )
+        has_experts = config.moe is not None and config.moe.layers[layer]
+        self._mlp = MixtureMLP(config, weights, prefix) if has_experts else MLP(config, weights, f"{prefix}mlp.")
+
+    def queries(self, x_TI: Tensor, step: ForwardPass) -> Tensor:
+        return self.attention.queries(x_TI, step, None)
+
+    def after_attention(
+        self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
+    ) -> Stages[Residual]:
+        y_TE = self.attention.output(attended_THD)
+        del attended_THD
+        yield
+        x_TE, _ = self._attention_norm.added(y_TE, residual_TE, None)
+        y_TE = self._mlp(x_TE)
+        yield
+        return Residual(*self._mlp_norm.added(y_TE, x_TE, next_norm))
+
+
+def _read_olmo2(config: HfConfig) -> ModelConfig:
+    return _model_config(config, max_position=2048, eos=50279, eps=1e-5, norms=_NORMS, wide_norms=True)
+
+
+def _read_flex_olmo(config: HfConfig) -> ModelConfig:
+    experts = _experts(config)
+    return _model_config(
+        config, max_position=4096, eos=100257, theta=500000.0, norms=_NORMS, wide_norms=True, moe=experts
+    )
 
 
 def _read_olmoe(config: HfConfig) -> ModelConfig:
-    num_layers, has_bias = config.num_layers(), config.flag("attention_bias")
-    moe = config.experts(
-        ("num_experts", "num_local_experts"),
-        config.size("intermediate_size"),
-        (True,) * num_layers,
-        norm_topk_prob=config.flag("norm_topk_prob"),
-    )
+    return _model_config(config, max_position=4096, eos=50279, eps=1e-5, moe=_experts(config))
+
+
+def _model_config(config: HfConfig, **values: Any) -> ModelConfig:
+    has_bias = config.flag("attention_bias")
     return config.model_config(
-        config.one_window(num_layers, None),
-        max_position=4096,
-        eos=50279,
-        eps=1e-5,
+        config.one_window(config.num_layers(), None),
         qkv_bias=has_bias,
         output_bias=has_bias,
         qk_norm=True,
         qk_norm_whole=True,
         activation=config.activation("hidden_act", only=_ACTIVATIONS),
-        moe=moe,
+        **values,
     )
 
 
+def _experts(config: HfConfig) -> MoeConfig:
+    return config.experts(
+        ("num_experts", "num_local_experts"),
+        config.size("intermediate_size"),
+        (True,) * config.num_layers(),
+        norm_topk_prob=config.flag("norm_topk_prob"),
+    )
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"mlp_bias": (False,), "qkv_bias": (False,), "clip_qkv": ()}
+_EXPERT_KEYS = frozenset(("num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"))
+OLMO2 = Family(
+    architectures=("Olmo2ForCausalLM",),
+    read=_read_olmo2,
+    keys=frozenset(("attention_bias",)),
+    neutral=_NEUTRAL,
+    layer=OlmoLayer,
+)
+FLEX_OLMO = Family(
+    architectures=("FlexOlmoForCausalLM",),
+    read=_read_flex_olmo,
+    keys=_EXPERT_KEYS | {"attention_bias"},
+    neutral=_NEUTRAL,
+    layer=OlmoLayer,
+)
 OLMOE = Family(
     architectures=("OlmoeForCausalLM",),
     read=_read_olmoe,
-    keys=frozenset(("attention_bias", "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob")),
-    neutral={"mlp_bias": (False,), "qkv_bias": (False,), "clip_qkv": ()},
+    keys=_EXPERT_KEYS | {"attention_bias"},
+    neutral=_NEUTRAL,
 )
