@@ -129,8 +129,10 @@ FAMILY_TRAITS: dict[str, dict[str, object]] = {
             correction_bias="gate.e_score_correction_bias",
         ),
     },
-    "olmoe": {
-        "model_type": "olmoe",
+    "flex-olmo": {
+        "model_type": "flex_olmo",
+        "norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+        "wide_norms": True,
         "qk_norm": True,
         "qk_norm_whole": True,
         "moe": MoeConfig(6, 2, 16, norm_topk_prob=False, layers=(True,) * 9),

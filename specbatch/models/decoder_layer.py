@@ -84,14 +84,12 @@ class Attention:
         self.num_heads, self._num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._qkv = weights.linear(*(f"{prefix}{name}_proj" for name in "qkv"), has_bias=config.qkv_bias)
         self._out = weights.summed_linear(f"{prefix}o_proj", has_bias=config.output_bias)
-        norms = [
-            weights.norm(f"{prefix}{name}_norm", config.rms_norm_eps, config.norm_offset, is_wide=config.wide_norms)
-            if config.qk_norm
-            else None
-            for name in "qk"
-        ]
-        self._q_norm, self._k_norm = (None, None) if config.qk_norm_whole else norms
-        self._whole_q_norm, self._whole_k_norm = norms if config.qk_norm_whole else (None, None)
+        norms: list[RMSNorm | None] = [None, None]
+        if config.qk_norm:
+            eps, offset = config.rms_norm_eps, config.norm_offset
+            norms = [weights.norm(f"{prefix}{x}_norm", eps, offset, is_wide=config.wide_norms) for x in "qk"]
+        self._norms_are_whole = config.qk_norm_whole
+        self._q_norm, self._k_norm = norms
         self._key_offset_KD: Tensor | None = None
         if config.qkv_bias and not config.qk_norm:  # a norm changes what the bias adds
             self._key_offset_KD = key_offset(weights.tensor(f"{prefix}k_proj.bias"), config)
@@ -121,19 +119,31 @@ class Attention:
         return traceable_parts(self, "_qkv", "_out")
 
     def rotate_and_write(self, qkv_TZ: Tensor, step: ForwardPass) -> Tensor:
-        if self._whole_q_norm is not None and self._whole_k_norm is not None:
-            sizes = (self.num_heads * self.head_dim, *(self._num_kv_heads * self.head_dim,) * 2)
-            q, k, v = qkv_TZ.split(sizes, dim=1)
-            qkv_TZ = torch.cat((self._whole_q_norm(q), self._whole_k_norm(k), v), dim=1)
+        if self._norms_are_whole:
+            qkv_TZ = self._normed(qkv_TZ)
         angles = step.angles(self._rotary)
         return self._rotate_and_write_fused(qkv_TZ, step) if angles is None else self._by_angles(qkv_TZ, step, angles)
+
+    def _normed(self, qkv_TZ: Tensor) -> Tensor:
+        """Norm all heads of queries together, and all heads of keys."""
+        assert self._q_norm is not None
+        assert self._k_norm is not None
+        sizes = (self.num_heads, self._num_kv_heads, self._num_kv_heads)
+        q, k, v = qkv_TZ.split([size * self.head_dim for size in sizes], dim=1)
+        return torch.cat((self._q_norm(q), self._k_norm(k), v), dim=1)
+
+    def _norms_of_heads(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """Return the norms of each head of queries and of keys; None: there are none."""
+        if self._q_norm is None or self._k_norm is None or self._norms_are_whole:
+            return None
+        return self._q_norm, self._k_norm
 
     def _by_angles(self, qkv: Tensor, step: ForwardPass, angles: tuple[Tensor, Tensor]) -> Tensor:
         sizes = (self.num_heads, self._num_kv_heads, self._num_kv_heads)
         qkv = qkv.view(qkv.shape[0], sum(sizes), self.head_dim)
-        if self._q_norm is not None and self._k_norm is not None:
+        if (norms := self._norms_of_heads()) is not None:
             q, k, v = qkv.split(sizes, dim=1)
-            qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
+            qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
         else:
             qk, v = qkv.split((sizes[0] + sizes[1], sizes[2]), dim=1)
         q, k = Rotary.apply(qk, *angles).split(sizes[:2], dim=1)
@@ -141,6 +151,7 @@ class Attention:
         return q
 
     def _rotate_and_write_fused(self, qkv: Tensor, step: ForwardPass) -> Tensor:
+        norms = self._norms_of_heads()
         q: Tensor = self._rotary_write(
             qkv,
             self.num_heads,
@@ -150,9 +161,9 @@ class Attention:
             step.batch.positions_T,
             step.batch.slots_T,
             step.cache.layer(self.layer),
-            self._q_norm.weight if self._q_norm is not None else None,
-            self._k_norm.weight if self._k_norm is not None else None,
-            self._q_norm.eps if self._q_norm is not None else 0.0,
+            None if norms is None else norms[0].weight,
+            None if norms is None else norms[1].weight,
+            0.0 if norms is None else norms[0].eps,
             *step.cache.scales(self.layer),
             self._key_offset_KD if step.cache.dtype == torch.float8_e4m3fn else None,
         )

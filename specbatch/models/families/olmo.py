@@ -1,5 +1,5 @@
-"""OLMo 2, FlexOlmo (an OLMo 2 with experts) and OLMoE. Their norms of queries and keys are over all heads. The first two
-have norms after attention and after the MLP, and none before."""
+"""OLMo 2, FlexOlmo (an OLMo 2 with experts) and OLMoE. Norms of queries and keys are over all heads. The first two have
+norms after attention and after the MLP, and none before."""
 
 from __future__ import annotations
 
