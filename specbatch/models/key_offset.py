@@ -23,6 +23,6 @@ def key_offset(bias_O: Tensor, config: ModelConfig) -> Tensor:
     position to the model's last one; 0 elsewhere. It does not depend on a run's settings."""
     inverse_frequencies, factor = config.rope.inverse_frequencies(config.head_dim)
     is_slow = inverse_frequencies * config.max_position_embeddings <= _RADIANS
-    scale_D = torch.ones(config.head_dim)  # of the dimensions that do not rotate
+    scale_D = torch.ones(config.head_dim)  # 1 where a head does not rotate
     scale_D[: 2 * len(is_slow)] = torch.cat((is_slow, is_slow)) * factor
     return bias_O.float().view(-1, config.head_dim) * scale_D.to(bias_O.device)
