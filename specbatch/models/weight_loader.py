@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights
@@ -106,10 +107,11 @@ class WeightLoader:
 
     def wide_linear(self, name: str, has_bias: bool = False) -> Linear:
         """A layer that computes in float32 at least, whatever the model computes in."""
-        weight_OI, bias_O = self.wide(f"{name}.weight"), self.wide(f"{name}.bias") if has_bias else None
-        if is_packable(weight_OI):
-            return PackedLinear(weight_OI, bias_O)
-        return DenseLinear(weight_OI, bias_O, ops_for(self.device, weight_OI.dtype))
+        if self._gemm is not None:
+            raise ModelError(
+                f"{name} computes in float32, and no deterministic GEMM does", hint="set engine.deterministic: false"
+            )
+        return self._wide_linear(self.wide(f"{name}.weight"), self.wide(f"{name}.bias") if has_bias else None)
 
     def summed_linear(self, name: str, has_bias: bool = False) -> Linear:
         """A layer that reads the heads, or the inner features of an MLP, which may be divided among ranks."""
@@ -212,11 +214,11 @@ class WeightLoader:
         static = float(self.stored(f"{name}.input_scale")) if quantization.inputs == "static" else None
         return Fp8Weight(weight, expand_scale(scale, weight.shape, outputs), quantization.inputs, static)
 
-    def _wide_linear(self, weight_OI: Tensor) -> Linear:
+    def _wide_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
         """Make a float32 layer, whatever the model computes in."""
         if is_packable(weight_OI):
-            return PackedLinear(weight_OI)
-        return DenseLinear(weight_OI, None, ops_for(self.device, torch.float32))
+            return PackedLinear(weight_OI, bias_O)
+        return DenseLinear(weight_OI, bias_O, ops_for(self.device, torch.float32))
 
     def new_linear(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
         if is_packable(weight_OI):

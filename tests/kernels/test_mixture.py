@@ -49,9 +49,10 @@ def test_sums_of_experts(device: str, kind: str, num_tokens: int, block_m: int) 
         weights_TK = normal(num_tokens, K, seed=5, dtype=dtype, device=device).abs()
         weights = make_weights(dtype, device)
         for rest in (None, residual):
-            expected = reference.fused_experts(x_TE, weights_TK, experts_TK, weights, rest)
-            actual = ops.fused_experts(x_TE, weights_TK, experts_TK, weights, rest, block_m, (TILE, TILE))
-            assert_close(actual, expected)
+            for router_dtype in {dtype, torch.float32}:  # weights of sigmoids stay wide
+                of_router = x_TE, weights_TK.to(router_dtype), experts_TK, weights, rest
+                expected = reference.fused_experts(*of_router)
+                assert_close(ops.fused_experts(*of_router, block_m, (TILE, TILE)), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -66,3 +67,20 @@ def test_routing(device: str, norm: bool) -> None:
         actual = ops.route(logits, Routing(4, norm))
         assert torch.equal(actual[1], expected[1])
         assert_close(actual[0], expected[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_routing_with_other_traits(device: str) -> None:
+    correction = normal(12, seed=2, dtype=torch.float32, device=device)
+    for dtype in DTYPES[device]:
+        logits = normal(33, 12, seed=1, dtype=dtype, device=device)
+        for routing in (
+            Routing(4, True, "sigmoid", num_groups=3, topk_groups=2, scale=2.5),
+            Routing(4, False, "softmax_of_chosen"),
+            Routing(4, True, "softmax", scale=0.5),
+        ):
+            expected = reference.route(logits, routing, correction)
+            actual = ops.route(logits, routing, correction)
+            assert torch.equal(actual[1], expected[1])
+            assert actual[0].dtype == expected[0].dtype
+            assert_close(actual[0], expected[0])

@@ -1,7 +1,7 @@
 """Mixtures of experts, in plain torch (Shazeer et al. 2017).
 
-Shape suffixes: T packed tokens, X experts, K experts of a token, G groups of experts, E hidden size, I inner features of
-an expert.
+Shape suffixes: T packed tokens, X experts, K experts of a token, G groups of experts, E hidden size, I inner features
+of an expert.
 """
 
 from __future__ import annotations

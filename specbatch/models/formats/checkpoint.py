@@ -20,7 +20,7 @@ from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
 from specbatch.models.formats.gguf_config import gguf_model_config
 from specbatch.models.formats.kv_scales import has_fp8_cache, is_kv_scale, read_kv_scales
-from specbatch.models.formats.stacked_experts import StackedExperts, unstacked
+from specbatch.models.formats.stacked_experts import StackedSource, unstacked
 from specbatch.models.formats.tensor_files import (
     SafetensorsSource,
     TensorSource,
@@ -159,7 +159,7 @@ def _check_tensors(
 
 def _wrong_types(tensors: TensorSource, quantization: Quantization | None) -> str:
     """Tensors that are in FP8 without a scale, or have a scale and are not in E4M3; empty where there are none."""
-    assert isinstance(tensors, SafetensorsSource | TorchBinSource | StackedExperts | GgufSource), type(tensors)
+    assert isinstance(tensors, SafetensorsSource | TorchBinSource | StackedSource | GgufSource), type(tensors)
     wrong = []
     for name, dtype in getattr(tensors, "dtypes", {}).items():
         layer, _, kind = name.rpartition(".")
@@ -198,5 +198,5 @@ def _is_harmless(name: str, config: ModelConfig) -> bool:
 
 
 def _describe(tensors: TensorSource) -> str:
-    assert isinstance(tensors, SafetensorsSource | TorchBinSource | StackedExperts), type(tensors)
+    assert isinstance(tensors, SafetensorsSource | TorchBinSource | StackedSource), type(tensors)
     return f"{tensors.kind} " + "/".join(sorted(set(tensors.dtypes.values())))

@@ -31,7 +31,7 @@ class _Slice(NamedTuple):
     last: int
 
 
-class StackedExperts(TensorSource):
+class StackedSource(TensorSource):
     """The tensors of `files` under their canonical names, one for each expert."""
 
     def __init__(self, files: SafetensorsSource | TorchBinSource, config: ModelConfig) -> None:
@@ -78,7 +78,7 @@ class StackedExperts(TensorSource):
 
 def unstacked(files: SafetensorsSource | TorchBinSource, config: ModelConfig) -> TensorSource:
     """Return the tensors with one for each expert, whatever the files have."""
-    return StackedExperts(files, config) if _stacks(config).keys() & files.shapes().keys() else files
+    return StackedSource(files, config) if _stacks(config).keys() & files.shapes().keys() else files
 
 
 class _Stack(NamedTuple):
