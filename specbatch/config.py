@@ -290,8 +290,8 @@ class DataSection:
     )
     separate_reasoning: bool | None = option(
         None,
-        "true: `<think>...</think>` at the beginning of a chat's answer becomes `reasoning_content`. false: it stays "
-        "in `text`. null: true if the chat template has `</think>`.",
+        "true: `<think>...</think>` at the beginning of a chat's answer, or the channel `analysis` of gpt-oss, becomes "
+        "`reasoning_content`. false: it stays in `text`. null: true if the chat template has one of them.",
     )
     system_prompt: str | None = option(
         None,

@@ -137,6 +137,22 @@ FAMILY_TRAITS: dict[str, dict[str, object]] = {
         "qk_norm_whole": True,
         "moe": MoeConfig(6, 2, 16, norm_topk_prob=False, layers=(True,) * 9),
     },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "qkv_bias": True,
+        "output_bias": True,
+        "activation": "clamped_swiglu",
+        "attention_sinks": True,
+        "rope": RopeConfig(1000.0, "yarn", factor=4.0, original_max_position=32, truncate=False),
+        "moe": MoeConfig(
+            *(6, 2, 16),
+            norm_topk_prob=True,
+            layers=(True,) * 4,
+            router="router",
+            router_bias=True,
+            expert_bias=True,
+        ),
+    },
     "gemma3": {
         **_GEMMA2,
         "model_type": "gemma3_text",
@@ -149,7 +165,7 @@ FAMILY_TRAITS: dict[str, dict[str, object]] = {
 
 
 def target_config(family: str, num_layers: int, hidden: int, vocab: int, head_dim: int = 8) -> ModelConfig:
-    has_windows = family.startswith("gemma")
+    has_windows = family.startswith(("gemma", "gpt-oss"))
     windows = tuple((9, None)[i % 2] if has_windows else None for i in range(num_layers))
     traits = FAMILY_TRAITS[family]
     return tiny_config(num_layers, hidden, vocab, head_dim=head_dim, sliding_windows=windows, **traits)

@@ -154,11 +154,19 @@ class TorchAttention:
             chunks=chunks,
         )
 
-    def attend(self, plan: list[_Group], q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
+    def attend(
+        self,
+        plan: list[_Group],
+        q_THD: Tensor,
+        cache: KVCache,
+        layer: int,
+        window: int | None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         out = torch.empty_like(q_THD)
         for group in plan:
             result = self._attend_group(
-                group, q_THD, cache.layer(layer), cache.scales(layer), window, cache.may_hold_nan
+                group, q_THD, cache.layer(layer), cache.scales(layer), window, cache.may_hold_nan, sinks_H
             )
             out.index_copy_(0, group.output_rows, result.index_select(0, group.output_index).to(out.dtype))
         return out
@@ -171,6 +179,7 @@ class TorchAttention:
         scales: KVScales,
         window: int | None,
         may_hold_nan: bool,
+        sinks_H: Tensor | None,
     ) -> Tensor:
         n, num_queries, heads, per_head, dim = (
             group.num_sequences,
@@ -187,6 +196,7 @@ class TorchAttention:
             .reshape(heads, n, num_queries * per_head, dim)
         )
         rows = num_queries * per_head
+        needs_lse = len(group.chunks) > 1 or sinks_H is not None
         for chunk in group.chunks:
             m = chunk.num_sequences
             batch, batch_rows = (m * num_queries, per_head) if chunk.per_query else (m, rows)
@@ -194,9 +204,9 @@ class TorchAttention:
             kv = gathered.to(compute).view(2, heads * batch, self._chunk, dim)
             queries = q_KnRD[:, :m].reshape(heads * batch, batch_rows, dim)
             bias = self._bias(group, chunk, window, compute)
-            out, lse = self._partial(queries, kv[0], kv[1], bias, len(group.chunks) > 1, may_hold_nan)
+            out, lse = self._partial(queries, kv[0], kv[1], bias, needs_lse, may_hold_nan)
             out = out.reshape(heads, m, rows, dim)
-            if len(group.chunks) == 1:
+            if not needs_lse:
                 merged = out
                 continue
             lse = lse.reshape(heads, m, rows, 1)
@@ -209,7 +219,13 @@ class TorchAttention:
             total[:, :m] = total[:, :m] * old + new
             merged[:, :m] = merged[:, :m] * old + out * new
             peak[:, :m] = new_peak
-        if len(group.chunks) > 1:
+        if sinks_H is not None:
+            # A sink is merged last, as a key without a value.
+            sinks_KR = sinks_H.to(compute).view(heads, 1, per_head, 1).repeat(1, 1, num_queries, 1)
+            new_peak = torch.maximum(peak, sinks_KR)
+            old = torch.exp(peak - new_peak)
+            merged, total = merged * old, total * old + torch.exp(sinks_KR - new_peak)
+        if needs_lse:
             merged = merged / total
         if scales.v != 1:
             merged = merged * scales.v

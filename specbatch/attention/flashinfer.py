@@ -196,8 +196,17 @@ class FlashInferAttention:
             ) from error
         self._is_compiled = True
 
-    def attend(self, plan: _Plan, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
+    def attend(
+        self,
+        plan: _Plan,
+        q_THD: Tensor,
+        cache: KVCache,
+        layer: int,
+        window: int | None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         assert window is None, "resolve() refuses sliding windows"
+        assert sinks_H is None, "resolve() refuses attention sinks"
         kv = cache.layer(layer)
         _, heads, _, dim = kv.shape
         k, v = kv.view(2, heads, -1, plan.page_size, dim).transpose(1, 2)  # (pages, H, page_size, D), strided

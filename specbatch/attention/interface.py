@@ -23,7 +23,16 @@ class AttentionBackend(Protocol):
         """Prepare one forward pass, and return a plan for `attend` of every layer."""
         ...
 
-    def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
+    def attend(
+        self,
+        plan: Any,
+        q_THD: Tensor,
+        cache: KVCache,
+        layer: int,
+        window: int | None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         """Compute the attention output (T, H, D). New keys and values are already in `layer` of the cache. `window`:
-        the sliding window in tokens (a query at position p sees positions > p - window); None: full attention."""
+        the sliding window in tokens (a query at position p sees positions > p - window); None: full attention.
+        `sinks_H`: a score of each head that has no value, see `kernels/torch/attention.py`; None: there are none."""
         ...

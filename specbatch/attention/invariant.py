@@ -66,12 +66,20 @@ class InvariantAttention:
         paths = None if batch.mask_TW is None else self._tree_paths(batch)
         return batch, tile, paths, splits, listed
 
-    def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
+    def attend(
+        self,
+        plan: Any,
+        q_THD: Tensor,
+        cache: KVCache,
+        layer: int,
+        window: int | None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         batch, tile, paths, splits, listed = plan
         scales = cache.scales(layer)
         out: Tensor = self._attend(
             tile, q_THD, cache.layer(layer), batch, paths, splits, listed, self._bounds, self._workspace,
-            self._scale * scales.k, window, scales.v, self._soft_cap,
+            self._scale * scales.k, window, scales.v, self._soft_cap, sinks_H,
         )  # fmt: skip
         return out
 

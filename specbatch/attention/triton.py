@@ -83,14 +83,22 @@ class PagedAttention:
         listed = self._long_sequences(layout.starts_B, layout.query_starts, self._long_tokens, count)
         return _Plan(layout, _MAX_SPLITS, listed, parts)
 
-    def attend(self, plan: _Plan, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
+    def attend(
+        self,
+        plan: _Plan,
+        q_THD: Tensor,
+        cache: KVCache,
+        layer: int,
+        window: int | None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         batch, splits, listed, parts = plan
         kv, scales, prefix = cache.layer(layer), cache.scales(layer), None
         scale = self._scale * scales.k
         if parts and window is None:
             prefix = self._attend_prefixes(q_THD, kv, batch, scale, parts, self._soft_cap)
         out: Tensor = self._attend(
-            q_THD, kv, batch, scale, window, splits, self._workspace, listed, scales.v, prefix, self._soft_cap
+            q_THD, kv, batch, scale, window, splits, self._workspace, listed, scales.v, prefix, self._soft_cap, sinks_H
         )
         return out
 

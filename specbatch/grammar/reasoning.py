@@ -16,7 +16,7 @@ class Reasoning(NamedTuple):
     """The tokens that begin and end a reasoning, see `AfterReasoning`."""
 
     begin: int | None
-    end: int
+    end: tuple[int, ...]
     vocab_size: int
 
 
@@ -27,28 +27,39 @@ class _At(Enum):
 
 
 class AfterReasoning:
-    """A matcher (see `GrammarMatcher`). The reasoning is any text up to the token `end`. The answer comes after it, in
-    the grammar of `answer`. `begin`: the token with which the output may begin its reasoning; it may also begin with
-    the answer. None: the prompt has begun the reasoning."""
+    """A matcher (see `GrammarMatcher`). The reasoning is any text up to the tokens `end`, of which the first comes
+    nowhere else in them. Other tokens may come before the last one: the header of a message can have more parts. The
+    answer comes after it, in the grammar of `answer`. `begin`: the token with which the output may begin its reasoning;
+    it may also begin with the answer. None: the prompt has begun the reasoning."""
 
-    def __init__(self, answer: GrammarMatcher, begin: int | None, end: int, vocab_size: int) -> None:
+    def __init__(self, answer: GrammarMatcher, begin: int | None, end: tuple[int, ...], vocab_size: int) -> None:
         self._answer = answer
         self._begin, self._end, self._vocab_size = begin, end, vocab_size
         self._at = _At.REASONING if begin is None else _At.START
-        self._were: list[_At] = []  # the state before each token
+        self._found = 0  # tokens of `end` that the reasoning ends with
+        self._were: list[tuple[_At, int]] = []  # the state before each token
 
     def advance(self, token: int) -> bool:
-        was, now = self._at, self._at
+        was, now, found = self._at, self._at, 0
         if was is _At.START:
             now = _At.REASONING if token == self._begin else _At.ANSWER
-        elif was is _At.REASONING and token == self._end:
-            now = _At.ANSWER
+        elif was is _At.REASONING:
+            found = self._found_after(self._found, token)
+            now = _At.ANSWER if found == len(self._end) else now
         is_answer = now is _At.ANSWER and was is not _At.REASONING
         if not (self._answer.advance(token) if is_answer else token < self._vocab_size):
             return False
-        self._were.append(was)
-        self._at = now
+        self._were.append((was, self._found))
+        self._at, self._found = now, found
         return True
+
+    def _found_after(self, found: int, token: int) -> int:
+        """Return how many tokens of `end` the reasoning has after `token`, if it had `found` before."""
+        if token == self._end[found]:
+            return found + 1
+        if token == self._end[0]:
+            return 1
+        return found if found == len(self._end) - 1 else 0
 
     def advance_by(self, tokens: Sequence[int]) -> int:
         return next((i for i, token in enumerate(tokens) if not self.advance(token)), len(tokens))
@@ -60,15 +71,15 @@ class AfterReasoning:
 
     def fork(self) -> AfterReasoning:
         other = AfterReasoning(self._answer.fork(), self._begin, self._end, self._vocab_size)
-        other._at, other._were = self._at, self._were.copy()
+        other._at, other._found, other._were = self._at, self._found, self._were.copy()
         return other
 
     def back(self, num_tokens: int) -> None:
         for _ in range(num_tokens):
-            was = self._were.pop()
+            was, found = self._were.pop()
             if self._at is _At.ANSWER and was is not _At.REASONING:
                 self._answer.back(1)
-            self._at = was
+            self._at, self._found = was, found
 
     def is_complete(self) -> bool:
         return self._at is not _At.REASONING and self._answer.is_complete()
@@ -110,7 +121,7 @@ class AfterReasoning:
                     answers.append(Walk(matcher._answer.fork(), (), line))
                     at, first = _At.REASONING, 1
             if at is _At.REASONING:
-                first = next((i + 1 for i in range(first, len(tokens)) if tokens[i] == matcher._end), len(tokens) + 1)
+                first = matcher._begin_of_answer(tokens, first)
                 reasoning = masks_KW[line + (matcher._at is _At.START) : line + first]
                 matcher._write_any_token(reasoning)
             if first <= len(tokens):
@@ -121,6 +132,16 @@ class AfterReasoning:
             if token >> 5 < masks_KW.shape[1]:
                 masks_KW[line].view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
         return is_complete_K
+
+    def _begin_of_answer(self, tokens: Sequence[int], first: int) -> int:
+        """Return the index of the first token of the answer in a walk, whose reasoning goes on at `first`. It is above
+        the number of tokens if the reasoning does not end."""
+        found = self._found
+        for i in range(first, len(tokens)):
+            found = self._found_after(found, tokens[i])
+            if found == len(self._end):
+                return i + 1
+        return len(tokens) + 1
 
     def _write_any_token(self, masks_KW: NDArray[np.int32]) -> None:
         words, past = divmod(self._vocab_size, 32)

@@ -17,13 +17,15 @@ _MAX_REFERENCES = 16  # the most references that are followed, one after the oth
 
 def calls_of(
     tools: Sequence[dict[str, Any]],
-    calls: Literal["hermes", "llama3"],
+    calls: Literal["hermes", "llama3", "harmony"],
     *,
     several: bool,
     tokens: Collection[str],
 ) -> Constraint:
     """Return the constraint for an answer that is a call of one of these OpenAI tools, and nothing else. `several`: the
     answer may have several calls, if the format has that. `tokens`: the format's marks that are tokens."""
+    if calls == "harmony":
+        return _harmony_call_of(tools)
     arguments = "arguments" if calls == "hermes" else "parameters"
     rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
@@ -39,6 +41,19 @@ def calls_of(
         answer = f"{begin} {line} call {line} {end}"
         answer += f" ({line} {answer})*" if several else ""
     return Constraint("tool_choice", "grammar", "\n".join([f"start: {answer}", *rules, ""]))
+
+
+def _harmony_call_of(tools: Sequence[dict[str, Any]]) -> Constraint:
+    """Return the constraint for one message that calls a tool, after a message with reasoning."""
+    calls = " | ".join(f"call_{i}" for i in range(len(tools)))
+    rules = [f"start: <|start|> {_literal('assistant')} <|channel|> ({calls})"]
+    for i, tool in enumerate(tools):
+        head = _literal(f"commentary to=functions.{tool['function']['name']} ")
+        rules += [
+            f"call_{i}: {head} <|constrain|> {_literal('json')} <|message|> arguments_{i}",
+            f"arguments_{i}: %json {arguments_schema(tool)}",
+        ]
+    return Constraint("tool_choice", "grammar", "\n".join([*rules, ""]))
 
 
 def _literal(text: str) -> str:

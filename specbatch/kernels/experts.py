@@ -1,6 +1,7 @@
 """The operands of the operations of `mixture.py`: the weights of a layer's experts, and how a router chooses them.
 
-Shape suffixes: X experts, E hidden size, I inner features of an expert, F inner features of gate and of up.
+Shape suffixes: X experts, E hidden size, I inner features of an expert, F inner features of gate and of up, G
+groups of inputs that share a scale.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ from specbatch.kernels.activations import Activation
 
 
 class ExpertWeights(NamedTuple):
-    """Gated feed-forwards of one size. Of `gate_up_XFE`, (X, 2 I, E), the first I rows of an expert are its gate."""
+    """Gated feed-forwards of one size. Of `gate_up_XFE`, (X, 2 I, E), the first I rows of an expert are its gate. The
+    biases are None if experts have none. Weights with scales are in MXFP4, uint8, two inputs a byte: see
+    `kernels/torch/mxfp4.py`."""
 
     gate_up_XFE: Tensor
     down_XEI: Tensor
     activation: Activation = "silu"
+    gate_up_bias_XF: Tensor | None = None
+    down_bias_XE: Tensor | None = None
+    gate_up_scales_XFG: Tensor | None = None
+    down_scales_XEG: Tensor | None = None
 
 
 # How a router's logits become scores: a softmax over all experts; one over the chosen ones, which are those with the

@@ -43,6 +43,8 @@ class MoeConfig:
     )
     block: str = "mlp"  # name of the module in a layer
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names in an expert
+    expert_bias: bool = False  # the projections of experts have biases
+    is_interleaved: bool = False  # files have the experts of a layer in one tensor, see `formats/gpt_oss_experts.py`
 
     @property
     def routing(self) -> Routing:
@@ -79,6 +81,7 @@ class ModelConfig:
     activation: Activation = "silu"  # activation of the MLP's gate
     window_rope: RopeConfig | None = None  # rope of the layers with a sliding window; None: `rope`
     attention_soft_cap: float | None = None  # scores become cap * tanh(score / cap)
+    attention_sinks: bool = False  # each query head has a score that takes part in the softmax and has no value
     logits_soft_cap: float | None = None  # the same of logits
     embedding_scale: float | None = None  # factor of the embeddings that enter the first layer
     norms: tuple[str, ...] = PRE_NORMS  # names of a layer's norms
@@ -93,8 +96,8 @@ class ModelConfig:
         return self.rope if self.window_rope is None or self.sliding_windows[layer] is None else self.window_rope
 
     def as_head(self, *, qkv_bias: bool = False, output_bias: bool = False) -> ModelConfig:
-        """Return the configuration of a draft head's one layer. It has the sizes, the activation and the rotary
-        embedding of this one, and no other trait, whatever the family is."""
+        """Return the configuration of a draft head's one layer. It has the sizes, the activation (but for gpt-oss's)
+        and the rotary embedding of this one, and no other trait, whatever the family is."""
         return replace(
             self,
             num_layers=1,
@@ -108,6 +111,8 @@ class ModelConfig:
             attention_scale=None,
             window_rope=None,
             attention_soft_cap=None,
+            attention_sinks=False,
+            activation="silu" if self.activation == "clamped_swiglu" else self.activation,
             logits_soft_cap=None,
             embedding_scale=None,
             norms=PRE_NORMS,
@@ -170,6 +175,8 @@ def layer_tensors(
         shapes[f"{prefix}{name}.weight"] = (size_out, size_in)
         if has_bias:
             shapes[f"{prefix}{name}.bias"] = (size_out,)
+    if c.attention_sinks:
+        shapes[f"{prefix}self_attn.sinks"] = (c.num_heads,)
     if c.qk_norm:
         sizes = {"q": q_size, "k": kv_size} if c.qk_norm_whole else dict.fromkeys("qk", c.head_dim)
         shapes |= {f"{prefix}self_attn.{name}_norm.weight": (size,) for name, size in sizes.items()}
@@ -194,7 +201,7 @@ def _mlp_linears(
 def _expert_linears(moe: MoeConfig, hidden_size: int) -> Linears:
     linears: Linears = {f"{moe.block}.{moe.router}": (moe.num_experts, hidden_size, moe.router_bias)}
     for name in moe.experts(f"{moe.block}."):
-        linears |= _mlp_linears(name, hidden_size, moe.expert_size, moe.projections)
+        linears |= _mlp_linears(name, hidden_size, moe.expert_size, moe.projections, has_bias=moe.expert_bias)
     if moe.shared_size:
         linears |= _mlp_linears(f"{moe.block}.{moe.shared_name}", hidden_size, moe.shared_size)
         if moe.shared_gate:

@@ -71,7 +71,7 @@ class ForwardPass:
         """Return the attention's output (T, H, D). `plan`: the plan for other queries than those of the batch."""
         plan = self.plan if plan is None else plan
         self._turn.will_read(attention.layer)
-        return self.backend.attend(plan, q_THD, self.cache, attention.layer, attention.window)
+        return self.backend.attend(plan, q_THD, self.cache, attention.layer, attention.window, attention.sinks_H)
 
 
 class Attention:
@@ -90,8 +90,13 @@ class Attention:
             norms = [weights.norm(f"{prefix}{x}_norm", eps, offset, is_wide=config.wide_norms) for x in "qk"]
         self._norms_are_whole = config.qk_norm_whole
         self._q_norm, self._k_norm = norms
+        self.sinks_H: Tensor | None = None
+        if config.attention_sinks:
+            wide = torch.promote_types(weights.dtype, torch.float32)
+            self.sinks_H = weights.tensor(f"{prefix}sinks").to(wide)
         self._key_offset_KD: Tensor | None = None
-        if config.qkv_bias and not config.qk_norm:  # a norm changes what the bias adds
+        # A norm changes what the bias adds. A sink has no bias, so taking it from the keys would change the softmax.
+        if config.qkv_bias and not config.qk_norm and not config.attention_sinks:
             self._key_offset_KD = key_offset(weights.tensor(f"{prefix}k_proj.bias"), config)
         self._rotary_write = ops_for(weights.device, weights.dtype).rotary_write
 

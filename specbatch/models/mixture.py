@@ -37,7 +37,7 @@ class MixtureMLP:
         self._correction_X = None if correction is None else weights.wide(f"{block}{correction}")
         gate, up, down = moe.projections
         names = [(f"{name}.{gate}", f"{name}.{up}", f"{name}.{down}") for name in moe.experts(block)]
-        self._experts = weights.experts(names, config.activation)
+        self._experts = weights.experts(names, config.activation, has_bias=moe.expert_bias)
         self._shared: _SharedExpert | None = None
         self._shared_gate: Linear | None = None
         if moe.shared_size:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specbatch.errors import ModelError
+from specbatch.kernels.quantised import MXFP4_GROUP
 from specbatch.models.catalog import RANDOM_PREFIX, random_name
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, expected_eagle_tensors
@@ -26,6 +27,7 @@ from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 
 RANDOM_WEIGHTS = "random weights"  # name in logs and results
+_SCALE = 120  # E8M0: 2^-7. With evenly distributed codes the standard deviation is 0.023.
 REDUCED_DRAFT_VOCAB = 32000  # size of the published EAGLE-3 heads for Llama 3 and Qwen 3
 
 
@@ -85,10 +87,16 @@ def _published() -> dict[str, dict[str, Any]]:
         # google/gemma-3-4b-pt, without its part for images
         "gemma-3-4b": _gemma("gemma3_text", 262208, _sizes(2560, 10240, 34, 8, 4, 131072))
         | {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        # openai/gpt-oss-20b and gpt-oss-120b
+        "gpt-oss-20b": _gpt_oss(24, 32),
+        "gpt-oss-120b": _gpt_oss(36, 128),
         # Not published models: small enough for tests, deep enough for an EAGLE-3 head.
         "tiny-experts": tiny
         | _sizes(64, 128, 8, 4, 2, 4096)
         | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        "tiny-gpt-oss": _gpt_oss(8, 8)
+        | _sizes(64, 32, 8, 4, 2, 4096)
+        | {"vocab_size": 512, "eos_token_id": 0, "num_experts_per_tok": 2},
         "tiny": tiny | _sizes(64, 128, 8, 4, 2, 4096),
     }
 
@@ -111,6 +119,18 @@ def _gemma(model_type: str, vocab_size: int, sizes: dict[str, Any]) -> dict[str,
         "head_dim": 256,
         "query_pre_attn_scalar": 256,
         "eos_token_id": [1, 106],
+    }
+
+
+def _gpt_oss(num_layers: int, num_experts: int) -> dict[str, Any]:
+    return _sizes(2880, 2880, num_layers, 64, 8, 131072) | {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "head_dim": 64,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "eos_token_id": [200002, 199999, 200012],
     }
 
 
@@ -141,7 +161,7 @@ class RandomSource:
     follows.
 
     Matrices and biases are N(0, 0.02), the scale that transformers initialises with; norm weights N(1, 0.02). `fixed`
-    holds tensors that are not random (vocabulary maps), on the CPU.
+    holds tensors that are not random (vocabulary maps), on the CPU. `is_packed`: experts can be in MXFP4, see `packed`.
     """
 
     def __init__(
@@ -150,7 +170,10 @@ class RandomSource:
         dtype: torch.dtype,
         device: torch.device,
         fixed: Mapping[str, Tensor] | None = None,
+        *,
+        is_packed: bool = False,
     ) -> None:
+        self.is_packed = is_packed
         self._shapes = shapes
         self._dtype = dtype
         self._device = device
@@ -163,10 +186,22 @@ class RandomSource:
         if name in self._fixed:
             return self._fixed[name]
         shape = self._shapes[name]
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
-        generator = torch.Generator(self._device).manual_seed(seed)
         mean = 1.0 if name.endswith("norm.weight") else 0.0
-        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(mean, 0.02, generator=generator)
+        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(
+            mean, 0.02, generator=self._generator(name)
+        )
+
+    def packed(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return a weight of an expert in MXFP4, see `models/linears/mxfp4.py`: random numbers of about the same size
+        as those of `load`, which are others."""
+        num_outputs, num_inputs = self._shapes[name]
+        values = torch.empty((num_outputs, num_inputs // 2), dtype=torch.uint8, device=self._device)
+        scales = torch.full((num_outputs, num_inputs // MXFP4_GROUP), _SCALE, dtype=torch.uint8, device=self._device)
+        return values.random_(0, 256, generator=self._generator(name)), scales
+
+    def _generator(self, name: str) -> torch.Generator:
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+        return torch.Generator(self._device).manual_seed(seed)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -187,7 +222,9 @@ def random_config(ref: str) -> ModelConfig:
 def open_random_model(ref: str, dtype: torch.dtype, device: torch.device) -> Checkpoint:
     """The model that `random:NAME` names; its weights are made in `dtype` on `device`. Raises ModelError."""
     config = random_config(ref)
-    return Checkpoint(None, config, RandomSource(expected_tensors(config), dtype, device), RANDOM_WEIGHTS)
+    is_packed = config.model_type == "gpt_oss"  # as it was published
+    tensors = RandomSource(expected_tensors(config), dtype, device, is_packed=is_packed)
+    return Checkpoint(None, config, tensors, RANDOM_WEIGHTS)
 
 
 def open_random_eagle_head(

@@ -30,6 +30,7 @@ from specbatch.models.linears.fp8 import (
 )
 from specbatch.models.linears.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
 from specbatch.models.linears.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
+from specbatch.models.linears.mxfp4 import Mxfp4Weight, PackedReader
 from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear, is_packable
 from specbatch.models.linears.quantization import ON_LOAD, Quantization
 from specbatch.models.linears.scaled import ScaledGatedLinear, ScaledLinear
@@ -47,7 +48,7 @@ class WeightLoader:
     """The loader of a model that computes in `dtype` on `device`. Layers are named as in the checkpoint, without the
     ending `.weight` or `.bias`. `gemm`: the GEMM of layers whose rows do not depend on their number, on CUDA. `shard`:
     the part of the model that this process holds; None: all of it. `quantization`: the quantization of its linear
-    layers; None: they have none."""
+    layers; None: they have none. `mxfp4`: the reader of experts that stay in MXFP4; None: they do not."""
 
     def __init__(
         self,
@@ -57,6 +58,8 @@ class WeightLoader:
         gemm: InvariantGemm | None = None,
         shard: ModelShard | None = None,
         quantization: Quantization | None = None,
+        *,
+        mxfp4: PackedReader | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
@@ -65,6 +68,7 @@ class WeightLoader:
         self._gemm = gemm
         self._shard = shard
         self._quantization = quantization
+        self._mxfp4 = mxfp4
 
     def stored(self, name: str) -> Tensor:
         """A tensor as the checkpoint holds it."""
@@ -143,27 +147,42 @@ class WeightLoader:
         biases = (self.tensor(f"{gate}.bias"), self.tensor(f"{up}.bias")) if has_bias else None
         return self.new_gated_linear(self.tensor(f"{gate}.weight"), self.tensor(f"{up}.weight"), biases, activation)
 
-    def experts(self, names: Sequence[tuple[str, str, str]], activation: Activation) -> Experts:
+    def experts(
+        self, names: Sequence[tuple[str, str, str]], activation: Activation, *, has_bias: bool = False
+    ) -> Experts:
         """Make a layer's experts. `names`: those of each one's gate, up and down."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" and self._mxfp4 is None:
             return SeparateExperts(
-                [(self.gated_linear(gate, up, activation), self.linear(down)) for gate, up, down in names]
+                [
+                    (self.gated_linear(gate, up, activation, has_bias), self.linear(down, has_bias=has_bias))
+                    for gate, up, down in names
+                ]
             )
-        return StackedExperts(self._stacked(names, activation), self._ops)
+        gate_up_bias, down_bias = self._stacked(names, "bias") if has_bias else (None, None)
+        if self._mxfp4 is None:
+            gate_up_XFE, down_XEI = self._stacked(names, "weight")
+            weights = ExpertWeights(gate_up_XFE, down_XEI, activation, gate_up_bias, down_bias)
+            return StackedExperts(weights, self._ops)
+        both = [[f"{gate}.weight", f"{up}.weight"] for gate, up, _ in names]
+        gate_up = Mxfp4Weight.load(self._mxfp4, both, self.device)
+        down = Mxfp4Weight.load(self._mxfp4, [[f"{name}.weight"] for *_, name in names], self.device)
+        scales = gate_up.scales_XNG, down.scales_XNG
+        weights = ExpertWeights(gate_up.values_XNB, down.values_XNB, activation, gate_up_bias, down_bias, *scales)
+        return StackedExperts(weights, self._ops)
 
-    def _stacked(self, names: Sequence[tuple[str, str, str]], activation: Activation) -> ExpertWeights:
-        """Load one tensor after the other to its place."""
+    def _stacked(self, names: Sequence[tuple[str, str, str]], kind: str) -> tuple[Tensor, Tensor]:
+        """Load one tensor after the other to its place: those of gate and up, and of down. `kind`: weight or bias."""
         gate_up = down = None
         for number, expert in enumerate(names):
-            gate_IE, up_IE, down_EI = (self.tensor(f"{name}.weight") for name in expert)
-            size = gate_IE.shape[0]
+            own_gate, own_up, own_down = (self.tensor(f"{name}.{kind}") for name in expert)
+            size = own_gate.shape[0]
             if gate_up is None or down is None:
-                gate_up = gate_IE.new_empty(len(names), 2 * size, gate_IE.shape[1])
-                down = down_EI.new_empty(len(names), *down_EI.shape)
-            gate_up[number, :size], gate_up[number, size:], down[number] = gate_IE, up_IE, down_EI
+                gate_up = own_gate.new_empty(len(names), 2 * size, *own_gate.shape[1:])
+                down = own_down.new_empty(len(names), *own_down.shape)
+            gate_up[number, :size], gate_up[number, size:], down[number] = own_gate, own_up, own_down
         assert gate_up is not None
         assert down is not None
-        return ExpertWeights(gate_up, down, activation)
+        return gate_up, down
 
     def _covers(self, layer: str) -> bool:
         return self._quantization is not None and self._quantization.covers(layer)

@@ -20,6 +20,7 @@ from specbatch.rows.row import Doubt, Row
 from specbatch.setup.sampling import runs_prompts_as_chat
 from specbatch.text.chat_output import MARKS, REASONING_MARKS, AnswerReader, Thinking, thinking_after
 from specbatch.text.chat_template import ChatTemplate
+from specbatch.text.harmony import CHANNEL, END, FINAL, HARMONY_MARKS, MESSAGE, begins_final, is_harmony, open_header
 from specbatch.text.stop_strings import StopChecker, StopTokens, TokenTexts, adds_its_own_text, cut_at_stop
 from specbatch.text.token_pieces import TokenPieces
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams, StopCheck, check_unicode
@@ -29,6 +30,7 @@ from specbatch.types import Completion, EngineLimits, FinishReason, SamplingPara
 _MAX_CHARS_PER_TOKEN, _MAX_CHARS = 64, 1 << 20
 _MAX_STOP_SETS = 256  # whose tokens are kept; rows can have their own
 _MARK_TOKENS = 16  # at most, in which a prompt's last mark is
+_HEADER_TOKENS = 64  # the same of the header of its last message, in Harmony
 
 
 class TextProcessor:
@@ -51,9 +53,11 @@ class TextProcessor:
         self._is_plain = adds_its_own_text(tokenizer)
         self._stop_tokens: dict[frozenset[str], StopTokens] = {}  # the key is the last characters of stop strings
         special = set(getattr(tokenizer, "all_special_tokens", ()))
-        self._marks = {tokenizer.convert_tokens_to_ids(mark): mark for mark in MARKS if mark in special}
         known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
-        self._mark_ids = {mark: known[mark] for mark in MARKS if mark in known}
+        marks = (*MARKS, *HARMONY_MARKS) if is_harmony(known) else MARKS
+        self._mark_ids = {mark: known[mark] for mark in marks if mark in known}
+        self._marks: dict[int, str] = {}
+        self._marks = {token: mark for mark, token in self._mark_ids.items() if not self._decode([token])}
         self._grammars = GrammarCompiler(tokenizer)
         self._bos = getattr(tokenizer, "bos_token_id", None)
         self._template_marks = (*(mark for mark in special if mark), *self._chat.marks)
@@ -126,13 +130,20 @@ class TextProcessor:
         chat, facts = row.chat, self._chat.facts
         separate = self._separate_reasoning if chat.separate_reasoning is None else chat.separate_reasoning
         thinking: Thinking = "none"
-        if facts.thinks if separate is None else separate:
-            end = self._tokenizer.decode(list(row.token_ids[-_MARK_TOKENS:]), skip_special_tokens=False)
-            thinking = thinking_after(end)
+        is_separate = facts.thinks if separate is None else separate
+        header = open_header(self._end_of(row, _HEADER_TOKENS)) if facts.calls == "harmony" else ""
+        if is_separate:
+            thinking = "harmony" if facts.calls == "harmony" else thinking_after(self._end_of(row, _MARK_TOKENS))
             if thinking == "marked" and (chat.required or _constraint(row.params) is not None):
                 thinking = "closed"  # see `matcher`: the text of a grammar can have the end mark in it
         calls = self._chat.tool_facts.calls if chat.tools else None
-        return AnswerReader(thinking, calls, chat.tool_names, None if chat.parallel_tool_calls else 1)
+        max_calls = None if chat.parallel_tool_calls else 1
+        return AnswerReader(thinking, calls, chat.tool_names, max_calls, header)
+
+    def _end_of(self, row: Row, num_tokens: int) -> str:
+        """Return the end of a prompt, with its special tokens."""
+        text: str = self._tokenizer.decode(list(row.token_ids[-num_tokens:]), skip_special_tokens=False)
+        return text
 
     def matcher(self, row: Row) -> tuple[GrammarMatcher, MatcherSpec] | None:
         """Make the matcher of an output that begins, and return it with its specification. Return None if the output
@@ -146,13 +157,21 @@ class TextProcessor:
         if constraint is None:
             return None
         begin, end = (self._mark_ids.get(mark) for mark in REASONING_MARKS)
-        if thinking == "open" and end is None:
+        ends: tuple[int, ...] = () if end is None else (end,)
+        if row.reader.calls == "harmony" and row.chat.required:  # a message with reasoning comes first
+            thinking, begin, ends = "harmony", None, (self._mark_ids[END],)
+        elif thinking == "harmony" and begins_final(row.reader.header):
+            thinking = "none"
+        elif thinking == "harmony":
+            begin, ends = None, self._begin_of_final(constraint.option)
+        if thinking == "open" and not ends:
             message = f"{constraint.option}: the prompt begins the model's reasoning, and </think> is not a token"
             hint = "give chat_template_kwargs that switch the reasoning off, or separate_reasoning: false"
             raise RowError("unsupported_parameter", f"{message}; {hint}")
         spec = MatcherSpec(constraint)
-        if not (thinking == "none" or end is None or (thinking != "open" and begin is None)):
-            reasoning = Reasoning(None if thinking == "open" else begin, end, len(self._tokenizer))
+        is_open = thinking in ("open", "harmony")
+        if not (thinking == "none" or not ends or (not is_open and begin is None)):
+            reasoning = Reasoning(None if is_open else begin, ends, len(self._tokenizer))
             spec = MatcherSpec(constraint, reasoning)
         try:
             return spec.make(self._grammars), spec
@@ -160,9 +179,19 @@ class TextProcessor:
             self._check_parameters(row.chat)
             raise
 
+    def _begin_of_final(self, option: str) -> tuple[int, ...]:
+        """Return the tokens that begin the final message of Harmony. It raises RowError if the tokenizer lacks them."""
+        channel, message = (self._mark_ids.get(mark) for mark in (CHANNEL, MESSAGE))
+        if channel is None or message is None:
+            hint = "give separate_reasoning: false"
+            raise RowError("unsupported_parameter", f"{option}: {CHANNEL} and {MESSAGE} are not tokens; {hint}")
+        return channel, *self._tokenizer.encode(FINAL, add_special_tokens=False), message
+
     def _required_calls(self, row: Row) -> Constraint:
-        if (calls := self._chat.tool_facts.calls) is None:
-            message = "tool_choice must be none or auto: the format of this model's calls is not known"
+        calls = self._chat.tool_facts.calls
+        if calls is None or (calls == "harmony" and not self._mark_ids.keys() >= set(HARMONY_MARKS)):
+            why = "is not known" if calls is None else "has marks that are not tokens"
+            message = f"tool_choice must be none or auto: the format of this model's calls {why}"
             raise RowError("unsupported_parameter", message)
         if row.params.ignore_eos:
             raise RowError("invalid_value", "ignore_eos and tool_choice are given, but a complete call has to end")

@@ -33,6 +33,7 @@ from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.linears.invariant import InvariantGemm
+from specbatch.models.linears.mxfp4 import PackedReader
 from specbatch.models.linears.packed import is_packable
 from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import ModelShard, local_config
@@ -193,6 +194,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         shard,
         run.quantization,
         run.target.kv_scales,
+        mxfp4=run.mxfp4,
         two_lanes=run.engine.lanes is not None,
     )
     net = _build_net(run, target, num_positions, gemm, group) if run.draft is not None else None
@@ -277,14 +279,16 @@ def build_decoder(
     quantization: Quantization | None = None,
     kv_scales: Sequence[KVScales] = (),
     *,
+    mxfp4: PackedReader | None = None,
     two_lanes: bool = False,
 ) -> Decoder:
     """Build a model with the weights of `tensors`. `kv_dtype`: the data type of the cache that it will read; None:
     `dtype`. `gemm`: the GEMM of a deterministic run on CUDA. `shard`: the part to load; None: all. `quantization`: the
     quantization of the linear layers. `kv_scales`: the scales of an FP8 cache for each layer; empty: all are 1.
-    `two_lanes`: two passes may run at the same time."""
+    `mxfp4`: the reader of experts that stay in MXFP4; None: they do not. `two_lanes`: two passes may run at the same
+    time."""
     config = config if shard is None else shard.config
-    weights = WeightLoader(tensors, dtype, device, gemm, shard, quantization)
+    weights = WeightLoader(tensors, dtype, device, gemm, shard, quantization, mxfp4=mxfp4)
     backends = [
         _attention(config, dtype, device, attention, kv_dtype, deterministic=gemm is not None)
         for _ in range(1 + two_lanes)

@@ -222,6 +222,8 @@ def check_flashinfer(model: ModelConfig, kv_dtype: torch.dtype, kv_scales: Seque
         raise ConfigError(f"engine.attention: flashinfer has no sliding windows; {model.model_type} has", hint=hint)
     if model.attention_soft_cap is not None:
         raise ConfigError(f"engine.attention: flashinfer has no soft caps here; {model.model_type} has", hint=hint)
+    if model.attention_sinks:
+        raise ConfigError(f"engine.attention: flashinfer has no attention sinks; {model.model_type} has", hint=hint)
     if model.head_dim not in HEAD_DIMS:
         dims = ", ".join(map(str, HEAD_DIMS))
         raise ConfigError(f"engine.attention: flashinfer needs heads of {dims}, not {model.head_dim}", hint=hint)

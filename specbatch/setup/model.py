@@ -11,13 +11,17 @@ import torch
 
 from specbatch.config import Config
 from specbatch.errors import ConfigError
+from specbatch.kernels.quantised import MXFP4_GROUP
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.gguf import GgufSource
+from specbatch.models.formats.gpt_oss_experts import GptOssExperts
 from specbatch.models.layer_names import chosen_layers
+from specbatch.models.linears.mxfp4 import PackedReader
 from specbatch.models.linears.quantization import Quantization, chosen
 from specbatch.models.linears.sharded import check_group_borders, local_config
+from specbatch.models.random_weights import RandomSource
 from specbatch.setup.device import DTYPE_NAMES
 from specbatch.setup.memory import GIB
 
@@ -65,6 +69,31 @@ def check_norms(name: str, model: Checkpoint, config: Config) -> None:
         )
 
 
+def resolve_mxfp4(
+    config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, notes: list[str]
+) -> PackedReader | None:
+    """Decide whether experts in MXFP4 stay so in memory, and return their reader. Otherwise they are dequantised while
+    they are loaded."""
+    tensors = target.tensors
+    if not isinstance(tensors, GptOssExperts | RandomSource) or not tensors.is_packed:
+        return None
+    keeps = device.type == "cuda" and config.engine.tensor_parallel == 1 and config.model.quantization != "none"
+    saved = saved_by_mxfp4(target.config, dtype) / GIB
+    name = DTYPE_NAMES[dtype]
+    what = f"stay so: {saved:.1f} GiB less than {name}" if keeps else f"are dequantised to {name} while loading"
+    if keeps or isinstance(tensors, GptOssExperts):  # random weights are made as they are asked for
+        notes.append(f"model.target: its experts are in MXFP4, and {what}")
+    return tensors if keeps else None
+
+
+def saved_by_mxfp4(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return how many bytes experts save in MXFP4, compared with `dtype`."""
+    moe = config.moe
+    assert moe is not None
+    num_values = 3 * sum(moe.layers) * moe.num_experts * moe.expert_size * config.hidden_size
+    return num_values * dtype.itemsize - num_values // 2 - num_values // MXFP4_GROUP
+
+
 def check_experts(name: str, model: Checkpoint, config: Config, device: torch.device) -> None:
     """Raise ConfigError for a mixture of experts in a run that cannot compute it. `name`: the option of the model."""
     if model.config.moe is None:
@@ -80,11 +109,11 @@ def check_experts(name: str, model: Checkpoint, config: Config, device: torch.de
 
 
 def quantization_name(
-    config: Config, target: Quantization | None, draft: Quantization | None
+    config: Config, target: Quantization | None, draft: Quantization | None, *, keeps_mxfp4: bool
 ) -> Literal["auto", "none", "fp8"]:
     """The value of `model.quantization` that gives this target and this draft model. Where the draft model alone is in
-    FP8, only `auto` does."""
-    if config.model.quantization != "auto":
+    FP8, and where experts stay in MXFP4, only `auto` does."""
+    if config.model.quantization != "auto" or keeps_mxfp4:
         return config.model.quantization
     if target is not None:
         return "fp8"

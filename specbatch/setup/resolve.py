@@ -19,6 +19,7 @@ from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
+from specbatch.models.linears.mxfp4 import PackedReader
 from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
@@ -43,7 +44,9 @@ from specbatch.setup.model import (
     part_of_a_rank,
     quantization_name,
     quantization_of_draft,
+    resolve_mxfp4,
     resolve_quantization,
+    saved_by_mxfp4,
     saved_bytes,
 )
 from specbatch.setup.sampling import note_on_prompts, resolve_sampling, runs_prompts_as_chat
@@ -75,6 +78,7 @@ class ResolvedRun:
     # How the layers of the target, and of a draft model, are quantised when they are loaded.
     quantization: Quantization | None
     draft_quantization: Quantization | None
+    mxfp4: PackedReader | None  # the reader of the target's experts that stay in MXFP4; None: they do not
     row_tokens: int | None  # longest row if the user's engine.kv_cache_tokens limits it; None: the model limits it
     description: dict[str, str]  # description of the models, for the statistics
     low_acceptance: str | None  # likely reason if drafts are hardly ever right; None: there is no warning
@@ -119,6 +123,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     check_experts("model.target", target, config, device)
     held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)
     quantization = resolve_quantization(config, target, device, dtype, notes)
+    mxfp4 = resolve_mxfp4(config, target, device, dtype, notes)
     draft = _open_draft(speculation.section, target, tokenizer, dtype, device, progress)
     if isinstance(draft, EagleCheckpoint):
         notes += draft.notes
@@ -161,6 +166,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     measured = (num_nodes, engine.prefill_chunk_tokens) if on_cuda else None
     num_ranks, fraction = config.engine.tensor_parallel, engine.memory_fraction
     saved = saved_bytes(quantization, held, device, dtype)
+    saved += 0 if mxfp4 is None else saved_by_mxfp4(held, dtype)
     wanted = CacheRequest(models, rows, dtype, device, given, fraction, measured, num_ranks, saved)
     # FlashInfer's masks grow with the batch, and rounds that are no graphs are bound by the host.
     if engine.attention == "triton" and "max_batch_size" in engine.left_open:
@@ -184,7 +190,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         model=replace(
             config.model,
             dtype=DTYPE_NAMES[dtype],
-            quantization=quantization_name(config, quantization, draft_quantization),
+            quantization=quantization_name(config, quantization, draft_quantization, keeps_mxfp4=mxfp4 is not None),
         ),
         speculation=speculation.section,
         engine=replace(
@@ -223,6 +229,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         wanted.rows,
         quantization,
         draft_quantization,
+        mxfp4,
         max_length if given is not None and max_length < rows.max_positions else None,
         description,
         low_acceptance(speculation.section, draft),

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specbatch.files.jsonl import begin_object
+from specbatch.text.harmony import is_harmony, messages_of
 
-CallFormat = Literal["hermes", "llama3"]
+CallFormat = Literal["hermes", "llama3", "harmony"]
 # How the reasoning of an answer begins: "open": in the prompt; "marked": with `<think>`, or without a mark; "closed":
-# with `<think>`, or there is none; "none": nothing is read as reasoning.
-Thinking = Literal["none", "marked", "closed", "open"]
+# with `<think>`, or there is none; "harmony": it is in a channel of its own; "none": nothing is read as reasoning.
+Thinking = Literal["none", "marked", "closed", "open", "harmony"]
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 _PYTHON = "<|python_tag|>"
@@ -44,6 +45,8 @@ class Answer:
 
 def call_format(template: str) -> CallFormat | None:
     """Return the format in which the model of this chat template writes calls. Returns None if it is unknown here."""
+    if is_harmony(template):
+        return "harmony"
     if _CALL in template:  # Qwen3-Coder and GLM write XML between the same marks
         return None if "<function=" in template or "<arg_key>" in template else "hermes"
     if _PYTHON in template or ("<|start_header_id|>" in template and '"parameters"' in template):
@@ -52,8 +55,9 @@ def call_format(template: str) -> CallFormat | None:
 
 
 def thinks(template: str) -> bool:
-    """Return whether the model of this chat template writes `<think>reasoning</think>` before its answer."""
-    return _END_THINK in template
+    """Return whether the model of this chat template writes reasoning before its answer: `<think>reasoning</think>`,
+    or a message of Harmony."""
+    return _END_THINK in template or is_harmony(template)
 
 
 def thinking_after(prompt: str) -> Thinking:
@@ -70,8 +74,11 @@ class AnswerReader:
     calls: CallFormat | None = None
     tool_names: frozenset[str] = frozenset()
     max_calls: int | None = None  # None: no limit
+    header: str = ""  # the part of the first message of Harmony that the prompt has written
 
     def read(self, text: str) -> Answer:
+        if "harmony" in (self.thinking, self.calls):
+            return self._read_harmony(text)
         reasoning = None
         if self.thinking != "none":
             text, reasoning = _split_reasoning(text, self.thinking)
@@ -81,6 +88,27 @@ class AnswerReader:
         if found is None or not all(call.name in self.tool_names for call in found[1]):
             return Answer(text, reasoning)
         return Answer(found[0], reasoning, found[1][: self.max_calls])
+
+    def _read_harmony(self, text: str) -> Answer:
+        """Read messages by their channels. Where reasoning is not separated, messages keep their marks."""
+        rest: list[str] = []
+        reasoning: list[str] = []
+        calls: list[ToolCall] = []
+        is_separate = self.thinking == "harmony"
+        messages = messages_of(text, self.header)
+        for message in messages:
+            call = None
+            if self.calls == "harmony" and message.function in self.tool_names:
+                call = _call({"name": message.function, "arguments": message.body})
+            if call is not None:
+                calls.append(call)
+            elif is_separate and message.channel == "analysis":
+                reasoning.append(message.body)
+            else:
+                rest.append(message.body if is_separate and message.function is None else message.raw)
+        if not is_separate and not calls:
+            return Answer(text)
+        return Answer("\n".join(rest), "\n".join(reasoning) if reasoning else None, calls[: self.max_calls])
 
 
 def _split_reasoning(text: str, thinking: Thinking) -> tuple[str, str | None]:

@@ -110,6 +110,7 @@ def test_flashinfer_runs_under_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"head_dim": 80}, torch.bfloat16, "heads of 64, 128, 256, not 80"),
         ({"head_dim": 64, "sliding_windows": (None, 128)}, torch.bfloat16, "no sliding windows"),
         ({"head_dim": 64, "attention_soft_cap": 50.0}, torch.bfloat16, "no soft caps"),
+        ({"head_dim": 64, "attention_sinks": True}, torch.bfloat16, "no attention sinks"),
         ({"head_dim": 64}, torch.float8_e4m3fn, "no fp8_e4m3 cache with heads of 64"),
         ({"head_dim": 128}, torch.float8_e4m3fn, None),
         ({"head_dim": 64}, torch.bfloat16, None),

@@ -51,7 +51,7 @@ def requests_of(rng: random.Random, count: int, temperatures: list[float]) -> li
         matcher: Any = None if constraint is None else COMPILER.matcher(constraint)
         begin, end = rng.choice((None, rng.randrange(3, 60))), rng.randrange(3, 60)
         if matcher is not None and rng.random() < 0.5:
-            matcher = AfterReasoning(matcher, begin, end, len(TOKENIZER))
+            matcher = AfterReasoning(matcher, begin, (end,), len(TOKENIZER))
         found.append(Request(i, prompt, params, RngKey(7, i, 0), matcher=matcher))
     return found
 

@@ -38,7 +38,7 @@ def ids(*texts: str) -> list[int]:
 def state_of(constraint: Constraint, stops: tuple[int, ...] = (), reasoning: bool = False) -> GrammarState:
     matcher: Any = COMPILER.matcher(constraint)
     if reasoning:
-        matcher = AfterReasoning(matcher, ids("<")[0], ids("1")[0], VOCAB)
+        matcher = AfterReasoning(matcher, ids("<")[0], (ids("1")[0],), VOCAB)
     return GrammarState(matcher, (END,), stops, VOCAB)
 
 

@@ -15,6 +15,9 @@ import torch
 from specbatch.attention.cpu import TorchAttention
 from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
+from specbatch.kernels.activations import Activation
+from specbatch.kernels.torch.attention import attend
+from specbatch.kernels.torch.model import gated
 from specbatch.logprobs import TokenLogprobs
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear
@@ -62,25 +65,28 @@ def test_elementwise() -> None:
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 48), (576, 1536), (896, 4864)])
-def test_gated_linear(inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+def test_gated_linear(inputs: int, outputs: int, activation: Activation) -> None:
     generator = torch.Generator().manual_seed(0)
     gate, up = (torch.randn(outputs, inputs, generator=generator) * 0.02 for _ in range(2))
-    gated = PackedGatedLinear(gate, up, None, "silu")
+    linear = PackedGatedLinear(gate, up, None, activation)
     x = torch.randn(400, inputs, generator=generator)
-    whole = gated(x)
-    torch.testing.assert_close(whole, torch.nn.functional.silu(x @ gate.T) * (x @ up.T), atol=1e-5, rtol=1e-4)
+    whole = linear(x)
+    torch.testing.assert_close(whole, gated(x @ gate.T, x @ up.T, activation), atol=1e-5, rtol=1e-4)
     for rows in ROWS:
-        assert torch.equal(gated(x[:rows]), whole[:rows])
-        assert torch.equal(gated(x[100 : 100 + rows]), whole[100 : 100 + rows])
+        assert torch.equal(linear(x[:rows]), whole[:rows])
+        assert torch.equal(linear(x[100 : 100 + rows]), whole[100 : 100 + rows])
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"),
     [(9, 3, 64), (4, 4, 64), (14, 2, 64), (12, 2, 128), (32, 8, 128), (8, 1, 256), (5, 5, 80)],
 )
-def test_attention(heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention(heads: int, kv_heads: int, dim: int, has_sinks: bool) -> None:
     """300 tokens in one piece, against pieces, a decode step, a batch with longer neighbours, and a tree with other
     branches."""
+    sinks = torch.linspace(-4.0, 8.0, heads) if has_sinks else None
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(300, h, dim, generator=generator) for h in (heads, kv_heads, kv_heads))
     page, pages = 16, [*range(19, 0, -1), *range(20, 60)]
@@ -90,7 +96,9 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
     cache._kv[..., 20 * page :, :] = torch.randn(2, kv_heads, 40 * page, dim, generator=generator)
     whole_layout = batch_of([Span(pages, 0, 300)], page, CPU)
     cache.write(0, whole_layout.slots_T, k, v)
-    whole = backend.attend(backend.plan(whole_layout), q, cache, 0, None)
+    whole = backend.attend(backend.plan(whole_layout), q, cache, 0, None, sinks)
+    reference = attend(q, cache.layer(0), whole_layout, dim**-0.5, sinks_H=sinks)
+    torch.testing.assert_close(whole, reference, atol=1e-5, rtol=1e-4)
 
     def check(
         spans: list[Span], rows: list[tuple[int, int]], window: int | None = None, expected: torch.Tensor = whole
@@ -100,7 +108,7 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
             q[a:b] if b else torch.ones(span.num_tokens, heads, dim) for span, (a, b) in zip(spans, rows, strict=True)
         ]
         layout = batch_of(spans, page, CPU)
-        out = backend.attend(backend.plan(layout), torch.cat(queries), cache, 0, window)
+        out = backend.attend(backend.plan(layout), torch.cat(queries), cache, 0, window, sinks)
         first = 0
         for span, (a, b) in zip(spans, rows, strict=True):
             if b:
@@ -124,7 +132,7 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
             [Span(other, 500, 1), Span(pages, start, count), Span(other, 20, 30)],
             [(0, 0), (start, start + count), (0, 0)],
         )
-    windowed = backend.attend(backend.plan(whole_layout), q, cache, 0, 50)
+    windowed = backend.attend(backend.plan(whole_layout), q, cache, 0, 50, sinks)
     assert not torch.allclose(windowed, whole)
     # A tree whose branch 0-2-5-6 is tokens 250..253, its nodes at slots that plain decoding would give to other tokens.
     tree = torch.eye(7).bool()
@@ -137,7 +145,7 @@ def test_attention(heads: int, kv_heads: int, dim: int) -> None:
     rows[branch] = torch.arange(250, 254)
     cache.write(0, layout.slots_T[:7], k[rows], v[rows])
     for window, expected in ((None, whole), (50, windowed)):
-        out = backend.attend(backend.plan(layout), torch.cat((q[rows], q[:3])), cache, 0, window)
+        out = backend.attend(backend.plan(layout), torch.cat((q[rows], q[:3])), cache, 0, window, sinks)
         assert torch.equal(out[branch], expected[250:254])
     cache._kv.copy_(saved)
 

@@ -1,5 +1,5 @@
-"""Speculation changes nothing with the traits of other families: windows that bind, soft caps, norms after attention
-and MLP, two rotary embeddings, heads that rotate in part, experts. The measure is the oracle, in float64."""
+"""Speculation changes nothing with the traits of other families: windows that bind, soft caps, sinks, norms after
+attention and MLP, two rotary embeddings, heads that rotate in part, experts. The measure is the oracle, in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.test_lossless import GREEDY, SAMPLED, SHAPES, texts
 from tests.tiny_models import num_target_layers, random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 
 WIDE = [pytest.param(family, marks=pytest.mark.wide) for family in ("gemma3", "glm4-moe", "flex-olmo")]
-FAMILIES = ["gemma2", "qwen3-moe", *WIDE]
+FAMILIES = ["gemma2", "qwen3-moe", "gpt-oss", *WIDE]
 # Method, shape, settings of the engine. Prompts of 17 shared tokens hit the prefix cache.
 CASES: dict[str, tuple[str, DraftShape | None, dict[str, Any]]] = {
     "plain": ("none", None, {}),

@@ -145,7 +145,7 @@ def test_any_order_of_admission_end_preemption_and_shortage(seed: int, monkeypat
         for i, request in enumerate(rows("plain", (0.0, 0.0, 0.7))):
             constraint = constraint_of(request.params)
             if constraint is not None and i % 3 == 0:
-                matcher: Any = AfterReasoning(COMPILER.matcher(constraint), begin, end, len(TOKENIZER))
+                matcher: Any = AfterReasoning(COMPILER.matcher(constraint), begin, (end,), len(TOKENIZER))
                 request = replace(request, matcher=matcher)
             found.append(request)
         return found

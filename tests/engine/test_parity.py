@@ -18,6 +18,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     HYV3Config,
     LlamaConfig,
     MiniMaxM2Config,
@@ -60,6 +61,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_GPT_OSS = YARN | {"rope_theta": 1500.0, "beta_fast": 8.0, "truncate": False}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
 # head_dim and query_pre_attn_scalar are independent of the other sizes, as in Gemma 2 27B.
 GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "bos_token_id": 2, "eos_token_id": 1}
@@ -143,6 +145,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "hy-v3": HYV3Config(**SIZES, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=12),
     "minimax-m2": MiniMaxM2Config(**SIZES, num_local_experts=6, num_experts_per_tok=2, head_dim=12, rotary_dim=4),
+    "gpt-oss-window": GptOssConfig(
+        **SIZES, head_dim=8, num_local_experts=6, num_experts_per_tok=3, sliding_window=9, rope_parameters=YARN_GPT_OSS
+    ),
+    "gpt-oss-no-bias": GptOssConfig(
+        **SIZES,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        attention_bias=False,
+        layer_types=["full_attention"] * 3,
+    ),
     "gemma": GemmaConfig(**SIZES, head_dim=16),
     "gemma-untied": GemmaConfig(**SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=False),
     "gemma2-window": Gemma2Config(

@@ -80,7 +80,7 @@ def test_a_limit_of_the_library_is_not_met_by_what_is_only_tried() -> None:
     for after_reasoning in (False, True):
         matcher: Any = COMPILER.matcher(schema({"anyOf": [optional_keys(2600), {"const": 12}]}))
         if after_reasoning:
-            matcher = AfterReasoning(matcher, 298, 297, 300)
+            matcher = AfterReasoning(matcher, 298, (297,), 300)
         assert matcher.failure(None) is None
         assert not matcher.advance(brace)
         assert not matcher.advance_by([brace])

@@ -44,19 +44,22 @@ def longest(matcher: GrammarMatcher, rng: random.Random) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("thinking", [None, "marked", "begun"])
+@pytest.mark.parametrize("thinking", [None, "marked", "begun", "channel"])
 @pytest.mark.parametrize("seed", range(4))
 def test_masks_of_a_walk_are_those_of_its_places(seed: int, thinking: str | None) -> None:
     rng = random.Random(seed)
     matchers: list[GrammarMatcher] = [COMPILER.matcher(Constraint("regex", "regex", one)) for one in PATTERNS]
     if thinking is not None:
         begin = BEGIN if thinking == "marked" else None
-        matchers = [AfterReasoning(one, begin, DONE, VOCAB) for one in matchers]
+        end = (DONE, 7, 8) if thinking == "channel" else (DONE,)
+        matchers = [AfterReasoning(one, begin, end, VOCAB) for one in matchers]
     walks, expected, num_lines = [], {}, 0
     for matcher in matchers:
         tokens = longest(matcher, rng)
         if thinking is not None:
             tokens = [*[BEGIN][: thinking == "marked"], 5, 6, DONE]
+            if thinking == "channel":  # the first ones do not end it, and another token comes before the last one
+                tokens += [7, DONE, 8, 7, DONE, 7, 9, 8]
             for token in tokens:
                 assert matcher.advance(token)
             rest = longest(matcher, rng)

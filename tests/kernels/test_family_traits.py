@@ -1,5 +1,5 @@
-"""Traits of model families in kernels (soft caps, GELU, norms with float32 weights), against the reference kernels: in
-Triton's interpreter without a GPU, for real with one."""
+"""Traits of model families in kernels (soft caps, attention sinks, activations, norms with float32 weights), against
+the reference kernels: in Triton's interpreter without a GPU, for real with one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -14,6 +15,7 @@ from specbatch.attention.triton import PagedAttention
 from specbatch.batch import PagedBatch
 from specbatch.kernels import torch as reference
 from specbatch.kernels import triton as kernels
+from specbatch.kernels.activations import Activation
 from specbatch.kernels.triton import attention
 from specbatch.kernels.triton.skinny import ops as skinny
 from specbatch.models.decoder import Decoder
@@ -60,6 +62,70 @@ def test_scores_of_shared_prefixes_are_capped(dtype: torch.dtype) -> None:
     prefix = kernels.attend_prefixes(q, kv, batch, 0.125, 2, CAP)
     found = kernels.attend(q, kv, batch, 0.125, None, 1, workspace, prefix=prefix, soft_cap=CAP)
     close(found, reference.attend(q, kv, replace(batch, groups=None), 0.125, soft_cap=CAP), dtype)
+
+
+def sinks_of(heads: int) -> Tensor:
+    """Return sinks that take from almost nothing to almost all of the weights."""
+    return torch.linspace(-4.0, 8.0, heads, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["decode", "tree", "prompts"])
+@pytest.mark.parametrize(
+    ("dim", "splits", "window", "fp8"), [(64, 4, None, False), slow_on_cpu(128, 1, 20, False), (80, 2, 20, True)]
+)
+def test_sinks(kind: str, dim: int, splits: int, window: int | None, fp8: bool, dtype: torch.dtype) -> None:
+    batch = batch_named(kind)
+    q, kv = random(len(batch.slots_T), 4, dim, dtype=dtype), random_cache(batch, 2, dim, dtype)
+    kv = kv.to(FP8) if fp8 else kv
+    arguments = q, kv, batch, dim**-0.5, window, splits, attention.Workspace(DEVICE, 16384, dim)
+    found = kernels.attend(*arguments, sinks_H=sinks_of(4))
+    close(found, reference.attend(*arguments, sinks_H=sinks_of(4)), dtype)
+    assert float((found - kernels.attend(*arguments)).abs().max()) > 0.05, "the sinks change nothing"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_of_listed_sequences(dtype: torch.dtype) -> None:
+    """Only some sequences are split, and each has its sinks once."""
+    batch = paged_batch([70, 0, 129], [1] * 3, 16)
+    listed = reference.long_sequences(batch.starts_B, batch.query_starts, 100, 2)
+    q, kv = random(3, 4, 64, dtype=dtype), random_cache(batch, 2, 64, dtype)
+    arguments = q, kv, batch, 0.125, None, 4, attention.Workspace(DEVICE, 16384, 64), listed
+    close(kernels.attend(*arguments, sinks_H=sinks_of(4)), reference.attend(*arguments, sinks_H=sinks_of(4)), dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_with_shared_prefixes(dtype: torch.dtype, splits: int) -> None:
+    batch = grouped(paged_batch(STARTS, [4] * 6, 16), GROUPS)
+    q, kv = random(24, 4, 64, dtype=dtype), random_cache(batch, 2, 64, dtype)
+    workspace, sinks = attention.Workspace(DEVICE, 16384, 64), sinks_of(4)
+    expected = reference.attend(q, kv, replace(batch, groups=None), 0.125, sinks_H=sinks)
+    for ops in (kernels, reference):
+        prefix = ops.attend_prefixes(q, kv, batch, 0.125, 2)
+        found = ops.attend(q, kv, batch, 0.125, None, splits, workspace, prefix=prefix, sinks_H=sinks)
+        close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_bits_with_sinks_do_not_depend_on_the_cut(window: int | None) -> None:
+    kernel = Kernel(200, 4, 2, 64, torch.bfloat16 if CUDA else torch.float32)
+    kernel.sinks = sinks_of(4)
+    whole = kernel.of((0, 200), window=window)
+    assert torch.equal(kernel.of((190, 200), window=window), whole[190:])
+    assert torch.equal(kernel.run(*kernel.cut((199, 200)), parts=2, window=window), whole[199:])
+    kernel.check(whole, (0, 200), window=window)
+
+
+def test_a_sink_is_a_key_without_a_value() -> None:
+    """The reference against a softmax with one more score."""
+    batch = paged_batch([0], [9], 16)
+    q, kv = random(9, 4, 16, dtype=torch.float32), random_cache(batch, 4, 16, torch.float32)
+    k, v = kv[:, :, batch.slots_T]
+    scores = torch.einsum("thd,hsd->ths", q, k) * 0.25
+    scores = scores.masked_fill(torch.ones(9, 9, device=DEVICE).triu(1).bool()[:, None], -torch.inf)
+    weights = torch.softmax(torch.cat((scores, sinks_of(4).expand(9, 4)[..., None]), -1), -1)[..., :-1]
+    close(reference.attend(q, kv, batch, 0.25, sinks_H=sinks_of(4)), torch.einsum("ths,hsd->thd", weights, v), q.dtype)
 
 
 def test_capped_bits_do_not_depend_on_the_cut() -> None:
@@ -118,27 +184,40 @@ def test_queries_and_keys_have_norms_with_weights_in_float32(dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gelu(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["gelu_tanh", "clamped_swiglu"])
+def test_activations(name: Activation, dtype: torch.dtype) -> None:
     x = random(3, 2 * 1000, dtype=dtype) * 4
-    close(kernels.act_mul(x, "gelu_tanh"), reference.act_mul(x, "gelu_tanh"), dtype)
-    found = kernels.act_mul_quantised(x, None, False, "gelu_tanh")
-    expected = reference.act_mul_quantised(x, None, False, "gelu_tanh")
+    close(kernels.act_mul(x, name), reference.act_mul(x, name), dtype)
+    found = kernels.act_mul_quantised(x, None, False, name)
+    expected = reference.act_mul_quantised(x, None, False, name)
     torch.testing.assert_close(found.scale_TG, expected.scale_TG, rtol=1e-2, atol=0.0)
 
 
+def test_the_clamped_swiglu() -> None:
+    """As transformers computes it; what is not a number stays so."""
+    gate, up = random(7, 33, dtype=torch.float32) * 8, random(7, 33, dtype=torch.float32, seed=1) * 8
+    gate[0, 0] = up[0, 1] = torch.nan
+    g, u = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    expected = (u + 1) * (g * torch.sigmoid(g * 1.702))
+    for ops in (reference, kernels):
+        found = ops.act_mul(torch.cat((gate, up), 1), "clamped_swiglu")
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize("name", ["fma1", "dot8", "dot16-split"])
-def test_gelu_in_gemms(name: str) -> None:
+def test_activations_in_gemms(name: str, activation: Activation) -> None:
     dtype = torch.bfloat16 if CUDA else torch.float32
     x, weight = random(1, 64, dtype=dtype), random(48, 64, dtype=dtype, seed=1)
     norm = 1 + random(64, dtype=torch.float32, seed=2)
     tile = TILES[name]
-    close(skinny.gated_linear(x, weight, "gelu_tanh", tile), reference.gated_linear(x, weight, "gelu_tanh"), dtype)
+    close(skinny.gated_linear(x, weight, activation, tile), reference.gated_linear(x, weight, activation), dtype)
     # The kernels would read a float32 weight of a norm as bfloat16: it is a step of its own.
-    found = skinny.norm_gated_linear(x, norm, 1e-6, weight, "gelu_tanh", tile)
-    close(found, reference.norm_gated_linear(x, norm, 1e-6, weight, "gelu_tanh"), dtype)
+    found = skinny.norm_gated_linear(x, norm, 1e-6, weight, activation, tile)
+    close(found, reference.norm_gated_linear(x, norm, 1e-6, weight, activation), dtype)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt-oss"])
 def test_a_model_is_that_of_the_cpu(family: str) -> None:
     """Logits of a prompt and of single tokens, float32."""
     config = target_config(family, 4, 32, 61)

@@ -57,6 +57,7 @@ class Kernel:
         self.kv = random_cache(self.whole, kv_heads, dim, dtype)
         self.heads, self.v_scale = (heads, kv_heads, dim), 1.0
         self.soft_cap: float | None = None
+        self.sinks: Tensor | None = None
         self.fp8: Fp8Form = "widen"
         self.max_splits = sum(border < total for border in BOUNDS)
 
@@ -78,7 +79,7 @@ class Kernel:
         table = torch.tensor(BOUNDS, dtype=torch.int32, device=DEVICE)
         tile = invariant_tile(batch.max_queries * self.heads[0] // self.heads[1], dim, q.element_size())
         tile = replace(tile, fp8=self.fp8)
-        given = listed, table, workspace, dim**-0.5, window, self.v_scale, self.soft_cap
+        given = listed, table, workspace, dim**-0.5, window, self.v_scale, self.soft_cap, self.sinks
         out = attend(tile, q, self.kv, batch, paths, splits, *given)
         assert not counters.any(), "the counters are ready for the next launch"
         return out
@@ -105,9 +106,8 @@ class Kernel:
     def check(self, found: Tensor, *parts: tuple[int, int], window: int | None = None) -> None:
         """Against the reference kernel."""
         batch, q = self.cut(*parts)
-        expected = reference.attend(
-            q, self.kv, batch, self.heads[2] ** -0.5, window, v_scale=self.v_scale, soft_cap=self.soft_cap
-        )
+        traits = {"v_scale": self.v_scale, "soft_cap": self.soft_cap, "sinks_H": self.sinks}
+        expected = reference.attend(q, self.kv, batch, self.heads[2] ** -0.5, window, **traits)
         close(found, expected, q.dtype)
 
 

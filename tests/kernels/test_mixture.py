@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from specbatch.kernels import torch as reference
 from specbatch.kernels.experts import ExpertWeights, Routing
+from specbatch.kernels.torch.mxfp4 import dequantise, quantise
 from specbatch.kernels.triton.mixture import ops
 from specbatch.kernels.triton.mixture.tile import ExpertTile
 from tests.kernels.test_gemm import DEVICES, assert_close, normal
@@ -53,6 +54,45 @@ def test_sums_of_experts(device: str, kind: str, num_tokens: int, block_m: int) 
             expected = reference.fused_experts(x_TE, own_TK, experts_TK, weights, rest)
             actual = ops.fused_experts(x_TE, own_TK, experts_TK, weights, rest, block_m, (TILE, TILE))
             assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("num_tokens", "block_m"), [(1, 8), (21, 16)])
+def test_biases_and_another_activation(device: str, num_tokens: int, block_m: int) -> None:
+    """As gpt-oss has them. Features before the activation are large enough for its limits."""
+    experts_TK = choices("random", num_tokens, device)
+    for dtype in DTYPES[device]:
+        x_TE = normal(num_tokens, SIZE, seed=3, dtype=dtype, device=device) * 4
+        weights_TK = normal(num_tokens, K, seed=5, dtype=dtype, device=device).abs()
+        biases = [normal(X, size, seed=6, dtype=dtype, device=device) for size in (2 * INNER, SIZE)]
+        gate_up, down = make_weights(dtype, device)[:2]
+        weights = ExpertWeights(gate_up, down, "clamped_swiglu", *biases)
+        expected = reference.fused_experts(x_TE, weights_TK, experts_TK, weights)
+        assert_close(ops.fused_experts(x_TE, weights_TK, experts_TK, weights, None, block_m, (TILE, TILE)), expected)
+        without = reference.fused_experts(x_TE, weights_TK, experts_TK, weights._replace(down_bias_XE=None))
+        assert float((without - expected).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("num_tokens", "block_m"), [(1, 8), (21, 16)])
+def test_weights_in_mxfp4(device: str, num_tokens: int, block_m: int) -> None:
+    """They are dequantised in the tile: the bits are those of dequantised weights."""
+    experts_TK, (size, inner) = choices("random", num_tokens, device), (96, 32)
+    tile = ExpertTile(block_o=16, block_i=64, num_stages=2, num_warps=1)
+    for dtype in DTYPES[device]:
+        x_TE = normal(num_tokens, size, seed=3, dtype=dtype, device=device)
+        weights_TK = normal(num_tokens, K, seed=5, dtype=dtype, device=device).abs()
+        gate_up = quantise(normal(X, 2 * inner, size, seed=1, dtype=torch.float32, device=device) / size**0.5)
+        down = quantise(normal(X, size, inner, seed=2, dtype=torch.float32, device=device) / inner**0.5)
+        bias = normal(X, 2 * inner, seed=6, dtype=dtype, device=device)
+        packed = ExpertWeights(gate_up[0], down[0], "silu", bias, None, gate_up[1], down[1])
+        whole = ExpertWeights(dequantise(*gate_up, dtype), dequantise(*down, dtype), "silu", bias)
+        given = x_TE, weights_TK, experts_TK
+        expected = reference.fused_experts(*given, whole)
+        assert torch.equal(reference.fused_experts(*given, packed), expected)
+        found = ops.fused_experts(*given, packed, None, block_m, (tile, tile))
+        assert torch.equal(found, ops.fused_experts(*given, whole, None, block_m, (tile, tile)))
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -16,6 +16,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     HYV3Config,
     LlamaConfig,
     MiniMaxM2Config,
@@ -227,7 +228,7 @@ def test_generation_config_replaces_the_end_of_sequence_ids() -> None:
 CLASSES: tuple[type[PreTrainedConfig], ...] = (
     *(LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig, Gemma2Config, Gemma3TextConfig),
     *(MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig, OlmoeConfig, Glm4MoeConfig, Dots1Config, SolarOpenConfig),
-    *(HYV3Config, MiniMaxM2Config, Olmo2Config, FlexOlmoConfig),
+    *(HYV3Config, MiniMaxM2Config, Olmo2Config, FlexOlmoConfig, GptOssConfig),
 )
 
 

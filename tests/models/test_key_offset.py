@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -64,3 +66,18 @@ def test_a_rounded_cache_keeps_what_differs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(decoder_layer, "key_offset", lambda bias_O, config: torch.zeros(2, 8))
     plain = error()
     assert ours < plain / 3, (ours, plain)
+
+
+def test_keys_next_to_a_sink_keep_their_bias() -> None:
+    """The score of a sink would not change with those of the keys."""
+    config = replace(CONFIG, attention_sinks=True)
+
+    def with_bias(tensors: dict[str, Tensor]) -> None:
+        for layer in range(2):
+            bias_KD = tensors[f"model.layers.{layer}.self_attn.k_proj.bias"].view(2, 8)
+            bias_KD[:, 3], bias_KD[:, 7] = 4.0, -4.0
+
+    decoder = tiny_decoder(config, torch.float64, device=CPU, spoil=with_bias)
+    exact = logits(decoder, torch.float64)
+    error = (logits(decoder, torch.float8_e4m3fn) - exact).abs().mean()
+    assert float(error) < 0.1 * float(exact.std()), (error, exact.std())

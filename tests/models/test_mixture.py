@@ -134,6 +134,35 @@ def test_routers_that_decide_alike_for_all_tokens(case: str, kind: str) -> None:
     torch.testing.assert_close(layer(x_TE), plain(x_TE, tensors, moe))
 
 
+@pytest.mark.parametrize("kind", ["random", "tie"])
+def test_weights_that_are_a_softmax_of_the_chosen_logits(kind: str) -> None:
+    """As gpt-oss has them, with biases of the router and of experts."""
+    moe = replace(SOFTMAX, shared_size=0, router_bias=True, expert_bias=True)
+    config = tiny_config(1, moe=moe, activation="clamped_swiglu")
+    tensors = RandomTensors(layer_tensors(config, "", has_experts=True), 0)
+    if kind == "tie":
+        tensors._tensors["mlp.gate.weight"].zero_()
+        tensors._tensors["mlp.gate.bias"].fill_(3.0)
+    x_TE = inputs(23) * 3
+    logits = x_TE @ tensors.load("mlp.gate.weight").T + tensors.load("mlp.gate.bias")
+    values, indices = logits.sort(dim=-1, descending=True, stable=True)
+    expected = torch.zeros_like(x_TE)
+    for token in range(len(x_TE)):
+        chosen = indices[token, : moe.top_k].tolist()
+        for weight, expert in zip(values[token, : moe.top_k].softmax(-1), chosen, strict=True):
+            gate, up = (
+                tensors.load(f"mlp.experts.{expert}.{part}_proj.weight") @ x_TE[token]
+                + tensors.load(f"mlp.experts.{expert}.{part}_proj.bias")
+                for part in ("gate", "up")
+            )
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            down = tensors.load(f"mlp.experts.{expert}.down_proj.weight") @ inner
+            expected[token] += weight * (down + tensors.load(f"mlp.experts.{expert}.down_proj.bias"))
+    layer = MixtureMLP(config, WeightLoader(tensors, torch.float64, CPU), "")
+    torch.testing.assert_close(layer(x_TE), expected)
+
+
 def test_a_tie_does_not_depend_on_the_number_of_tokens() -> None:
     """torch.topk chooses by another rule for each number of experts."""
     for num_experts in (5, 8, 64, 128, 256):

@@ -64,6 +64,18 @@ def test_geometries_are_the_published_ones(name: str) -> None:
     assert set(c.sliding_windows) == {None}
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters", "num_layers"), [("gpt-oss-20b", 20_914_757_184, 24), ("gpt-oss-120b", 116_829_156_672, 36)]
+)
+def test_gpt_oss(name: str, parameters: int, num_layers: int) -> None:
+    c = random_config(f"random:{name}")
+    assert num_parameters(c) == parameters
+    assert c.sliding_windows == (128, None) * (num_layers // 2)
+    rope = c.rope
+    assert (rope.theta, rope.factor, rope.original_max_position, rope.truncate) == (150000.0, 32.0, 4096, False)
+    assert c.max_position_embeddings == 131072
+
+
 def test_shape_is_an_older_name(capsys: pytest.CaptureFixture[str]) -> None:
     """`shape:NAME` does what `random:NAME` does. The results say that the weights are random."""
     assert random_config("shape:tiny") == random_config("random:tiny")

@@ -108,7 +108,7 @@ def test_two_processes_answer_as_one(ranked: RankedEngine, tiny_model: Path) -> 
 @pytest.mark.parametrize("method", ["none", pytest.param("ngram", marks=pytest.mark.wide)])
 def test_two_processes_with_grammars_answer_as_one(tiny_model: Path, method: str) -> None:
     """Each has matchers of its own; with reasoning before the answer, too."""
-    reasoning = Reasoning(None, 12, 512)
+    reasoning = Reasoning(None, (12,), 512)
     specs = [MatcherSpec(Constraint("regex", "regex", "(name: [0-9]{2}, ){1,3}")), None]
     specs.append(MatcherSpec(Constraint("regex", "regex", "[ab]+ and the end"), reasoning))
     specs.append(MatcherSpec(Constraint("response_format", "json_schema", '{"type": "object"}')))

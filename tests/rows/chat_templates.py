@@ -210,3 +210,29 @@ CHATML = (
     "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+HARMONY = """\
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '\\n' }}
+{{- '# Valid channels: analysis, commentary, final.<|end|>' }}
+{%- if messages[0].role in ('system', 'developer') %}{% set instructions = messages[0].content %}
+{%- set messages = messages[1:] %}{%- endif %}
+{%- if instructions or tools %}
+{{- '<|start|>developer<|message|>' + (instructions or '') }}
+{%- if tools %}{{- '\\n# Tools\\nnamespace functions {' }}
+{%- for tool in tools %}{{- '\\n' + (tool.function | tojson) }}{%- endfor %}{{- '\\n}' }}{%- endif %}
+{{- '<|end|>' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+{%- elif message.role == 'tool' %}
+{{- '<|start|>functions.' + (messages[loop.index0 - 1].tool_calls[0].function.name) }}
+{{- ' to=assistant<|channel|>commentary<|message|>' + message.content + '<|end|>' }}
+{%- else %}
+{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' + (header or '') }}{%- endif %}"""

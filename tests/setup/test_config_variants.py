@@ -38,6 +38,12 @@ WINDOW = {"sliding_window": 9, "head_dim": 8}  # transformers' Ministral cannot 
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+# Keys that a family's files have besides those of BASE.
+BASE_OF: dict[str, dict[str, Any]] = {
+    "gpt_oss": {
+        "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "swiglu_limit": 7.0, "hidden_act": "silu",
+    }
+}  # fmt: skip
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "hidden_activation": "gelu_pytorch_tanh"}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
@@ -203,6 +209,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     # transformers' class has this key and does not read it.
     "gemma3-score-cap": ("gemma3_text", {**GEMMA, "attn_logit_softcapping": 2.0}, ("attn_logit_softcapping",)),
     "gemma3-vision": ("gemma3_text", {**GEMMA, "vision_config": {"hidden_size": 8}}, ("vision_config",)),
+    "gpt-oss": ("gpt_oss", {"sliding_window": 9}, ()),
+    "gpt-oss-defaults": (
+        "gpt_oss",
+        {
+            "num_local_experts": ..., "num_experts": 6,
+            "rms_norm_eps": ..., "rope_theta": ..., "swiglu_limit": ..., "hidden_act": ..., "num_key_value_heads": 3,
+        },
+        (),
+    ),
+    "gpt-oss-layer-types": ("gpt_oss", {"sliding_window": 9, "layer_types": TYPES}, ()),
+    "gpt-oss-no-window": ("gpt_oss", {"sliding_window": None}, ("layer_types", "sliding_window is null")),
+    "gpt-oss-rope": (
+        "gpt_oss", {"rope_scaling": {"rope_type": "yarn", "beta_fast": 4.0, "truncate": False, **YARN}}, ()
+    ),
+    "gpt-oss-plain-rope": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, ()),
+    "gpt-oss-no-bias": ("gpt_oss", {"attention_bias": False}, ()),
+    "gpt-oss-limit": ("gpt_oss", {"swiglu_limit": 5.0}, ("swiglu_limit", "5.0")),
+    "gpt-oss-alpha": ("gpt_oss", {"swiglu_alpha": 1.5}, ("swiglu_alpha", "1.5")),
+    "gpt-oss-gelu": ("gpt_oss", {"hidden_act": "gelu"}, ("hidden_act", "gelu")),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, ()),
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 9}, ()),
     "qwen3-moe": ("qwen3_moe", {**MOE, "head_dim": 16, "norm_topk_prob": True}, ()),
@@ -277,11 +302,16 @@ NOT_WIDE = {
     *("gemma2-caps", "gemma3", "gemma3-rope-parameters", "gemma2-types-without-window"),
     *("gemma-layer-types", "gemma2-no-window", "gemma3-flat-rope-parameters"),
     *("qwen3-moe-dense-layers", "qwen2-moe", "olmoe-biases", "glm4-moe-groups", "minimax-m2-rotary"),
+    *("gpt-oss", "gpt-oss-no-window", "gpt-oss-limit"),
 }
 
 
+def base_of(family: str) -> dict[str, Any]:
+    return BASE | BASE_OF.get(family, {})
+
+
 def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
-    raw = {"model_type": family, **BASE, **changes}
+    raw = {"model_type": family, **base_of(family), **changes}
     return {key: value for key, value in raw.items() if value is not ...}
 
 
@@ -298,7 +328,7 @@ def test_a_variant_is_equal_or_refused(name: str, tmp_path: Path) -> None:
     family, changes, words = VARIANTS[name]
     raw = config_of(family, changes)
     if words:
-        plain = config_of(family, {key: BASE.get(key, ...) for key in changes})
+        plain = config_of(family, {key: base_of(family).get(key, ...) for key in changes})
         write(tmp_path, plain, random_state(plain))
         open_checkpoint(tmp_path)
         write(tmp_path, raw, random_state(plain))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
+from specbatch.errors import ModelError
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_config import default_aux_layers
@@ -33,12 +34,22 @@ class PaddedAttention:
     real token sees it."""
 
     def __init__(self, config: ModelConfig) -> None:
+        if config.attention_sinks or config.attention_soft_cap is not None:
+            raise ModelError(f"heads cannot be trained for {config.model_type}: its attention has sinks or soft caps")
         self._num_heads, self._head_dim, self._scale = config.num_heads, config.head_dim, config.attention_scale
 
     def plan(self, batch: PagedBatch) -> tuple[int, int]:
         return batch.starts_B.shape[0], batch.page_size
 
-    def attend(self, plan: Any, q_THD: Tensor, cache: KVCache, layer: int, window: int | None) -> Tensor:
+    def attend(
+        self,
+        plan: Any,
+        q_THD: Tensor,
+        cache: KVCache,
+        layer: int,
+        window: int | None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         batch, length = plan
         kv = cache.layer(layer)[:, :, : batch * length].unflatten(2, (batch, length))  # (2, K, B, L, D)
         q = q_THD.view(batch, length, self._num_heads, self._head_dim).transpose(1, 2)

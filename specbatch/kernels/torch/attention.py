@@ -6,6 +6,7 @@ Shape suffixes as in `model.py`.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.batch import PagedBatch, PrefixParts, slots_of
@@ -25,6 +26,7 @@ def attend(
     v_scale: float = 1.0,
     prefix: PrefixParts | None = None,
     soft_cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute the attention output (T, H, D) of new tokens over their sequences' pages. `PagedBatch` says which keys a
     token sees.
@@ -34,6 +36,9 @@ def attend(
     `v_scale`: the scale of the values of an FP8 cache; the scale of its keys is in `scale`.
     `prefix`: the result of `attend_prefixes` for the same queries; None: there are no groups. It needs full attention.
     `soft_cap`: scores become cap * tanh(score / cap), as in Gemma 2; None: they stay as they are.
+    `sinks_H`: a score of each query head that takes part in the softmax and has no value (attention sinks, as in
+    gpt-oss), so that the weights of the keys add up to less than 1. It is neither scaled nor capped. In float32 at
+    least; None: there are none.
     `num_splits`, `workspace` and `listed` are for the Triton kernel.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -63,6 +68,9 @@ def attend(
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
     scores = scores.masked_fill(~visible[None, :, None], -torch.inf)
+    if sinks_H is not None:
+        sinks = sinks_H.to(scores.dtype).view(num_kv_heads, 1, group, 1).expand(-1, num_tokens, -1, -1)
+        scores, v = torch.cat((scores, sinks), dim=-1), F.pad(v, (0, 0, 0, 1))
     out = torch.einsum("ktgl,ktld->ktgd", torch.softmax(scores, dim=-1), v)
     out = out.transpose(0, 1).reshape(num_tokens, num_heads, head_dim)
     if prefix is not None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.kernels.activations import Activation
-from specbatch.kernels.torch.model import activated, rms_norm
+from specbatch.kernels.torch.model import gated, rms_norm
 
 
 def linear(x_MI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, residual_MO: Tensor | None = None) -> Tensor:
@@ -26,9 +26,9 @@ def norm_linear(
 
 
 def gated_linear(x_ME: Tensor, gate_up_2IE: Tensor, activation: Activation = "silu") -> Tensor:
-    """Return activation(x G^T) * (x U^T), (M, I), each step rounded to x's dtype. G is the first half of the weight."""
+    """Return `gated` of x G^T and x U^T, (M, I), each step rounded to x's dtype. G is the first half of the weight."""
     gate_MI, up_MI = F.linear(x_ME, gate_up_2IE).chunk(2, dim=-1)
-    return activated(gate_MI, activation) * up_MI
+    return gated(gate_MI, up_MI, activation)
 
 
 def norm_gated_linear(

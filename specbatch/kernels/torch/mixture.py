@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.torch.model import act_mul
+from specbatch.kernels.torch.mxfp4 import dequantise
 
 
 def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -75,9 +76,22 @@ def fused_experts(
     for number in range(experts.gate_up_XFE.shape[0]):
         index = (chosen_N == number).nonzero()[:, 0]
         if index.numel():
-            inner = act_mul(F.linear(x_TE[index // top_k], experts.gate_up_XFE[number]), experts.activation)
-            y_NE[index] = F.linear(inner, experts.down_XEI[number])
+            gate_up = _of_expert(experts.gate_up_XFE, experts.gate_up_scales_XFG, number, x_TE.dtype)
+            down = _of_expert(experts.down_XEI, experts.down_scales_XEG, number, x_TE.dtype)
+            inner = act_mul(
+                F.linear(x_TE[index // top_k], gate_up, _bias_of(experts.gate_up_bias_XF, number)), experts.activation
+            )
+            y_NE[index] = F.linear(inner, down, _bias_of(experts.down_bias_XE, number))
     return combine(y_NE, weights_TK, residual_TE)
+
+
+def _of_expert(weights_XOI: Tensor, scales_XOG: Tensor | None, number: int, dtype: torch.dtype) -> Tensor:
+    """Return the weight of one expert."""
+    return weights_XOI[number] if scales_XOG is None else dequantise(weights_XOI[number], scales_XOG[number], dtype)
+
+
+def _bias_of(biases_XO: Tensor | None, number: int) -> Tensor | None:
+    return None if biases_XO is None else biases_XO[number]
 
 
 def combine(y_NE: Tensor, weights_TK: Tensor, residual_TE: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.kernels.activations import Activation
+from specbatch.kernels.activations import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
 _LARGEST_E4M3 = 448.0
 
@@ -48,15 +48,24 @@ def add_normed(
 
 
 def activated(gate: Tensor, activation: Activation) -> Tensor:
-    """Return the activation of an MLP's gate. "gelu_tanh" is the tanh approximation of GELU (Hendrycks and Gimpel
-    2016)."""
+    """Return the activation of an MLP's gate, "silu" or "gelu_tanh"."""
     return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
 
 
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Return the inner features of a gated feed-forward (SwiGLU, GeGLU; Shazeer 2020), see `activations.py`. Each step
+    is rounded; "clamped_swiglu" is rounded once, and an element's bits do not depend on where it lies."""
+    if activation != "clamped_swiglu":
+        return activated(gate, activation) * up
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    gate_wide, up_wide = gate.to(wide).clamp(max=SWIGLU_LIMIT), up.to(wide).clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (gate_wide / (1 + torch.exp(-SWIGLU_ALPHA * gate_wide)) * (up_wide + 1)).to(gate.dtype)
+
+
 def act_mul(gate_up_T2I: Tensor, activation: Activation = "silu") -> Tensor:
-    """Return activation(gate) * up, (T, I), of a gated feed-forward (SwiGLU, GeGLU; Shazeer 2020)."""
+    """Return `gated` of the two halves, (T, I)."""
     gate, up = gate_up_T2I.chunk(2, dim=-1)
-    return activated(gate, activation) * up
+    return gated(gate, up, activation)
 
 
 def soft_capped(logits_RV: Tensor, cap: float) -> Tensor:

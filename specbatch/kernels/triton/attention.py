@@ -32,6 +32,7 @@ from specbatch.kernels.triton.parts.attention_walk import merge_prefix, walk
 from specbatch.kernels.triton.parts.fp8 import half_queries
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
+from specbatch.kernels.triton.parts.sinks import sink_scores
 from specbatch.kernels.triton.parts.soft_cap import scales
 from specbatch.kernels.triton.workspace import Workspace
 
@@ -62,6 +63,7 @@ def _attend(
     prefix_tokens_ptr,
     prefix_ptr,
     prefix_weights_ptr,
+    sinks_ptr,
     scale_log2,
     cap_log2,
     window,
@@ -85,6 +87,7 @@ def _attend(
     HAS_MASK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     PEELED: tl.constexpr,
     IS_FP8: tl.constexpr,
@@ -146,6 +149,10 @@ def _attend(
 
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        # A sink is a key without a value that is merged before all others. The first split has it.
+        maximum = tl.where(split == 0, sink_scores(sinks_ptr, head), maximum)
+        total += tl.where(split == 0, 1.0, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D // 2 if PAIRS else BLOCK_D], tl.float32)
     odd_acc = acc
     if HALF:
@@ -230,6 +237,7 @@ def attend(
     v_scale: float = 1.0,
     prefix: PrefixParts | None = None,
     soft_cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """See `kernels/torch/attention.py`. `num_splits`: a power of two; above 1 it needs a `workspace`. `listed`: only
     these sequences are split, see `long_sequences`; None: all are."""
@@ -239,7 +247,7 @@ def attend(
     programs, itemsize = len(batch.starts_B) * kv_2KSD.shape[1], q_THD.element_size()
     tile = tile_for(num_rows, head_dim, itemsize, shared_bytes(q_THD), is_fp8=is_fp8, num_programs=programs)
     return attend_by(
-        tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace, listed, v_scale, prefix, soft_cap
+        tile, q_THD, kv_2KSD, batch, scale, window, num_splits, workspace, listed, v_scale, prefix, soft_cap, sinks_H
     )
 
 
@@ -256,6 +264,7 @@ def attend_by(
     v_scale: float = 1.0,
     prefix: PrefixParts | None = None,
     soft_cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Run `attend` with a given tile. Bits are comparable only between calls with equal tiles and splits."""
     _, num_heads, head_dim = q_THD.shape
@@ -310,6 +319,7 @@ def attend_by(
         prefix_tokens,
         prefix_sums,
         prefix_weights,
+        q_THD if sinks_H is None else sinks_H,
         *scales(scale, soft_cap),
         window or 0,
         kv_2KSD.stride(1),
@@ -332,6 +342,7 @@ def attend_by(
         HAS_MASK=has_mask,
         HAS_WINDOW=window is not None,
         HAS_CAP=soft_cap is not None,
+        HAS_SINKS=sinks_H is not None,
         PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         PEELED=(tile.peeled or has_mask) and window is None,
         IS_FP8=is_fp8,

@@ -40,13 +40,18 @@ from specbatch.kernels.triton.parts.invariant_steps import (
     store_split,
 )
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
+from specbatch.kernels.triton.parts.sinks import merge_sink, sink_scores
 from specbatch.kernels.triton.parts.soft_cap import scales
 from specbatch.kernels.triton.tree_paths import TreePaths
 from specbatch.kernels.triton.workspace import Workspace
 
 
 @triton.jit
-def _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8: tl.constexpr):
+def _store(
+    out_ptrs, out_ok, acc, total, maximum, sinks_ptr, head, v_scale, HAS_SINKS: tl.constexpr, IS_FP8: tl.constexpr
+):  # fmt: skip
+    if HAS_SINKS:
+        acc, total = merge_sink(acc, total, maximum, sink_scores(sinks_ptr, head))
     total_M = tl.max(total, 1)  # the columns are equal
     out = acc / tl.where(total_M == 0.0, 1.0, total_M)[:, None]
     if IS_FP8:
@@ -58,13 +63,13 @@ def _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8: tl.constexpr):
 def _attend(
     q_ptr, out_ptr, k_ptr, v_ptr, table_ptr, starts_ptr, query_starts_ptr, positions_ptr,
     mask_starts_ptr, limits_ptr, leaves_ptr, paths_ptr, bounds_ptr, ranks_ptr, listed_ptr,
-    partial_ptr, sums_ptr, counter_ptr, scale_log2, cap_log2, window, stride_kv_head, stride_table, num_bits,
+    partial_ptr, sums_ptr, counter_ptr, sinks_ptr, scale_log2, cap_log2, window, stride_kv_head, stride_table, num_bits,
     num_seqs, v_scale,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BOUNDS: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr,
     MAX_SPLITS: tl.constexpr, ROWS: tl.constexpr, ONES: tl.constexpr, FLAT: tl.constexpr, HAS_TREE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr, IS_FP8: tl.constexpr, HALF: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    IS_FP8: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_former(PDL)
     NUM_KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
@@ -221,7 +226,7 @@ def _attend(
 
     out_ptrs, out_ok = out_ptr + q_offsets, row_ok[:, None] & dim_ok[None, :]
     if PARTS == 1 or parts == 1:
-        _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8)
+        _store(out_ptrs, out_ok, acc, total, maximum, sinks_ptr, head, v_scale, HAS_SINKS, IS_FP8)
     else:
         counter = counter_ptr + (rank * tl.num_programs(1) + row_block) * NUM_KV_HEADS + kv_head
         tl.debug_barrier()  # every thread has stored its part before the counter is raised
@@ -240,7 +245,7 @@ def _attend(
                 )
                 sees = sees_any(limit, oldest, tl.load(bounds_ptr + split), tl.load(bounds_ptr + split + 1))
                 acc, total, maximum = merge_seen(acc, total, maximum, split_acc, split_total, split_maximum, sees)
-            _store(out_ptrs, out_ok, acc, total, v_scale, IS_FP8)
+            _store(out_ptrs, out_ok, acc, total, maximum, sinks_ptr, head, v_scale, HAS_SINKS, IS_FP8)
             tl.store(counter, 0)  # ready for the next launch
 
 
@@ -258,6 +263,7 @@ def attend(
     window: int | None = None,
     v_scale: float = 1.0,
     soft_cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """See `kernels/torch/attention.py`. `paths`: the paths of a batch with a mask. `listed`: the long sequences, see
     `long_sequences`; None: all have `splits.parts` programs. `bounds`: int32, the first key of each split; their number
@@ -285,13 +291,13 @@ def attend(
         batch.positions_T, batch.starts_B if batch.mask_starts_B is None else batch.mask_starts_B,
         limits, leaves, nodes, bounds, *(listed or (batch.starts_B, batch.starts_B)),
         *workspace.reserve(tiles, splits.max_splits, rows, block_d),
-        *scales(scale, soft_cap), window or 0, kv_2KSD.stride(1), batch.page_table_BP.stride(0), nodes.stride(0),
-        num_seqs, v_scale,
+        q_THD if sinks_H is None else sinks_H, *scales(scale, soft_cap), window or 0, kv_2KSD.stride(1),
+        batch.page_table_BP.stride(0), nodes.stride(0), num_seqs, v_scale,
         NUM_HEADS=num_heads, GROUP=group, D=head_dim, BLOCK_D=block_d, PAGE=batch.page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BOUNDS=bounds.shape[0], PARTS=splits.parts,
         LISTED=listed is not None, MAX_SPLITS=splits.max_splits, ROWS=rows, ONES=num_ones(tile), FLAT=tile.block_m < 64,
         HAS_TREE=paths is not None, HAS_WINDOW=window is not None, HAS_CAP=soft_cap is not None,
-        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        HAS_SINKS=sinks_H is not None, PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
         IS_FP8=is_fp8, HALF=is_fp8 and tile.fp8 != "widen", PDL=pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
     )  # fmt: skip

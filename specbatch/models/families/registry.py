@@ -11,6 +11,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.config_keys import check_keys, unknown_keys
 from specbatch.models.families.family import Family
 from specbatch.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from specbatch.models.families.gpt_oss import GPT_OSS
 from specbatch.models.families.hf_config import HfConfig
 from specbatch.models.families.llama import LLAMA, MISTRAL, MIXTRAL
 from specbatch.models.families.olmo import FLEX_OLMO, OLMO2, OLMOE
@@ -36,6 +37,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
+    "gpt_oss": GPT_OSS,
 }
 
 

@@ -19,6 +19,7 @@ from specbatch.models.families.registry import FAMILIES, check_family_keys, hint
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
 from specbatch.models.formats.gguf_config import gguf_model_config
+from specbatch.models.formats.gpt_oss_experts import GptOssExperts
 from specbatch.models.formats.kv_scales import has_fp8_cache, is_kv_scale, read_kv_scales
 from specbatch.models.formats.stacked_experts import StackedSource, unstacked
 from specbatch.models.formats.tensor_files import (
@@ -61,10 +62,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise ModelError(f"{path} is neither a directory nor a .gguf file")
         file = GgufFile(path)
         config = gguf_model_config(file)
-        tensors: TensorSource = GgufSource(file, config)
-        _check_tensors(path, config, tensors)
+        gguf = GgufSource(file, config)
+        _check_tensors(path, config, gguf)
         ignored = tuple(key for key in file.metadata if key.startswith("general.sampling."))
-        return Checkpoint(path, config, tensors, gguf_description(file), ignored=ignored)
+        return Checkpoint(path, config, gguf, gguf_description(file), ignored=ignored)
     check_no_adapter(path)
     config_file = path / "config.json"
     if not is_there(config_file):
@@ -82,7 +83,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     quantization = parse_quantization(raw, modelopt)
     files = open_tensors(path)
     try:
-        tensors = unstacked(files, config)
+        is_interleaved = config.moe is not None and config.moe.is_interleaved
+        tensors: TensorSource = GptOssExperts(files) if is_interleaved else unstacked(files, config)
     except ModelError as error:
         files.close()
         raise ModelError(f"{path}: {error.message}") from error
@@ -159,7 +161,8 @@ def _check_tensors(
 
 def _wrong_types(tensors: TensorSource, quantization: Quantization | None) -> str:
     """Tensors that are in FP8 without a scale, or have a scale and are not in E4M3; empty where there are none."""
-    assert isinstance(tensors, SafetensorsSource | TorchBinSource | StackedSource | GgufSource), type(tensors)
+    known = SafetensorsSource | TorchBinSource | StackedSource | GptOssExperts | GgufSource
+    assert isinstance(tensors, known), type(tensors)
     wrong = []
     for name, dtype in getattr(tensors, "dtypes", {}).items():
         layer, _, kind = name.rpartition(".")
@@ -198,5 +201,5 @@ def _is_harmless(name: str, config: ModelConfig) -> bool:
 
 
 def _describe(tensors: TensorSource) -> str:
-    assert isinstance(tensors, SafetensorsSource | TorchBinSource | StackedSource), type(tensors)
+    assert isinstance(tensors, SafetensorsSource | TorchBinSource | StackedSource | GptOssExperts), type(tensors)
     return f"{tensors.kind} " + "/".join(sorted(set(tensors.dtypes.values())))

@@ -29,9 +29,12 @@ class TensorSource(Protocol):
 
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-_SAFETENSORS_FLOATS = dict(zip(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"), _FLOATS, strict=True))
+_SAFETENSORS_FLOATS = dict(
+    zip(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "U8"), (*_FLOATS, "uint8"), strict=True)
+)
 # Tensors of draft heads that count or choose tokens.
 _WHOLE_NUMBERS = ("d2t", "t2d")
+_PACKED_EXPERTS = re.compile(r".+\.experts\.\w+_(blocks|scales)")  # those of gpt-oss in MXFP4
 
 
 class SafetensorsSource:
@@ -72,7 +75,7 @@ class SafetensorsSource:
         return self._owner[name].get_tensor(name)
 
     def load_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
-        """Read rows `first` to `last` of matrix number `index` of a tensor with three dimensions."""
+        """Read rows `first` to `last` of entry number `index` of a tensor with two or more dimensions."""
         rows: torch.Tensor = self._owner[name].get_slice(name)[index, first:last]
         return rows
 
@@ -119,7 +122,7 @@ class TorchBinSource:
         return self._tensors[name]
 
     def load_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
-        """Read rows `first` to `last` of matrix number `index` of a tensor with three dimensions."""
+        """Read rows `first` to `last` of entry number `index` of a tensor with two or more dimensions."""
         return self._tensors[name][index, first:last]
 
     def close(self) -> None:
@@ -137,7 +140,7 @@ def open_tensors(directory: Path) -> SafetensorsSource | TorchBinSource:
     """
     tensors = _open_files(directory)
     for name, dtype in tensors.dtypes.items():
-        if dtype not in _FLOATS and name not in _WHOLE_NUMBERS:
+        if dtype not in _FLOATS and name not in _WHOLE_NUMBERS and not _PACKED_EXPERTS.fullmatch(name):
             tensors.close()
             raise ModelError(
                 f"tensor {shown(name)} of {directory} has the type {dtype}; weights must be floating-point numbers",

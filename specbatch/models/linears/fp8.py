@@ -19,7 +19,7 @@ from torch import Tensor
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.quantised import E4M3_MAX, GROUP
 from specbatch.kernels.torch.fp8 import quantise, quantise_part, scale_of
-from specbatch.kernels.torch.model import activated
+from specbatch.kernels.torch.model import activated, gated
 from specbatch.models.linears.linear import GatedLinear, Linear
 from specbatch.models.linears.quantization import InputScales
 from specbatch.parallel.group import Group
@@ -127,7 +127,10 @@ class Fp8GatedLinear(GatedLinear):
         self._gate, self._up, self._activation = gate, up, activation
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return _activated(self._gate(x_TI), self._activation) * self._up(x_TI)
+        gate_TO, up_TO = self._gate(x_TI), self._up(x_TI)
+        if self._activation == "clamped_swiglu":
+            return gated(gate_TO, up_TO, self._activation)
+        return _activated(gate_TO, self._activation) * up_TO
 
 
 def _activated(x_TI: Tensor, activation: Activation) -> Tensor:

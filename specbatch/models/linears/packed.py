@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.kernels.activations import Activation
+from specbatch.kernels.torch.model import gated
 from specbatch.models.linears.linear import GatedLinear, Linear
 
 # The smallest block. A single token is computed as a block of this size, at the same cost: weights are streamed from
@@ -52,24 +53,26 @@ class PackedLinear(Linear):
 
 
 class PackedGatedLinear(GatedLinear):
-    """A gated pair of `PackedLinear`. The activation is fused into the GEMM, which computes it alike for every element.
-    Torch's own computes the elements at the end of a thread's share by another formula."""
+    """A gated pair of `PackedLinear`. An activation that oneDNN has is fused into the GEMM, which computes it alike for
+    every element. Torch's own computes the elements at the end of a thread's share by another formula."""
 
     def __init__(
         self, gate_OI: Tensor, up_OI: Tensor, biases_O: tuple[Tensor, Tensor] | None, activation: Activation
     ) -> None:
         gate_bias_O, up_bias_O = biases_O or (None, None)
         self._gate, self._up = _PackedGemm(gate_OI, gate_bias_O), _PackedGemm(up_OI, up_bias_O)
-        self._activation = _ONEDNN_NAMES[activation]
+        self._activation = _ONEDNN_NAMES.get(activation)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return _in_blocks(self._block, x_TI, self._gate.settings.blocks)  # gate and up have one size
 
     def _block(self, x_RI: Tensor) -> Tensor:
+        if self._activation is None:
+            return gated(self._gate(x_RI), self._up(x_RI), "clamped_swiglu")
         return self._up.times(x_RI, self._gate(x_RI, *self._activation))
 
 
-# oneDNN's name of an activation, and of its algorithm.
+# oneDNN's name of an activation, and of its algorithm. It has no name for gpt-oss's.
 _ONEDNN_NAMES: Mapping[Activation, tuple[str, str]] = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}
 
 

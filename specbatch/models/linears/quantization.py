@@ -123,6 +123,8 @@ def parse_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | 
         return _compressed_tensors(section, where)
     if method == "fp8":
         return _fp8(section, where)
+    if method == "mxfp4":  # the experts of gpt-oss, see `formats/gpt_oss_experts.py`
+        return None
     if method == "modelopt" or (method is None and "quant_algo" in section):
         return _modelopt(section)
     raise ModelError(f"the checkpoint is quantised ({shown(method)}), which is not supported", hint=FP8_HINT)

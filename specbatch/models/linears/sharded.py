@@ -93,6 +93,8 @@ def part_of(name: str, tensor: Tensor, shard: ModelShard) -> Tensor:
     over ranks is the first rank's; it is zero on the others."""
     parts = name.split(".")
     layer, kind = (parts[-2], parts[-1]) if len(parts) > 1 else (name, "")
+    if kind == "sinks":
+        return tensor[shard.heads.query.start : shard.heads.query.stop].clone()
     if (inputs := _inputs_of_part(layer, shard, tensor.shape[-1])) is not None:
         if kind == "bias":
             return tensor.clone() if shard.group.rank == 0 else torch.zeros_like(tensor)

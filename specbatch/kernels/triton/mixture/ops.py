@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights, Routing
+from specbatch.kernels.quantised import MXFP4_GROUP
 from specbatch.kernels.torch import mixture as reference
 from specbatch.kernels.triton.mixture.kernel import combine_kernel, expert_gemm, route_kernel, sort_kernel
 from specbatch.kernels.triton.mixture.tile import MAX_UNSORTED, ExpertTile, fitting, tile_for, tokens_of_a_program
@@ -87,15 +88,17 @@ def fused_experts(
 ) -> Tensor:
     """See `kernels/torch/mixture.py`. `tiles`: those of gate and up, and of down, in place of the measured ones."""
     num_tokens, top_k = experts_TK.shape
-    num_experts, hidden_size, inner_size = experts.down_XEI.shape
+    num_experts, hidden_size, _ = experts.down_XEI.shape
     y_TE = x_TE.new_empty(num_tokens, hidden_size)
     if not num_tokens:
         return y_TE
     block_m = block_m or tokens_of_a_program(num_tokens, num_experts, top_k)
     blocks = _Blocks(experts_TK, num_experts, block_m, dependent_launch(x_TE))
     first, second = tiles or (tile_for(block_m, is_gated=True), tile_for(block_m, is_gated=False))
-    inner_NI = _multiply(x_TE.contiguous(), top_k, experts.gate_up_XFE, blocks, first, experts.activation)
-    of_experts_NE = _multiply(inner_NI, 1, experts.down_XEI, blocks, second)
+    gate_up = experts.gate_up_XFE, experts.gate_up_scales_XFG, experts.gate_up_bias_XF
+    inner_NI = _multiply(x_TE.contiguous(), top_k, *gate_up, blocks, first, experts.activation)
+    down = experts.down_XEI, experts.down_scales_XEG, experts.down_bias_XE
+    of_experts_NE = _multiply(inner_NI, 1, *down, blocks, second)
     block = min(triton.next_power_of_2(hidden_size), 1024)
     launch(
         combine_kernel, (num_tokens, triton.cdiv(hidden_size, block)),
@@ -109,12 +112,15 @@ def _multiply(
     x: Tensor,  # (N / divisor, I)
     divisor: int,
     weight_XOI: Tensor,  # (X, 2 O, I) with an activation
+    scales_XOG: Tensor | None,  # None: the weight is not in MXFP4
+    bias_XO: Tensor | None,
     blocks: _Blocks,
     tile: ExpertTile,
     activation: Activation | None = None,
 ) -> Tensor:
     """Return (N, O): each choice's token, or its row if `divisor` is 1, times its expert's weight."""
-    num_experts, num_rows, num_in = weight_XOI.shape
+    num_experts, num_rows, _ = weight_XOI.shape
+    num_in = x.shape[1]
     assert weight_XOI.is_contiguous(), weight_XOI.stride()
     parts = 1 if activation is None else 2
     num_out = num_rows // parts
@@ -122,18 +128,21 @@ def _multiply(
     tile = fitting(tile, blocks.block_m, x.element_size(), shared_bytes(x), has_tma=has_tma)
     block_o = min(tile.block_o // parts, triton.next_power_of_2(num_out))
     block_i = min(tile.block_i, triton.next_power_of_2(num_in))
+    assert scales_XOG is None or block_i % MXFP4_GROUP == num_in % MXFP4_GROUP == 0, (block_i, num_in)
     y_NO = x.new_empty(blocks.num_choices, num_out)
     operand = None
-    if tile.tma:
+    if tile.tma and scales_XOG is None:
         operand = TensorDescriptor.from_tensor(
             weight_XOI.view(num_experts * parts, num_out, num_in), [parts, block_o, block_i]
         )
     launch(
         expert_gemm, (blocks.count * triton.cdiv(num_out, block_o),),
-        y_NO, x, weight_XOI, operand, blocks.experts, blocks.experts_B, blocks.members_BM, blocks.num_choices,
+        y_NO, x, weight_XOI, scales_XOG, bias_XO, operand, blocks.experts, blocks.experts_B, blocks.members_BM,
+        blocks.num_choices,
         OUT=num_out, IN=num_in, DIVISOR=divisor, BLOCK_M=blocks.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
-        STAGES=tile.num_stages, GATED=parts == 2, ACTIVATION=activation or "silu", TMA=tile.tma,
-        SORTED=blocks.are_sorted, N_POWER=triton.next_power_of_2(blocks.num_choices) if not blocks.are_sorted else 1,
+        STAGES=tile.num_stages, GATED=parts == 2, ACTIVATION=activation or "silu",
+        HAS_BIAS=bias_XO is not None, MXFP4=scales_XOG is not None, TMA=operand is not None, SORTED=blocks.are_sorted,
+        N_POWER=triton.next_power_of_2(blocks.num_choices) if not blocks.are_sorted else 1,
         PDL=blocks.pdl, num_warps=tile.num_warps, **launch_options(blocks.pdl),
     )  # fmt: skip
     return y_NO

@@ -6,6 +6,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specbatch.kernels.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
+
+_ALPHA, _LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
+
 
 @triton.jit
 def scaled_norm(x, weight, dtype: tl.constexpr):
@@ -19,11 +23,16 @@ def scaled_norm(x, weight, dtype: tl.constexpr):
 
 @triton.jit
 def gate_and_up(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
-    """Compute activation(gate) * up; each step is rounded."""
-    g = gate.to(dtype).to(tl.float32)
+    """Compute `gated` of the reference kernels, with its roundings. Comparisons keep a NaN, which `tl.minimum` would
+    replace."""
+    g, u = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    if ACTIVATION == "clamped_swiglu":
+        g = tl.where(g > _LIMIT, _LIMIT, g)
+        u = tl.where(u > _LIMIT, _LIMIT, tl.where(u < -_LIMIT, -_LIMIT, u))
+        return (g / (1.0 + tl.exp(g * -_ALPHA)) * (u + 1.0)).to(dtype)
     z = g
     if ACTIVATION == "gelu_tanh":
         # 0.5 (1 + tanh(u)) is sigmoid(2 u), with u = sqrt(2 / pi) (g + 0.044715 g^3).
         z = 1.5957691216057308 * (g + 0.044715 * g * g * g)
     activated = (g / (1.0 + tl.exp(-z))).to(dtype).to(tl.float32)
-    return (activated * up.to(dtype).to(tl.float32)).to(dtype)
+    return (activated * u).to(dtype)
