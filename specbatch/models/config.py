@@ -5,7 +5,6 @@ Files of the folder `families/` read them from a Hugging Face `config.json`, `fo
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from specbatch.errors import ModelError
@@ -200,12 +199,3 @@ def _expert_linears(moe: MoeConfig, hidden_size: int) -> Linears:
         if moe.shared_gate:
             linears[f"{moe.block}.{moe.shared_name}_gate"] = (1, hidden_size, False)
     return linears
-
-
-def num_layer_weights(config: ModelConfig) -> int:
-    """Elements of the matrices of all layers: each is read once for a forward pass."""
-    return sum(
-        math.prod(shape)
-        for name, shape in expected_tensors(config).items()
-        if name.startswith("model.layers.") and len(shape) == 2
-    )

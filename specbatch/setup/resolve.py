@@ -21,6 +21,7 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_hea
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
 from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
+from specbatch.models.pass_weights import PassWeights
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
 from specbatch.setup.cache import (
     KV_DTYPE_NAMES,
@@ -174,7 +175,14 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         config.engine, engine.attention, costs, heads.sliding_windows, num_nodes, engine.max_batch_size, notes
     )
     target_bytes = models[0].num_parameters() * dtype.itemsize
-    job = LaneJob(engine.max_batch_size, num_nodes, target_bytes, has_groups=limits is not None)
+    layers = PassWeights.of_layers(held)
+    job = LaneJob(
+        engine.max_batch_size,
+        num_nodes,
+        target_bytes,
+        has_groups=limits is not None,
+        active_share=layers.active / layers.total,
+    )
     engine = replace(engine, cascade=limits, lanes=lane_limits(engine.lane_mode, num_ranks, device, job, notes))
     if engine.attention == "flashinfer":
         for shape in shapes:
