@@ -62,6 +62,11 @@ class PassWeights:
         return PassWeights(sum(sizes.values()) - experts, experts, moe)
 
     @staticmethod
+    def of_all(config: ModelConfig) -> PassWeights:
+        """Count all matrices with the embeddings, as publishers of models count parameters."""
+        return PassWeights.of_tensors(expected_tensors(config), config.moe)
+
+    @staticmethod
     def of_layers(config: ModelConfig) -> PassWeights:
         """Count the matrices of all layers."""
         return PassWeights.of_tensors(

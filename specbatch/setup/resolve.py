@@ -117,6 +117,12 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
     check_norms("model.target", target, config)
+    if (moe := target.config.moe) is not None:
+        weights = PassWeights.of_all(target.config)
+        notes.append(
+            f"model.target: {weights.total / 1e9:.3g} billion parameters, of which a token uses "
+            f"{weights.active / 1e9:.3g} ({moe.top_k} of {moe.num_experts} experts)"
+        )
     check_experts("model.target", target, config, device)
     held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)
     quantization = resolve_quantization(config, target, device, dtype, notes)
