@@ -22,7 +22,7 @@ from specbatch.batch import Edits
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.cache.request_table import RequestTable
-from specbatch.counts import EngineStats
+from specbatch.counts import EngineStats, ExpertCounts
 from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
@@ -113,6 +113,8 @@ class Engine:
             min_prefill_tokens=1 if chunk_cost is None else chunk_cost.tokens,
         )  # fmt: skip
         self._stats = EngineStats()
+        if self._round.routing is not None:
+            self._round.routing.reset()  # trials and measurements at the start have counted
         self.limits = EngineLimits(0, self._round.vocab_size, eos_token_ids=self._round.eos_token_ids)
         self.limit_length(None)
         self.chunk_cost = chunk_cost
@@ -223,9 +225,21 @@ class Engine:
 
     def _end_step(self) -> None:
         if not (self.num_running or self.num_waiting):
+            self._read_routing()
             self._forget_open()  # all of its requests have ended: it is not needed, and it holds graphs and tensors
             if self._threads is not None:
                 self._threads.rest()
+
+    def _read_routing(self) -> None:
+        """Read the counts of experts, which waits for the device."""
+        if self._round.routing is not None:
+            self._stats.experts = self._round.routing.read()
+
+    def forget_routing(self) -> None:
+        """Count the experts that tokens choose from now on anew."""
+        if self._round.routing is not None:
+            self._round.routing.reset()
+        self._stats.experts = ExpertCounts()
 
     def _take_finished(self) -> list[Completion]:
         finished, self._finished = self._finished, []
@@ -476,6 +490,7 @@ class Engine:
     def drain(self) -> list[Completion]:
         """Wait for everything that was launched; return the requests that finished with it."""
         self._read_all()
+        self._read_routing()
         return self._take_finished()
 
     def prepare_round(self) -> list[int]:

@@ -17,6 +17,7 @@ from specbatch.kernels.torch.mixture import row_sigmoid
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.linear import Linear, Residual
+from specbatch.models.routing_counter import RoutingCounter
 from specbatch.models.weight_loader import WeightLoader
 
 
@@ -31,6 +32,7 @@ class MixtureMLP:
         self._routing, self._is_wide = moe.routing, moe.wide_router
         self._ops = ops_for(weights.device, weights.dtype)
         block = f"{prefix}{moe.block}."
+        self.counter: RoutingCounter | None = None  # None: choices are not counted
         router = weights.wide_linear if moe.wide_router else weights.linear
         self._router = router(f"{block}{moe.router}", has_bias=moe.router_bias)
         correction = moe.correction_bias
@@ -57,6 +59,8 @@ class MixtureMLP:
         """Return residual + mixture(x)."""
         logits_TX = self._router(x_TE.to(torch.promote_types(x_TE.dtype, torch.float32)) if self._is_wide else x_TE)
         weights_TK, experts_TK = self._ops.route(logits_TX, self._routing, self._correction_X)
+        if self.counter is not None:
+            self.counter.record(experts_TK)
         if self._shared is not None:
             shared_TE = self._shared(x_TE)
             if self._shared_gate is not None:

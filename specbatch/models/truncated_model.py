@@ -39,4 +39,5 @@ def outlined(decoder: Decoder) -> Decoder:
         layer if i in kept else _Skipped(layer)  # type: ignore[misc]
         for i, layer in enumerate(decoder.layers)
     ]
+    other.routing = None  # it would expect the choices of all layers
     return other

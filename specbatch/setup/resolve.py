@@ -120,8 +120,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if (moe := target.config.moe) is not None:
         weights = PassWeights.of_all(target.config)
         notes.append(
-            f"model.target: {weights.total / 1e9:.3g} billion parameters, of which a token uses "
-            f"{weights.active / 1e9:.3g} ({moe.top_k} of {moe.num_experts} experts)"
+            f"model.target: {_in_words(weights.total)} parameters, of which a token uses {_in_words(weights.active)} "
+            f"({moe.top_k} of {moe.num_experts} experts)"
         )
     check_experts("model.target", target, config, device)
     held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)
@@ -243,6 +243,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         bits_depend_on(device) if config.engine.deterministic else {},
         notes,
     )
+
+
+def _in_words(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
 
 
 def _cached_models(
