@@ -12,6 +12,7 @@ from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import Routing, Scoring
 from specbatch.models.rope import RopeConfig
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # names of an MLP's layers
 # Norms of a layer besides those of heads, in the names of Hugging Face checkpoints.
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -41,7 +42,7 @@ class MoeConfig:
         None  # name in the block of what is added to scores for the choice alone; None: nothing
     )
     block: str = "mlp"  # name of the module in a layer
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names in an expert
+    projections: tuple[str, str, str] = PROJECTIONS  # names in an expert
 
     @property
     def routing(self) -> Routing:
@@ -176,11 +177,10 @@ def layer_tensors(
 
 
 Linears = dict[str, tuple[int, int, bool]]  # (outputs, inputs, whether it has a bias) by name
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def _mlp_linears(
-    block: str, hidden_size: int, inner_size: int, names: tuple[str, str, str] = _PROJECTIONS, *, has_bias: bool = False
+    block: str, hidden_size: int, inner_size: int, names: tuple[str, str, str] = PROJECTIONS, *, has_bias: bool = False
 ) -> Linears:
     gate, up, down = (f"{block}.{name}" for name in names)
     return {

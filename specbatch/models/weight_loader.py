@@ -121,6 +121,11 @@ class WeightLoader:
         part = self._quantised((name,), has_bias, group) if is_quantised else self.linear(name, has_bias=has_bias)
         return SummedLinear(part, group)
 
+    @property
+    def group(self) -> Group | None:
+        """The ranks that divide the model; None: this process holds all of it."""
+        return None if self._shard is None else self._shard.group
+
     def fc(self, has_bias: bool = False) -> Linear:
         """The layer of that name of a draft head. Ranks multiply a part of its inputs each."""
         linear = self.linear("fc", has_bias=has_bias)

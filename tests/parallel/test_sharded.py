@@ -11,6 +11,7 @@ import torch
 from specbatch.batch import NO_TOKEN
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels import ops_for
+from specbatch.models.config import MoeConfig
 from specbatch.models.linears.linear import Linear
 from specbatch.models.linears.sharded import GatheredLinear, ModelShard, VocabShare, part_of
 from specbatch.models.weight_loader import WeightLoader
@@ -37,6 +38,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "fewer kv heads than ranks": {"num_heads": 6, "num_kv_heads": 1},
     "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "norms of heads": {"qk_norm": True, "vocab": 60},
+    "experts": {"moe": MoeConfig(5, 2, 11, norm_topk_prob=True, layers=(True, False), shared_size=7)},
+    "experts of other names": {
+        "moe": MoeConfig(
+            4, 2, 8, norm_topk_prob=False, layers=(True, True), block="moe", projections=("w1", "w3", "w2")
+        )
+    },
 }
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 3, 8)
 GREEDY = SamplingParams(max_tokens=10)

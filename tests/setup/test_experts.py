@@ -16,8 +16,6 @@ DENSE = ["model.target=random:tiny", "engine.device=cpu", *DRAFT]
 @pytest.mark.parametrize(
     ("options", "name", "hint"),
     [
-        ([*EXPERTS, "engine.tensor_parallel=2"], "model.target", "leave engine.tensor_parallel out"),
-        ([*DENSE, "engine.tensor_parallel=2"], "speculation.draft", "leave engine.tensor_parallel out"),
         ([*EXPERTS, "model.quantization=fp8"], "model.target", "leave model.quantization out"),
     ],
 )
