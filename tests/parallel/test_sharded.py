@@ -13,7 +13,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.kernels import ops_for
 from specbatch.models.config import MoeConfig
 from specbatch.models.linears.linear import Linear
-from specbatch.models.linears.sharded import GatheredLinear, ModelShard, VocabShare, part_of
+from specbatch.models.linears.sharded import GatheredLinear, ModelShard, VocabShare, local_config, part_of
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
 from specbatch.parallel.shares import even_shares
@@ -122,6 +122,28 @@ def test_texts_and_rounds_are_those_of_one_process(
     for completions in on_ranks(2, work):
         assert outputs(completions) == outputs(alone)
         assert [c.speculation for c in completions] == [c.speculation for c in alone]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_experts_of_ranks_answer_as_one_process(kind: str) -> None:
+    """The sum with the residual, and the norm after it, are those of an MLP."""
+    settings: dict[str, Any] = {"num_pages": 256, "family": "qwen3-moe", "num_layers": 3}
+    alone = ENGINES[kind]("eagle", TREE, **settings)
+    expected = run(alone, PROMPTS, SAMPLED)
+
+    def work(group: Group) -> tuple[list[Completion], Any]:
+        engine = ENGINES[kind]("eagle", TREE, group=group, **settings)
+        return run(engine, PROMPTS, SAMPLED), engine.stats.experts
+
+    for completions, experts in on_ranks(2, work):
+        assert outputs(completions) == outputs(expected)
+        assert experts == alone.stats.experts
+
+
+def test_more_ranks_than_an_expert_has_features() -> None:
+    moe = MoeConfig(4, 2, 16, norm_topk_prob=False, layers=(True, True), shared_size=3)
+    with pytest.raises(ValueError, match="an expert has 3 inner features"):
+        local_config(tiny_config(moe=moe), 0, 4)
 
 
 @cache
