@@ -101,7 +101,10 @@ class PassWeights:
         return self.dense + self.experts * found / num_experts
 
 
-def round_bytes(weights: PassWeights, itemsize: float, num_tokens: float, kv_bytes: float) -> float:
+def round_bytes(
+    weights: PassWeights, itemsize: float, num_tokens: float, kv_bytes: float, curve: ExpertCurve | None = None
+) -> float:
     """Return the bytes that a round over `num_tokens` tokens reads: the weights that every token needs, the experts
-    that these tokens choose, and keys and values. `kv_bytes`: those of all sequences of the round."""
-    return weights.read(num_tokens) * itemsize + kv_bytes
+    that these tokens choose, and keys and values. `kv_bytes`: those of all sequences of the round. `curve`: see
+    `PassWeights.read`."""
+    return weights.read(num_tokens, curve) * itemsize + kv_bytes
