@@ -3,7 +3,7 @@ over the measured matrix rate, whichever is longer.
 
 Counted are the weights of the target once a round and those of the draft once a pass (without embeddings, of which a
 round reads a few rows), the keys and values of all running sequences, and the multiplications of all drafted rows. Of
-experts, those count that the tokens of the round choose if routing is uniform; each token is multiplied with its own.
+experts, those count that the tokens of the round choose, as measured or uniformly; each is multiplied with its tokens.
 Each rank has a part of the target and of a draft head, whose vocabulary is whole, and all of a draft model. Activations
 are not counted, because they stay in caches on a GPU. A weight in FP8 is one byte, at twice the matrix rate of
 bfloat16.
@@ -25,7 +25,7 @@ from specbatch.models.eagle_config import expected_eagle_tensors
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
-from specbatch.models.pass_weights import PassWeights, round_bytes
+from specbatch.models.pass_weights import ExpertCurve, PassWeights, round_bytes
 from specbatch.setup.resolve import ResolvedRun
 
 _NO_WEIGHTS = PassWeights(0)
@@ -119,16 +119,24 @@ def round_passes(run: ResolvedRun, committed: float) -> list[Pass]:
     return passes
 
 
-def round_floor(run: ResolvedRun, rates: DeviceRates, batch: float, context: float, committed: float) -> float:
+def round_floor(
+    run: ResolvedRun,
+    rates: DeviceRates,
+    batch: float,
+    context: float,
+    committed: float,
+    experts: ExpertCurve | None = None,
+) -> float:
     """Return the least seconds of a round over `batch` sequences with `context` tokens each on average. With ranks it
-    is the time of each rank."""
+    is the time of each rank. `experts`: the measured experts of a layer of the target; None: routing is uniform."""
     read, flops = 0.0, 0.0
     ranks = run.config.engine.tensor_parallel
-    for p in round_passes(run, committed):
+    for i, p in enumerate(round_passes(run, committed)):
+        curve = experts if i == 0 else None  # the target comes first
         share = 1 / ranks if p.is_divided else 1
         kv_bytes = batch * context * p.kv_parameters * run.kv_dtype.itemsize
-        bytes_ = round_bytes(p.weights, run.dtype.itemsize, batch * p.rows, kv_bytes)
-        bytes_ -= p.in_fp8.read(batch * p.rows) * (run.dtype.itemsize - 1)
+        bytes_ = round_bytes(p.weights, run.dtype.itemsize, batch * p.rows, kv_bytes, curve)
+        bytes_ -= p.in_fp8.read(batch * p.rows, curve) * (run.dtype.itemsize - 1)
         read += share * bytes_ + (1 - share) * p.undivided * run.dtype.itemsize
         active = share * (p.weights.active - p.undivided) + p.undivided
         flops += batch * p.rows * (2 * active - share * p.in_fp8.active + share * 4 * context * p.attention_width)

@@ -113,8 +113,7 @@ class Engine:
             min_prefill_tokens=1 if chunk_cost is None else chunk_cost.tokens,
         )  # fmt: skip
         self._stats = EngineStats()
-        if self._round.routing is not None:
-            self._round.routing.reset()  # trials and measurements at the start have counted
+        self.forget_routing()  # trials and measurements at the start have counted
         self.limits = EngineLimits(0, self._round.vocab_size, eos_token_ids=self._round.eos_token_ids)
         self.limit_length(None)
         self.chunk_cost = chunk_cost
@@ -154,6 +153,9 @@ class Engine:
     def stats(self) -> EngineStats:
         self._stats.preemptions = self._scheduler.num_preemptions
         self._stats.device_wait_seconds = self.waited_seconds
+        if self._has_new_routing and self._round.routing is not None and not (self.num_running or self.num_waiting):
+            self._stats.experts = self._round.routing.read()  # waits for the device, which an idle engine can do
+            self._has_new_routing = False
         return self._stats
 
     @property
@@ -225,21 +227,15 @@ class Engine:
 
     def _end_step(self) -> None:
         if not (self.num_running or self.num_waiting):
-            self._read_routing()
             self._forget_open()  # all of its requests have ended: it is not needed, and it holds graphs and tensors
             if self._threads is not None:
                 self._threads.rest()
-
-    def _read_routing(self) -> None:
-        """Read the counts of experts, which waits for the device."""
-        if self._round.routing is not None:
-            self._stats.experts = self._round.routing.read()
 
     def forget_routing(self) -> None:
         """Count the experts that tokens choose from now on anew."""
         if self._round.routing is not None:
             self._round.routing.reset()
-        self._stats.experts = ExpertCounts()
+        self._stats.experts, self._has_new_routing = ExpertCounts(), False
 
     def _take_finished(self) -> list[Completion]:
         finished, self._finished = self._finished, []
@@ -351,6 +347,7 @@ class Engine:
         report.complete(self._transfers)
         self._in_flight.append(report)
         self._failed = 0
+        self._has_new_routing = True
         self._stats.rounds += 1
         report.hook.record(self._stats)
 
@@ -490,7 +487,6 @@ class Engine:
     def drain(self) -> list[Completion]:
         """Wait for everything that was launched; return the requests that finished with it."""
         self._read_all()
-        self._read_routing()
         return self._take_finished()
 
     def prepare_round(self) -> list[int]:

@@ -31,7 +31,7 @@ from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 
 RANDOM_WEIGHTS = "random weights"  # name in logs and results
-_STANDARD_DEVIATION = 0.02  # of the weights, the value that transformers initialises with
+_STANDARD_DEVIATION = 0.02  # the value that transformers initialises weights with
 _MAX_SKEW, _SKEW_EXAMPLE = 100.0, "random:qwen3-30b-a3b?skew=1"
 REDUCED_DRAFT_VOCAB = 32000  # size of the published EAGLE-3 heads for Llama 3 and Qwen 3
 

@@ -90,7 +90,7 @@ class ExpertReads:
         experts = np.array([curve(number) for number in tokens])
         scale = np.maximum(list(values.values()), 1e-9)
         columns = np.stack((np.ones_like(tokens), experts, tokens), axis=1) / scale[:, None]
-        columns = columns[:, : min(3, len(np.unique(tokens)))]  # as many as can be told apart
+        columns = columns[:, : min(3, len(np.unique(tokens)))]  # no more than there are different sizes
         if columns.shape[1] < 2:
             return ExpertReads(curve, 0.0)
         found = np.linalg.lstsq(columns, np.ones_like(tokens))[0]
