@@ -16,9 +16,8 @@ from torch import Tensor
 from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.activations import Activation
-from specbatch.kernels.experts import ExpertWeights
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.experts import Experts, SeparateExperts, StackedExperts
+from specbatch.models.linears.experts import Experts, SeparateExperts, StackedExperts, stack_experts
 from specbatch.models.linears.fp8 import (
     Fp8GatedLinear,
     Fp8Linear,
@@ -73,15 +72,19 @@ class WeightLoader:
     def tensor(self, name: str) -> Tensor:
         """A tensor in the dtype and on the device of the model, or this process's part of it. A quantised weight is
         dequantised."""
+        own, is_part = self._own(name)
+        if is_part and own.is_cuda:  # the whole tensor was there, too
+            _give_back_memory()
+        return own.to(device=self.device, dtype=self.dtype)
+
+    def _own(self, name: str) -> tuple[Tensor, bool]:
+        """Load a tensor, or this process's part of it, in the dtype and on the device that it is read to, and return
+        whether it is a part. A quantised weight is dequantised."""
         layer, _, kind = name.rpartition(".")
         is_fp8 = kind == "weight" and self._covers(layer)
         stored = self._fp8_weight(layer).dequantised() if is_fp8 else self.stored(name)
         own = stored if self._shard is None else part_of(name, stored, self._shard)
-        is_whole_on_gpu = stored.is_cuda and own is not stored
-        del stored
-        if is_whole_on_gpu:
-            _give_back_memory()
-        return own.to(device=self.device, dtype=self.dtype)
+        return own, own is not stored
 
     def embedding(self, weight_VE: Tensor) -> Embedding:
         return Embedding(weight_VE, self._shard)
@@ -154,21 +157,10 @@ class WeightLoader:
             return SeparateExperts(
                 [(self.gated_linear(gate, up, activation), self.linear(down)) for gate, up, down in names]
             )
-        return StackedExperts(self._stacked(names, activation), self._ops)
-
-    def _stacked(self, names: Sequence[tuple[str, str, str]], activation: Activation) -> ExpertWeights:
-        """Load one tensor after the other to its place."""
-        gate_up = down = None
-        for number, expert in enumerate(names):
-            gate_IE, up_IE, down_EI = (self.tensor(f"{name}.weight") for name in expert)
-            size = gate_IE.shape[0]
-            if gate_up is None or down is None:
-                gate_up = gate_IE.new_empty(len(names), 2 * size, gate_IE.shape[1])
-                down = down_EI.new_empty(len(names), *down_EI.shape)
-            gate_up[number, :size], gate_up[number, size:], down[number] = gate_IE, up_IE, down_EI
-        assert gate_up is not None
-        assert down is not None
-        return ExpertWeights(gate_up, down, activation)
+        stacked = stack_experts(names, lambda name: self._own(f"{name}.weight")[0], self.dtype, self.device, activation)
+        if self._shard is not None and self.device.type == "cuda":
+            _give_back_memory()
+        return StackedExperts(stacked, self._ops)
 
     def _covers(self, layer: str) -> bool:
         return self._quantization is not None and self._quantization.covers(layer)

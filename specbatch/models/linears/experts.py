@@ -1,16 +1,19 @@
 """The experts of a layer: stacked weights, whose kernels compute all experts at once, or layers of their own on a CPU.
 
-Shape suffixes: T packed tokens, E hidden size, X experts, K experts of a token, I inner features of an expert.
+Shape suffixes: T packed tokens, E hidden size, X experts, K experts of a token, I inner features of an expert, F those
+of gate and of up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights
 from specbatch.kernels.torch.mixture import combine
 from specbatch.models.linears.linear import GatedLinear, Linear
@@ -38,6 +41,27 @@ class StackedExperts(Experts):
     ) -> Tensor:
         y_TE: Tensor = self._ops.fused_experts(x_TE, weights_TK, experts_TK, self._weights, residual_TE)
         return y_TE
+
+
+def stack_experts(
+    names: Sequence[tuple[str, str, str]],
+    load: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: Activation,
+) -> ExpertWeights:
+    """Load the experts of a layer, each weight straight to its place, so that only one of them is held twice. `names`:
+    those of each expert's gate, up and down. `load`: returns a weight (O, I) by name, in any dtype on any device."""
+    first = load(names[0][0])
+    inner, hidden = first.shape
+    del first
+    gate_up_XFE = torch.empty(len(names), 2 * inner, hidden, dtype=dtype, device=device)
+    down_XEI = torch.empty(len(names), hidden, inner, dtype=dtype, device=device)
+    for number, (gate, up, down) in enumerate(names):
+        gate_up_XFE[number, :inner].copy_(load(gate))
+        gate_up_XFE[number, inner:].copy_(load(up))
+        down_XEI[number].copy_(load(down))
+    return ExpertWeights(gate_up_XFE, down_XEI, activation)
 
 
 class SeparateExperts(Experts):
