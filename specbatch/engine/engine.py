@@ -113,6 +113,7 @@ class Engine:
             min_prefill_tokens=1 if chunk_cost is None else chunk_cost.tokens,
         )  # fmt: skip
         self._stats = EngineStats()
+        self._has_new_routing = False  # rounds have run whose counts of experts were not read
         self.forget_routing()  # trials and measurements at the start have counted
         self.limits = EngineLimits(0, self._round.vocab_size, eos_token_ids=self._round.eos_token_ids)
         self.limit_length(None)
