@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
+from specbatch.setup.model import check_experts
 from specbatch.setup.resolve import resolve
 
 EXPERTS = ["model.target=random:tiny-experts", "engine.device=cpu", "speculation.method=none"]
@@ -23,6 +25,18 @@ def test_a_run_that_cannot_compute_experts(options: list[str], name: str, hint: 
     with pytest.raises(ConfigError, match=f"{name} has experts") as caught:
         resolve(load_config(None, options))
     assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("name", ["model.target", "speculation.draft"])
+def test_ranks_with_experts_run_on_a_cpu(name: str) -> None:
+    config, model = (
+        load_config(None, [*EXPERTS, "engine.tensor_parallel=2"]),
+        resolve(load_config(None, EXPERTS)).target,
+    )
+    check_experts(name, model, config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=f"{name} has experts") as caught:
+        check_experts(name, model, config, torch.device("cuda"))
+    assert caught.value.hint == "leave engine.tensor_parallel out"
 
 
 def test_a_draft_with_experts_is_not_quantised_with_the_target() -> None:
