@@ -3,9 +3,9 @@
 A rank holds some heads of each attention, a part of each MLP's inner features and a part of the vocabulary. The layers
 that read what is divided (`o_proj`, `down_proj`) give a part of a sum, which the ranks add up: twice in a layer. Of a
 mixture of experts, each rank has a part of the inner features of every expert and all of the router. The ranks add the
-outputs of the mixture, which are sums of the experts' parts. The
-embedding of a token is on one rank, and each rank's logits are those of its part of the vocabulary. Where only the most
-likely token is asked for, ranks exchange their best one; else all logits.
+outputs of the mixture, which are sums of the experts' parts. The embedding of a token is on one rank, and each rank's
+logits are those of its part of the vocabulary. Where only the most likely token is asked for, ranks exchange their best
+one; else all logits.
 
 Of a draft head each rank has the whole vocabulary: a sum, or logits that are gathered, would take as long as they save.
 Its `fc` layer reads hidden states that each rank has whole, and is divided by its inputs.
@@ -42,8 +42,8 @@ MlpKind = Literal["mlp", "expert", "shared"]  # an MLP, one of many experts, the
 @dataclass(frozen=True)
 class ModelShard:
     """The part of a decoder that one rank holds. `config`: the model's, with the rank's number of heads and inner
-    features; the vocabulary's size is that of the model. `inner`: the inner features of each kind of
-    MLP. `vocab` None: each rank has all of it."""
+    features; the vocabulary's size is that of the model. `inner`: the inner features of each kind of MLP. `vocab` None:
+    each rank has all of it."""
 
     group: Group
     config: ModelConfig
