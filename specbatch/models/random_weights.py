@@ -240,7 +240,7 @@ def _router_biases(config: ModelConfig, skew: float) -> dict[str, Tensor]:
     sigma = _STANDARD_DEVIATION * config.hidden_size**0.5  # its input has a mean square of 1
     biases = {}
     for layer in (index for index, has_experts in enumerate(config.moe.layers) if has_experts):
-        name = f"model.layers.{layer}.{config.moe.block}.gate.bias"
+        name = f"model.layers.{layer}.{config.moe.block}.{config.moe.router}.bias"
         rank_X = 1 + torch.randperm(config.moe.num_experts, generator=torch.Generator().manual_seed(_seed(name)))
         biases[name] = -skew * sigma * rank_X.log()
     return biases

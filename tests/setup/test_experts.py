@@ -7,6 +7,7 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
+from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.setup.model import check_experts
 from specbatch.setup.resolve import resolve
 
@@ -29,10 +30,8 @@ def test_a_run_that_cannot_compute_experts(options: list[str], name: str, hint: 
 
 @pytest.mark.parametrize("name", ["model.target", "speculation.draft"])
 def test_ranks_with_experts_run_on_a_cpu(name: str) -> None:
-    config, model = (
-        load_config(None, [*EXPERTS, "engine.tensor_parallel=2"]),
-        resolve(load_config(None, EXPERTS)).target,
-    )
+    config, model = load_config(None, [*EXPERTS, "engine.tensor_parallel=2"]), resolve(load_config(None, DENSE)).draft
+    assert isinstance(model, Checkpoint)
     check_experts(name, model, config, torch.device("cpu"))
     with pytest.raises(ConfigError, match=f"{name} has experts") as caught:
         check_experts(name, model, config, torch.device("cuda"))

@@ -86,7 +86,7 @@ class SafetensorsSource:
 
     def load_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
         """Read rows `first` to `last` of matrix number `index` of a tensor with three dimensions."""
-        rows: torch.Tensor = self._owner[name].get_slice(name)[index, first:last]
+        rows: torch.Tensor = self._handle(self._file_of[name]).get_slice(name)[index, first:last]
         return rows
 
     def close(self) -> None:
