@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -90,6 +91,41 @@ class GrammarCounts:
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
 
+class DistinctExperts(NamedTuple):
+    """Rounds with about the same number of tokens. `tokens`: their mean number. `experts`: the mean number of distinct
+    experts of a layer that a round uses."""
+
+    num_rounds: int
+    tokens: float
+    experts: float
+
+
+@dataclass(slots=True)
+class ExpertCounts:
+    """Counts of the experts that tokens choose in rounds. They are empty if the target has no experts, and are read
+    from the device when the engine is idle."""
+
+    load: list[list[int]] = field(default_factory=list)  # [layer][expert] = tokens; only layers with experts
+    # Rounds by their number of tokens: for each range of it, named by its largest number, the rounds, their tokens, and
+    # their distinct experts summed over the layers.
+    rounds: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, other: ExpertCounts, times: int = 1) -> None:
+        """Add other counts. `times=-1` subtracts counts that were added before."""
+        self.load = self.load or [[0] * len(layer) for layer in other.load]
+        for mine, theirs in zip(self.load, other.load, strict=False):
+            mine[:] = [a + times * b for a, b in zip(mine, theirs, strict=True)]
+        for size, sums in other.rounds.items():
+            known = self.rounds.get(size, [0, 0, 0])
+            self.rounds[size] = [a + times * b for a, b in zip(known, sums, strict=True)]
+
+    @property
+    def distinct(self) -> list[DistinctExperts]:
+        """Return the means of each range, by rising number of tokens."""
+        sums = [self.rounds[size] for size in sorted(self.rounds) if self.rounds[size][0] > 0]
+        return [DistinctExperts(num, tokens / num, experts / num / len(self.load)) for num, tokens, experts in sums]
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the engine was built. Seconds are wall time."""
@@ -110,12 +146,14 @@ class EngineStats:
     joules: float = 0.0  # energy that the GPU used; 0: not measured
     broken_drafts: int = 0  # sampled drafts that were rejected because their probabilities were not finite
     grammar: GrammarCounts = field(default_factory=GrammarCounts)
+    experts: ExpertCounts = field(default_factory=ExpertCounts)
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
     def add(self, other: EngineStats) -> None:
         """Add another engine's counters. Seconds of engines that ran together add up to more than the wall time."""
         for item in fields(self):
-            if item.name not in ("grammar", "speculation"):
+            if item.name not in ("grammar", "experts", "speculation"):
                 setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
         self.grammar.add(other.grammar)
+        self.experts.add(other.experts)
         self.speculation.add(other.speculation)

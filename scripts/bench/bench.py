@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ from bench_floor import DeviceRates, measure_device, prefill_floor, round_floor
 from bench_work import Rows, UniformRows, file_jobs, file_rows, warm_up_rows
 
 from specbatch.config_load import config_to_dict, load_config
+from specbatch.counts import ExpertCounts
 from specbatch.draft import METHODS
 from specbatch.engine.engine import Engine
 from specbatch.errors import SpecbatchError
 from specbatch.models.catalog import random_name
+from specbatch.models.pass_weights import measured_curve
 from specbatch.results.stats import commit, device_name, versions
 from specbatch.setup.build import build_engine
 from specbatch.setup.ranks.ranked_engine import build_ranked
@@ -87,6 +89,7 @@ class Measured:
     engine_prefill_seconds: float
     engine_decode_seconds: float
     preemptions: int
+    experts: ExpertCounts = field(default_factory=ExpertCounts)
 
     @property
     def acceptance_length(self) -> float | None:
@@ -360,7 +363,11 @@ class Bench:
             # A row's context grows from its prompt to its end. The mean is weighted with the rounds of each row.
             pairs = list(zip(rows.prompts, rows.lengths, strict=True))
             context = sum((len(p) + n / 2) * n for p, n in pairs) / sum(n for _, n in pairs)
-            floor = round_floor(run, self._rates, batch, context, length)
+            curve, moe = None, run.target.config.moe
+            if moe is not None and (counted := measured.experts.distinct):
+                curve = measured_curve(moe, {one.tokens: one.experts for one in counted})
+                cell["experts"] = [[round(n, 2) for n in (one.tokens, one.experts)] for one in counted]
+            floor = round_floor(run, self._rates, batch, context, length, curve)
             cell |= {
                 "acceptance_length": round(length, 4),
                 "mean_batch": round(batch, 2),
@@ -415,6 +422,8 @@ def generate(engine: BatchEngine, rows: Rows) -> Measured:
             left -= 1
     seconds = time.perf_counter() - began
     after = engine.stats
+    experts = copy.deepcopy(after.experts)
+    experts.add(before.experts, times=-1)
     return Measured(
         seconds,
         tokens,
@@ -424,6 +433,7 @@ def generate(engine: BatchEngine, rows: Rows) -> Measured:
         after.prefill_seconds - before.prefill_seconds,
         after.decode_seconds - before.decode_seconds,
         after.preemptions - before.preemptions,
+        experts,
     )
 
 

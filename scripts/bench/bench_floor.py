@@ -2,9 +2,11 @@
 over the measured matrix rate, whichever is longer.
 
 Counted are the weights of the target once a round and those of the draft once a pass (without embeddings, of which a
-round reads a few rows), the keys and values of all running sequences, and the multiplications of all drafted rows. Each
-rank has a part of the target and of a draft head, whose vocabulary is whole, and all of a draft model. Activations are
-not counted, because they stay in caches on a GPU. A weight in FP8 is one byte, at twice the matrix rate of bfloat16.
+round reads a few rows), the keys and values of all running sequences, and the multiplications of all drafted rows. Of
+experts, those count that the tokens of the round choose, as measured or uniformly; each is multiplied with its tokens.
+Each rank has a part of the target and of a draft head, whose vocabulary is whole, and all of a draft model. Activations
+are not counted, because they stay in caches on a GPU. A weight in FP8 is one byte, at twice the matrix rate of
+bfloat16.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specbatch.models import config as decoder
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.eagle_config import expected_eagle_tensors
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
+from specbatch.models.pass_weights import ExpertCurve, PassWeights, round_bytes
 from specbatch.setup.resolve import ResolvedRun
+
+_NO_WEIGHTS = PassWeights(0)
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,14 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward pass of a network: `parameters` are read once and multiplied with each row."""
+    """One forward pass of a network: `weights` are read once and multiplied with each row."""
 
-    parameters: int
+    weights: PassWeights
     rows: float  # the rows of one sequence
     kv_parameters: int  # the numbers that are read for each token of the context
     attention_width: int  # heads * head_dim * layers
-    in_fp8: int = 0  # the parameters in FP8: a byte each, at twice the arithmetic
-    is_divided: bool = True  # True: ranks divide the parameters, except `undivided` of them
+    in_fp8: PassWeights = _NO_WEIGHTS  # the weights in FP8: a byte each, at twice the arithmetic
+    is_divided: bool = True  # True: ranks divide the weights, except `undivided` of them
     undivided: int = 0
 
 
@@ -115,17 +119,27 @@ def round_passes(run: ResolvedRun, committed: float) -> list[Pass]:
     return passes
 
 
-def round_floor(run: ResolvedRun, rates: DeviceRates, batch: float, context: float, committed: float) -> float:
+def round_floor(
+    run: ResolvedRun,
+    rates: DeviceRates,
+    batch: float,
+    context: float,
+    committed: float,
+    experts: ExpertCurve | None = None,
+) -> float:
     """Return the least seconds of a round over `batch` sequences with `context` tokens each on average. With ranks it
-    is the time of each rank."""
+    is the time of each rank. `experts`: the measured experts of a layer of the target; None: routing is uniform."""
     read, flops = 0.0, 0.0
     ranks = run.config.engine.tensor_parallel
-    for p in round_passes(run, committed):
+    for i, p in enumerate(round_passes(run, committed)):
+        curve = experts if i == 0 else None  # the target comes first
         share = 1 / ranks if p.is_divided else 1
-        parameters, in_fp8 = share * (p.parameters - p.undivided) + p.undivided, share * p.in_fp8
-        read += parameters * run.dtype.itemsize - in_fp8 * (run.dtype.itemsize - 1)
-        read += share * batch * context * p.kv_parameters * run.kv_dtype.itemsize
-        flops += batch * p.rows * (2 * parameters - in_fp8 + share * 4 * context * p.attention_width)
+        kv_bytes = batch * context * p.kv_parameters * run.kv_dtype.itemsize
+        bytes_ = round_bytes(p.weights, run.dtype.itemsize, batch * p.rows, kv_bytes, curve)
+        bytes_ -= p.in_fp8.read(batch * p.rows, curve) * (run.dtype.itemsize - 1)
+        read += share * bytes_ + (1 - share) * p.undivided * run.dtype.itemsize
+        active = share * (p.weights.active - p.undivided) + p.undivided
+        flops += batch * p.rows * (2 * active - share * p.in_fp8.active + share * 4 * context * p.attention_width)
     return max(read / rates.copy_bytes_per_second, flops / rates.matmul_flops_per_second)
 
 
@@ -136,37 +150,40 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
     target = run.target.config
     heads = len(lengths) * target.vocab_size * target.hidden_size
     whole = _decoder_pass(target, 1, run.quantization)
-    body = whole.parameters - target.vocab_size * target.hidden_size
-    width = target.num_heads * target.head_dim * target.num_layers
+    embedded = target.vocab_size * target.hidden_size
+    body = whole.weights.active - embedded
+    width, drafting = target.num_heads * target.head_dim * target.num_layers, 0
     if isinstance(run.draft, EagleCheckpoint):
         head = run.draft.config
         last = head.draft_vocab_size if head.has_lm_head else target.vocab_size
         heads += len(lengths) * last * target.hidden_size
-        body += _head_pass(run.draft, target, 1, takes_target_features=True).parameters - last * target.hidden_size
+        head_weights = _head_pass(run.draft, target, 1, takes_target_features=True).weights.total
+        drafting = head_weights - last * target.hidden_size
         width += head.decoder.num_heads * head.decoder.head_dim
     elif run.draft is not None:
         c = run.draft.config
         heads += len(lengths) * c.vocab_size * c.hidden_size
-        body += _decoder_pass(c, 1).parameters - c.vocab_size * c.hidden_size
+        drafting = _decoder_pass(c, 1).weights.active - c.vocab_size * c.hidden_size
         width += c.num_heads * c.head_dim * c.num_layers
     # Attention is causal, so it takes half of 4 * n^2.
-    flops = tokens * (2 * body - whole.in_fp8) + 2 * heads + 2 * squares * width
-    read = body * run.dtype.itemsize - whole.in_fp8 * (run.dtype.itemsize - 1)
+    flops = tokens * (2 * (body + drafting) - whole.in_fp8.active) + 2 * heads + 2 * squares * width
+    read = (whole.weights.read(tokens) - embedded + drafting) * run.dtype.itemsize
+    read -= whole.in_fp8.read(tokens) * (run.dtype.itemsize - 1)
     seconds = max(flops / rates.matmul_flops_per_second, read / rates.copy_bytes_per_second)
     return seconds / run.config.engine.tensor_parallel  # a draft model is not divided, but small
 
 
 def _decoder_pass(config: ModelConfig, rows: float, quantization: Quantization | None = None) -> Pass:
-    shapes = decoder.expected_tensors(config)
-    matrices = _num_matrix_parameters(shapes)
-    if not config.tie_word_embeddings:  # a tied embedding is read as the LM head
-        matrices -= config.vocab_size * config.hidden_size
+    in_fp8 = {}
+    if quantization is not None and quantization.inputs != "none":
+        tensors = expected_tensors(config)
+        in_fp8 = {name: tensors[name] for name in tensors if quantization.covers(name.removesuffix(".weight"))}
     return Pass(
-        matrices,
+        PassWeights.of_model(config),
         rows,
         2 * config.num_layers * config.num_kv_heads * config.head_dim,
         config.num_heads * config.head_dim * config.num_layers,
-        0 if quantization is None or quantization.inputs == "none" else quantization.num_values(shapes),
+        PassWeights.of_tensors(in_fp8, config.moe),
     )
 
 
@@ -180,7 +197,7 @@ def _head_pass(draft: EagleCheckpoint, target: ModelConfig, rows: float, takes_t
     if not head.has_lm_head:
         matrices += target.vocab_size * target.hidden_size
     own = head.draft_vocab_size * c.hidden_size if head.has_lm_head else 0
-    return Pass(matrices, rows, 2 * c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim, undivided=own)
+    return Pass(PassWeights(matrices), rows, 2 * c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim, undivided=own)
 
 
 def _num_matrix_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:

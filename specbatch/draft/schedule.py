@@ -1,5 +1,5 @@
-"""The schedule: draft shapes by the number of running requests. Few requests leave room for deep drafts, many do
-not."""
+"""The schedule: draft shapes by the number of running requests. Of a dense model, few requests leave room for deep
+drafts, and many do not. With experts it can be the other way round."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from specbatch.batch import Edits
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.cache.request_table import RequestTable
-from specbatch.counts import EngineStats
+from specbatch.counts import EngineStats, ExpertCounts
 from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
@@ -113,6 +113,8 @@ class Engine:
             min_prefill_tokens=1 if chunk_cost is None else chunk_cost.tokens,
         )  # fmt: skip
         self._stats = EngineStats()
+        self._has_new_routing = False  # rounds have run whose counts of experts were not read
+        self.forget_routing()  # trials and measurements at the start have counted
         self.limits = EngineLimits(0, self._round.vocab_size, eos_token_ids=self._round.eos_token_ids)
         self.limit_length(None)
         self.chunk_cost = chunk_cost
@@ -152,6 +154,9 @@ class Engine:
     def stats(self) -> EngineStats:
         self._stats.preemptions = self._scheduler.num_preemptions
         self._stats.device_wait_seconds = self.waited_seconds
+        if self._has_new_routing and self._round.routing is not None and not (self.num_running or self.num_waiting):
+            self._stats.experts = self._round.routing.read()  # waits for the device, which an idle engine can do
+            self._has_new_routing = False
         return self._stats
 
     @property
@@ -226,6 +231,12 @@ class Engine:
             self._forget_open()  # all of its requests have ended: it is not needed, and it holds graphs and tensors
             if self._threads is not None:
                 self._threads.rest()
+
+    def forget_routing(self) -> None:
+        """Count the experts that tokens choose from now on anew."""
+        if self._round.routing is not None:
+            self._round.routing.reset()
+        self._stats.experts, self._has_new_routing = ExpertCounts(), False
 
     def _take_finished(self) -> list[Completion]:
         finished, self._finished = self._finished, []
@@ -337,6 +348,7 @@ class Engine:
         report.complete(self._transfers)
         self._in_flight.append(report)
         self._failed = 0
+        self._has_new_routing = True
         self._stats.rounds += 1
         report.hook.record(self._stats)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from types import ModuleType
@@ -33,6 +34,7 @@ from specbatch.engine.prefill.packing import PromptChunk
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.trace_marks import marked
 from specbatch.models.decoder import Decoder, Trunk
+from specbatch.models.routing_counter import RoutingCounter
 
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
 _FREE_ROWS = 64
@@ -164,6 +166,11 @@ class Round:
         return self._target.device
 
     @property
+    def routing(self) -> RoutingCounter | None:
+        """The counter of experts in rounds that have one lane; None: the target has no experts."""
+        return self._target.routing
+
+    @property
     def vocab_size(self) -> int:
         return self._target.config.vocab_size
 
@@ -237,7 +244,8 @@ class Round:
             assert self.two_lanes is not None, "the round was made for one lane"
             hidden, aux_hidden_states = self.two_lanes.forward(tokens_T, layout, self._aux_layers, lane, end)
         else:
-            hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
+            with nullcontext() if self.routing is None else self.routing.round(layout.slots_T):
+                hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
         best = self._target.best_tokens(hidden, self.ops) if is_greedy else None
         if best is None:
             return Verified(hidden, aux_hidden_states, index_BN, self._target.raw_logits(hidden))

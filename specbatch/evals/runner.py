@@ -216,7 +216,7 @@ class _OneJob:
 
 def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
     """`now` less `before`, an earlier copy of the same engine's statistics."""
-    sums = ("speculation", "grammar")
+    sums = ("speculation", "grammar", "experts")
     numbers = {f.name: getattr(now, f.name) for f in dataclasses.fields(EngineStats) if f.name not in sums}
     grammar = GrammarCounts(
         **{
@@ -224,6 +224,8 @@ def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
             for f in dataclasses.fields(GrammarCounts)
         }
     )
+    experts = copy.deepcopy(now.experts)
+    experts.add(before.experts, times=-1)
     counts = SpeculationCounts()
     for f in dataclasses.fields(SpeculationCounts):
         new, old = getattr(now.speculation, f.name), getattr(before.speculation, f.name)
@@ -234,4 +236,5 @@ def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
         else:
             value = new - old
         setattr(counts, f.name, value)
-    return EngineStats(**{n: v - getattr(before, n) for n, v in numbers.items()}, speculation=counts, grammar=grammar)
+    differences = {name: value - getattr(before, name) for name, value in numbers.items()}
+    return EngineStats(**differences, speculation=counts, grammar=grammar, experts=experts)

@@ -57,6 +57,25 @@ class Seconds(TypedDict):
     io: float
 
 
+class DistinctExperts(TypedDict):
+    """Rounds with about the same number of tokens; means."""
+
+    tokens: float
+    experts: float
+    rounds: int
+
+
+class Experts(TypedDict):
+    """The experts that tokens chose in rounds."""
+
+    number: int
+    peak_load: float
+    peak_load_by_layer: list[float]
+    effective_number: float
+    unused: int
+    distinct: list[DistinctExperts]
+
+
 class SessionStats(TypedDict):
     """The work of the last process."""
 
@@ -79,6 +98,7 @@ class SessionStats(TypedDict):
     acceptance_length: float | None
     acceptance_rate_by_position: list[float | None]
     draft_rate_by_position: list[float | None]
+    experts: NotRequired[Experts | None]
     workers: NotRequired[list[dict[str, Any]]]
 
 

@@ -138,17 +138,19 @@ class Trial:
         rest = (self.prefill_seconds - self.first_prefill_seconds) / later
         return ratio * (self.first_prefill_seconds + max(requests - self.first_started, 0) * rest)
 
-    def round_seconds(self, batch: int) -> Floats:
-        """[b] = seconds of a round of b requests, up to `batch`. A straight line through what was measured: rounds of a
-        few requests are rare in a trial."""
+    def round_seconds(self, batch: int, round_bytes: Callable[[int], float] = float) -> Floats:
+        """[b] = seconds of a round of b requests, up to `batch`. A straight line through what was measured, over the
+        bytes that a round reads: rounds of a few requests are rare in a trial. `round_bytes`: these bytes by the number
+        of requests, in any unit."""
         sizes, seconds, weights = (np.array(column, dtype=np.float64) for column in _by_size(self.rounds))
+        read = np.array([round_bytes(int(size)) for size in sizes])
         if len(sizes) > 1:
-            slope, start = np.polyfit(sizes, seconds, 1, w=np.sqrt(weights))
+            slope, start = np.polyfit(read, seconds, 1, w=np.sqrt(weights))
             slope = max(slope, 0.0)
-            start = max(float(np.average(seconds - slope * sizes, weights=weights)), 0.0)
+            start = max(float(np.average(seconds - slope * read, weights=weights)), 0.0)
         else:
             slope, start = 0.0, float(seconds[0]) if len(seconds) else 0.0
-        line = start + slope * np.arange(batch + 1)
+        line = start + slope * np.array([round_bytes(size) for size in range(batch + 1)])
         for size, measured, weight in zip(sizes.astype(int), seconds, weights, strict=True):
             if size <= batch:  # what was measured often needs no line
                 line[size] = (weight * measured + 4 * line[size]) / (weight + 4)
@@ -275,13 +277,16 @@ class Estimate:
     prefill_seconds: float
 
 
-def estimate(tokens: FileTokens, trial: Trial, *, max_batch_size: int) -> Estimate:
-    """Estimate the tokens and the time of the whole file."""
+def estimate(
+    tokens: FileTokens, trial: Trial, *, max_batch_size: int, round_bytes: Callable[[int], float] = float
+) -> Estimate:
+    """Estimate the tokens and the time of the whole file. `round_bytes`: see `Trial.round_seconds`; by default a round
+    reads what is in proportion to its requests, and what is the same for any number of them."""
     requests = len(tokens.limits)
     # The cache holds fewer requests than a batch if their prompts are long: then the trial ran fewer.
     is_full = trial.submitted > trial.max_running
     batch = max(min(max_batch_size, trial.max_running) if is_full else max_batch_size, 1)
-    round_seconds = trial.round_seconds(batch)
+    round_seconds = trial.round_seconds(batch, round_bytes)
     prefill = trial.prefill_seconds_of(requests, tokens.work_ratio(trial.started))
     counted = trial.start_seconds + trial.prefill_seconds + trial.decode_seconds + trial.capture_seconds
     other = max(trial.seconds - counted, 0.0) * requests / max(trial.started, 1) + trial.sort_seconds * tokens.num_rows

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -23,6 +24,7 @@ from specbatch.job.progress import duration
 from specbatch.job.runner import RowRunner
 from specbatch.job.terminal import input_bar, print_notes
 from specbatch.job.worker import Runtime, Worker
+from specbatch.models.pass_weights import PassWeights, round_bytes
 from specbatch.results.results import ResultFile
 from specbatch.rows.parser import RowParser, with_checked_fields
 from specbatch.rows.shard import part_of
@@ -80,7 +82,8 @@ def estimate_file(
     with doing("running some rows"):
         seconds = options.trial_seconds
         trial = _run_trial(runner, tokens.drawn, seconds, num_rows, min_seconds)
-    found = estimate(tokens, trial, max_batch_size=batch)
+    context = (np.mean(tokens.prompts) + np.mean([length for length, _ in trial.ended]) / 2).item()
+    found = estimate(tokens, trial, max_batch_size=batch, round_bytes=_bytes_of_rounds(worker.run, context))
     memory = _memory(worker.run, runtime, runner.engine)
     worker.close()
     return _report(source.name, tokens, trial, found, load_seconds, memory, what.made_by)
@@ -151,6 +154,22 @@ def _report(
     }
 
 
+def _bytes_of_rounds(run: Any, context: float) -> Callable[[int], float]:
+    """Return a function of the number of requests: the bytes that a round reads, with `context` tokens of each request
+    in the cache. Without experts it is the number of requests itself, on which the bytes depend by a straight line."""
+    target = getattr(run, "target", None)  # the tests' stub engine has none
+    if target is None or target.config.moe is None:
+        return float
+    weights, schedule = PassWeights.of_model(target.config), run.speculation.schedule
+
+    def of(batch: int) -> float:
+        shape = schedule.at(batch)
+        num_tokens = batch * (1 if shape is None else shape.num_draft_tokens)
+        return round_bytes(weights, run.dtype.itemsize, num_tokens, batch * context * run.rows.token_bytes)
+
+    return of
+
+
 def _memory(run: Any, runtime: Runtime, engine: Any) -> dict[str, Any]:
     """Bytes; None: not known. `peak`: what this process has taken of the GPU, else of the memory."""
     weights = 0
@@ -160,10 +179,20 @@ def _memory(run: Any, runtime: Runtime, engine: Any) -> dict[str, Any]:
     tokens = engine.num_pages * engine.page_size if hasattr(engine, "num_pages") else None
     return {
         "weights": weights or None,
+        **_parameters(run),
         "kv_cache_tokens": tokens,
         "kv_cache": None if tokens is None else tokens * run.rows.token_bytes,
         "peak": _peak_bytes(run.config.engine.device),
     }
+
+
+def _parameters(run: Any) -> dict[str, int]:
+    """Return the numbers of parameters of a target with experts: all, and those of one token."""
+    target = getattr(run, "target", None)
+    if target is None or target.config.moe is None:
+        return {}
+    weights = PassWeights.of_all(target.config)
+    return {"parameters": weights.total, "active_parameters": weights.active}
 
 
 def _peak_bytes(device: str) -> int:

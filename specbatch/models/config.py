@@ -5,7 +5,6 @@ Files of the folder `families/` read them from a Hugging Face `config.json`, `fo
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from specbatch.errors import ModelError
@@ -13,6 +12,7 @@ from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import Routing, Scoring
 from specbatch.models.rope import RopeConfig
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # names of an MLP's layers
 # Norms of a layer besides those of heads, in the names of Hugging Face checkpoints.
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -42,7 +42,7 @@ class MoeConfig:
         None  # name in the block of what is added to scores for the choice alone; None: nothing
     )
     block: str = "mlp"  # name of the module in a layer
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names in an expert
+    projections: tuple[str, str, str] = PROJECTIONS  # names in an expert
     expert_bias: bool = False  # the projections of experts have biases
     is_interleaved: bool = False  # files have the experts of a layer in one tensor, see `formats/gpt_oss_experts.py`
 
@@ -184,11 +184,10 @@ def layer_tensors(
 
 
 Linears = dict[str, tuple[int, int, bool]]  # (outputs, inputs, whether it has a bias) by name
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def _mlp_linears(
-    block: str, hidden_size: int, inner_size: int, names: tuple[str, str, str] = _PROJECTIONS, *, has_bias: bool = False
+    block: str, hidden_size: int, inner_size: int, names: tuple[str, str, str] = PROJECTIONS, *, has_bias: bool = False
 ) -> Linears:
     gate, up, down = (f"{block}.{name}" for name in names)
     return {
@@ -207,12 +206,3 @@ def _expert_linears(moe: MoeConfig, hidden_size: int) -> Linears:
         if moe.shared_gate:
             linears[f"{moe.block}.{moe.shared_name}_gate"] = (1, hidden_size, False)
     return linears
-
-
-def num_layer_weights(config: ModelConfig) -> int:
-    """Elements of the matrices of all layers: each is read once for a forward pass."""
-    return sum(
-        math.prod(shape)
-        for name, shape in expected_tensors(config).items()
-        if name.startswith("model.layers.") and len(shape) == 2
-    )

@@ -25,6 +25,7 @@ from specbatch.models.layers import Rotary
 from specbatch.models.linears.linear import Residual
 from specbatch.models.linears.sharded import GatheredLinear
 from specbatch.models.rope import RopeConfig
+from specbatch.models.routing_counter import RoutingCounter
 from specbatch.models.stages import FIRST, Stages, Turn, completed
 from specbatch.models.weight_loader import WeightLoader
 
@@ -112,6 +113,12 @@ class Decoder(PagedModel):
         self.layers: list[DecoderLayer] = [
             layer(config, i, weights, f"model.layers.{i}.", self.rotary_of(i)) for i in range(config.num_layers)
         ]
+        mixtures = [layer.mixture for layer in self.layers if layer.mixture is not None]
+        self.routing: RoutingCounter | None = None  # counts the experts that tokens choose in rounds
+        if config.moe is not None and mixtures:
+            self.routing = RoutingCounter(len(mixtures), config.moe.num_experts, weights.device)
+        for mixture in mixtures:
+            mixture.counter = self.routing
         self._norm = weights.norm("model.norm", config.rms_norm_eps, config.norm_offset, is_wide=config.wide_norms)
         self._soft_capped = ops_for(weights.device, weights.dtype).soft_capped
         self.lm_head = weights.lm_head(self.embedding_VE if config.tie_word_embeddings else None, config.vocab_size)

@@ -205,6 +205,7 @@ class DecoderLayer(ABC):
     """Attention and MLP with residuals. A subclass says where the norms are."""
 
     attention: Attention
+    mixture: MixtureMLP | None = None  # the mixture of experts of a layer that has one
 
     @property
     def first_norm(self) -> RMSNorm | None:
@@ -285,7 +286,8 @@ class PreNormLayer(DecoderLayer):
         self.attention = Attention(config, layer, weights, f"{prefix}self_attn.", rotary)
         self._post_norm = weights.norm(f"{prefix}post_attention_layernorm", config.rms_norm_eps)
         has_experts = config.moe is not None and config.moe.layers[layer]
-        self._mlp = MixtureMLP(config, weights, prefix) if has_experts else MLP(config, weights, f"{prefix}mlp.")
+        self.mixture = MixtureMLP(config, weights, prefix) if has_experts else None
+        self._mlp = MLP(config, weights, f"{prefix}mlp.") if self.mixture is None else self.mixture
 
     @property
     def first_norm(self) -> RMSNorm | None:

@@ -17,6 +17,8 @@ from specbatch.kernels.torch.mixture import row_sigmoid
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.linear import Linear, Residual
+from specbatch.models.linears.sharded import start_sum
+from specbatch.models.routing_counter import RoutingCounter
 from specbatch.models.weight_loader import WeightLoader
 
 
@@ -28,9 +30,11 @@ class MixtureMLP:
     def __init__(self, config: ModelConfig, weights: WeightLoader, prefix: str) -> None:
         moe = config.moe
         assert moe is not None
+        self._group = weights.group
         self._routing, self._is_wide = moe.routing, moe.wide_router
         self._ops = ops_for(weights.device, weights.dtype)
         block = f"{prefix}{moe.block}."
+        self.counter: RoutingCounter | None = None  # None: choices are not counted
         router = weights.wide_linear if moe.wide_router else weights.linear
         self._router = router(f"{block}{moe.router}", has_bias=moe.router_bias)
         correction = moe.correction_bias
@@ -46,17 +50,22 @@ class MixtureMLP:
 
     def start(self, x: Residual, norm: RMSNorm, next_norm: RMSNorm | None = None) -> Callable[[], Residual]:
         """Compute x + mixture(norm(x)), as `MLP.start` does."""
+        if self._group is not None:
+            return start_sum(self._group, self._add_to(None, x.normed(norm)), x.x_TE, next_norm)
         y_TE = self._add_to(x.x_TE, x.normed(norm))
         return lambda: Residual(y_TE)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return mixture(x), (T, E)."""
-        return self._add_to(None, x_TE)
+        part_TE = self._add_to(None, x_TE)
+        return part_TE if self._group is None else self._group.sum(part_TE)
 
     def _add_to(self, residual_TE: Tensor | None, x_TE: Tensor) -> Tensor:
-        """Return residual + mixture(x)."""
+        """Return residual + mixture(x), or on a rank its part of it."""
         logits_TX = self._router(x_TE.to(torch.promote_types(x_TE.dtype, torch.float32)) if self._is_wide else x_TE)
         weights_TK, experts_TK = self._ops.route(logits_TX, self._routing, self._correction_X)
+        if self.counter is not None:
+            self.counter.record(experts_TK)
         if self._shared is not None:
             shared_TE = self._shared(x_TE)
             if self._shared_gate is not None:

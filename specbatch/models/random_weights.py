@@ -4,14 +4,19 @@ What a model costs depends on its sizes alone, so its speed and memory can be me
 geometries are those of the `config.json` that each model was published with. Weights depend on the tensor's name, the
 dtype and the kind of device, and on nothing else: two runs have the same ones.
 
-Shape suffixes: W draft vocabulary, V vocabulary.
+Routers with random weights choose all experts about equally often, which those of trained models do not. So
+`random:NAME?skew=S` gives each router a bias, in proportion to the logarithm of the experts' ranks (Zipf 1949).
+
+Shape suffixes: W draft vocabulary, V vocabulary, X experts.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +32,8 @@ from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 
 RANDOM_WEIGHTS = "random weights"  # name in logs and results
+_STANDARD_DEVIATION = 0.02  # the value that transformers initialises weights with
+_MAX_SKEW, _SKEW_EXAMPLE = 100.0, "random:qwen3-30b-a3b?skew=1"
 _SCALE = 120  # E8M0: 2^-7. With evenly distributed codes the standard deviation is 0.023.
 REDUCED_DRAFT_VOCAB = 32000  # size of the published EAGLE-3 heads for Llama 3 and Qwen 3
 
@@ -160,8 +167,8 @@ class RandomSource:
     """A checkpoint of random weights. A tensor is made on `device` in `dtype` when it is asked for, so that no copy
     follows.
 
-    Matrices and biases are N(0, 0.02), the scale that transformers initialises with; norm weights N(1, 0.02). `fixed`
-    holds tensors that are not random (vocabulary maps), on the CPU. `is_packed`: experts can be in MXFP4, see `packed`.
+    Matrices and biases are N(0, 0.02); norm weights N(1, 0.02). `fixed` holds tensors that are made otherwise
+    (vocabulary maps, biases of routers), on the CPU. `is_packed`: experts can be in MXFP4, see `packed`.
     """
 
     def __init__(
@@ -186,10 +193,9 @@ class RandomSource:
         if name in self._fixed:
             return self._fixed[name]
         shape = self._shapes[name]
-        mean = 1.0 if name.endswith("norm.weight") else 0.0
-        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(
-            mean, 0.02, generator=self._generator(name)
-        )
+        mean, deviation = 1.0 if name.endswith("norm.weight") else 0.0, _STANDARD_DEVIATION
+        empty = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return empty.normal_(mean, deviation, generator=self._generator(name))
 
     def packed(self, name: str) -> tuple[Tensor, Tensor]:
         """Return a weight of an expert in MXFP4, see `models/linears/mxfp4.py`: random numbers of about the same size
@@ -200,18 +206,26 @@ class RandomSource:
         return values.random_(0, 256, generator=self._generator(name)), scales
 
     def _generator(self, name: str) -> torch.Generator:
-        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
-        return torch.Generator(self._device).manual_seed(seed)
+        return torch.Generator(self._device).manual_seed(_seed(name))
 
     def close(self) -> None:
         """Nothing is open."""
 
 
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
+
+
 def random_config(ref: str) -> ModelConfig:
     """The geometry that `random:NAME` names. Raises ModelError with the nearest name, or all of them."""
-    name, known = random_name(ref), geometries()
+    name, known = _name_and_options(ref)[0], geometries()
     if name in known:
-        return known[name]
+        skew, config = router_skew(ref), known[name]
+        if skew is None:
+            return config
+        if config.moe is None:
+            raise ModelError(f"{ref}: {name} has no experts whose router could have a skew", hint="leave ?skew out")
+        return replace(config, moe=replace(config.moe, router_bias=True))
     if name in _EAGLE_HEADS:
         raise ModelError(
             f"{ref} is a draft head, not a model", hint="set it as speculation.draft, with method eagle or eagle3"
@@ -221,10 +235,49 @@ def random_config(ref: str) -> ModelConfig:
 
 def open_random_model(ref: str, dtype: torch.dtype, device: torch.device) -> Checkpoint:
     """The model that `random:NAME` names; its weights are made in `dtype` on `device`. Raises ModelError."""
-    config = random_config(ref)
+    config, skew = random_config(ref), router_skew(ref)
+    biases = {} if skew is None else _router_biases(config, skew)
     is_packed = config.model_type == "gpt_oss"  # as it was published
-    tensors = RandomSource(expected_tensors(config), dtype, device, is_packed=is_packed)
-    return Checkpoint(None, config, tensors, RANDOM_WEIGHTS)
+    source = RandomSource(expected_tensors(config), dtype, device, biases, is_packed=is_packed)
+    return Checkpoint(None, config, source, RANDOM_WEIGHTS)
+
+
+def _name_and_options(ref: str) -> tuple[str | None, str]:
+    name = random_name(ref)
+    if name is None:
+        return None, ""
+    name, _, options = name.partition("?")
+    return name, options
+
+
+def router_skew(ref: str) -> float | None:
+    """Return S of `random:NAME?skew=S`; None: the name has no options. Raise ModelError for other options."""
+    options = _name_and_options(ref)[1]
+    if not options:
+        return None
+    key, _, value = options.partition("=")
+    try:
+        skew = float(value)
+    except ValueError:
+        skew = math.nan
+    if key != "skew" or not 0 <= skew <= _MAX_SKEW:
+        raise ModelError(
+            f"{ref}: the option is ?skew=S, with S from 0 to {_MAX_SKEW:g}", hint=f"for example {_SKEW_EXAMPLE}"
+        )
+    return skew
+
+
+def _router_biases(config: ModelConfig, skew: float) -> dict[str, Tensor]:
+    """Return the routers' biases by name: -skew * sigma * ln(rank). sigma: the standard deviation of a router's logits
+    without a bias. The ranks of the experts are shuffled in each layer."""
+    assert config.moe is not None, "the model has experts"
+    sigma = _STANDARD_DEVIATION * config.hidden_size**0.5  # its input has a mean square of 1
+    biases = {}
+    for layer in (index for index, has_experts in enumerate(config.moe.layers) if has_experts):
+        name = f"model.layers.{layer}.{config.moe.block}.{config.moe.router}.bias"
+        rank_X = 1 + torch.randperm(config.moe.num_experts, generator=torch.Generator().manual_seed(_seed(name)))
+        biases[name] = -skew * sigma * rank_X.log()
+    return biases
 
 
 def open_random_eagle_head(

@@ -31,12 +31,14 @@ class _Skipped:
 
 
 def outlined(decoder: Decoder) -> Decoder:
-    """The same decoder with one layer of each window and the last layer. The others launch the same kernels."""
+    """The same decoder with one layer of each window, with experts and without, and the last layer. The others launch
+    the same kernels."""
     other, last = copy(decoder), len(decoder.layers) - 1
-    first_of_window = {layer.attention.window: i for i, layer in reversed(list(enumerate(decoder.layers)))}
-    kept = {*first_of_window.values(), last}
+    kinds = [(layer.attention.window, layer.mixture is None) for layer in decoder.layers]
+    kept = {*map(kinds.index, kinds), last}
     other.layers = [
         layer if i in kept else _Skipped(layer)  # type: ignore[misc]
         for i, layer in enumerate(decoder.layers)
     ]
+    other.routing = None  # it would expect the choices of all layers
     return other

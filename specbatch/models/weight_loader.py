@@ -18,7 +18,7 @@ from specbatch.kernels import ops_for
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.experts import Experts, SeparateExperts, StackedExperts
+from specbatch.models.linears.experts import Experts, SeparateExperts, StackedExperts, stack_experts
 from specbatch.models.linears.fp8 import (
     Fp8GatedLinear,
     Fp8Linear,
@@ -77,15 +77,19 @@ class WeightLoader:
     def tensor(self, name: str) -> Tensor:
         """A tensor in the dtype and on the device of the model, or this process's part of it. A quantised weight is
         dequantised."""
+        own, is_part = self._own(name)
+        if is_part and own.is_cuda:  # the whole tensor was there, too
+            _give_back_memory()
+        return own.to(device=self.device, dtype=self.dtype)
+
+    def _own(self, name: str) -> tuple[Tensor, bool]:
+        """Load a tensor, or this process's part of it, in the dtype and on the device that it is read to, and return
+        whether it is a part. A quantised weight is dequantised."""
         layer, _, kind = name.rpartition(".")
         is_fp8 = kind == "weight" and self._covers(layer)
         stored = self._fp8_weight(layer).dequantised() if is_fp8 else self.stored(name)
         own = stored if self._shard is None else part_of(name, stored, self._shard)
-        is_whole_on_gpu = stored.is_cuda and own is not stored
-        del stored
-        if is_whole_on_gpu:
-            _give_back_memory()
-        return own.to(device=self.device, dtype=self.dtype)
+        return own, own is not stored
 
     def embedding(self, weight_VE: Tensor) -> Embedding:
         return Embedding(weight_VE, self._shard)
@@ -124,6 +128,11 @@ class WeightLoader:
         group, is_quantised = self._shard.group, self._is_quantised(name)
         part = self._quantised((name,), has_bias, group) if is_quantised else self.linear(name, has_bias=has_bias)
         return SummedLinear(part, group)
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks that divide the model; None: this process holds all of it."""
+        return None if self._shard is None else self._shard.group
 
     def fc(self, has_bias: bool = False) -> Linear:
         """The layer of that name of a draft head. Ranks multiply a part of its inputs each."""
@@ -172,17 +181,10 @@ class WeightLoader:
 
     def _stacked(self, names: Sequence[tuple[str, str, str]], kind: str) -> tuple[Tensor, Tensor]:
         """Load one tensor after the other to its place: those of gate and up, and of down. `kind`: weight or bias."""
-        gate_up = down = None
-        for number, expert in enumerate(names):
-            own_gate, own_up, own_down = (self.tensor(f"{name}.{kind}") for name in expert)
-            size = own_gate.shape[0]
-            if gate_up is None or down is None:
-                gate_up = own_gate.new_empty(len(names), 2 * size, *own_gate.shape[1:])
-                down = own_down.new_empty(len(names), *own_down.shape)
-            gate_up[number, :size], gate_up[number, size:], down[number] = own_gate, own_up, own_down
-        assert gate_up is not None
-        assert down is not None
-        return gate_up, down
+        stacked = stack_experts(names, lambda name: self._own(f"{name}.{kind}")[0], self.dtype, self.device)
+        if self._shard is not None and self.device.type == "cuda":
+            _give_back_memory()
+        return stacked
 
     def _covers(self, layer: str) -> bool:
         return self._quantization is not None and self._quantization.covers(layer)

@@ -51,6 +51,7 @@ def page(
         ok=totals.ok,
         **_overview(results, summary, stats),
         acceptance=_acceptance(results, summary),
+        experts=_experts(stats),
         answers=_histogram(summary.completion_lengths, "output tokens"),
         prompts=_histogram(summary.prompt_lengths, "prompt tokens"),
         **_endings(results, summary, stats),
@@ -127,6 +128,35 @@ def _acceptance(results: Results, summary: Summary) -> dict[str, Any] | None:
         "over_file": charts.line(points, (0, starts[-1]), 1, _order(results), "acceptance length over the file"),
         "by_length": charts.scatter(dots, 1, "output tokens of the row", "acceptance length by output tokens"),
         "num_dots": len(dots),
+    }
+
+
+def _experts(stats: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the facts and plots of a mixture of experts; None: the target has none, or they were not counted."""
+    found = (stats.get("session") or {}).get("experts")
+    if not found:
+        return None
+    distinct = [
+        charts.Bar(
+            charts.number(round(one["tokens"])),
+            one["experts"],
+            f"{one['rounds']:,} rounds with {one['tokens']:,.1f} tokens in the mean: {one['experts']:,.1f} experts",
+        )
+        for one in found["distinct"]
+    ]
+    layers = found["peak_load_by_layer"]
+    loads = [
+        charts.Bar(
+            str(i) if i % math.ceil(len(layers) / 8) == 0 else "",
+            load,
+            f"layer {i} of those with experts: the busiest expert has {load:.2f} times the mean load",
+        )
+        for i, load in enumerate(layers)
+    ]
+    return {
+        **{name: found[name] for name in ("number", "peak_load", "effective_number", "unused")},
+        "distinct": charts.bars(distinct, "tokens of a round", "distinct experts by tokens of a round"),
+        "loads": charts.bars(loads, "layer", "load of the busiest expert by layer"),
     }
 
 

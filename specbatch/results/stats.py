@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
+import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import specbatch
-from specbatch.counts import EngineStats, SpeculationCounts
+from specbatch.counts import EngineStats, ExpertCounts, SpeculationCounts
 from specbatch.files.local import write_whole
 from specbatch.files.stats_types import SCHEMA_VERSION
 from specbatch.models.catalog import random_name
@@ -251,6 +253,7 @@ def build_report(
             ],
             # [i] = share of the rounds that had a draft at depth i + 1
             "draft_rate_by_position": [_ratio(proposed, here.rounds) for proposed in here.proposed_at],
+            "experts": _experts(engine.experts),
             **({"workers": [asdict(line) for line in session.workers]} if session.workers else {}),
         },
         **made_by,
@@ -258,6 +261,27 @@ def build_report(
         "notes": list(notes),
         "config": dict(config),
         "job": dict(job),
+    }
+
+
+def _experts(counts: ExpertCounts) -> dict[str, Any] | None:
+    """Return the part of stats.json about experts; None: no round had any."""
+    totals = [sum(layer) for layer in counts.load]
+    if not totals or not all(totals):
+        return None
+    shares = [[count / total for count in layer] for layer, total in zip(counts.load, totals, strict=True)]
+    peaks = [max(layer) * len(layer) for layer in shares]
+    entropies = [-sum(share * math.log(share) for share in layer if share) for layer in shares]
+    return {
+        "number": len(counts.load[0]),
+        "peak_load": round(statistics.fmean(peaks), 4),
+        "peak_load_by_layer": [round(peak, 4) for peak in peaks],
+        "effective_number": round(statistics.fmean(map(math.exp, entropies)), 2),
+        "unused": sum(count == 0 for layer in counts.load for count in layer),
+        "distinct": [
+            {"tokens": round(one.tokens, 2), "experts": round(one.experts, 2), "rounds": one.num_rounds}
+            for one in counts.distinct
+        ],
     }
 
 

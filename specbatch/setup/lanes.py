@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -22,12 +23,14 @@ Mode = Literal["off", "on", "auto"]
 
 class Job(NamedTuple):
     """The facts by which `auto` decides. `num_nodes`: the tokens of a request in a round. `has_groups`: rounds read the
-    keys that requests share once, and lanes would divide these groups."""
+    keys that requests share once, and lanes would divide these groups. `active_share`: the share of the weights of the
+    target's layers that a token is multiplied with, which is less than 1 with experts."""
 
     max_batch_size: int
     num_nodes: int
     target_bytes: int
     has_groups: bool
+    active_share: float = 1.0
 
 
 def resolve_mode(section: EngineSection, device: torch.device, attention: str, notes: list[str]) -> Mode:
@@ -77,6 +80,7 @@ def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, note
             notes.append(f"engine.two_batch_overlap: off ({why})")
             return None
         return LaneLimits(MIN_LANE, NEVER)  # no sum of prompts can be hidden, and as graphs they are faster
-    least = max(MIN_LANE, -(-_TOKENS_OF_RANKS // (8 * job.num_nodes)) * 8)
+    tokens = math.ceil(_TOKENS_OF_RANKS / job.active_share)
+    least = max(MIN_LANE, -(-tokens // (8 * job.num_nodes)) * 8)
     has_rounds = 2 * least <= job.max_batch_size and not job.has_groups
     return LaneLimits(least if has_rounds else None, prompt_tokens)

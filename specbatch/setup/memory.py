@@ -150,7 +150,11 @@ def estimated_working_bytes(model: ModelConfig, batch: int, num_nodes: int, chun
     """Roughly what rounds and prompts on a GPU need, graphs included, before it can be measured:
     activations of a prompt chunk, and of a round with its logits, once run eagerly and once as a graph. `num_nodes`:
     of a row in a round."""
-    activations = (3 * model.intermediate_size + 6 * model.hidden_size) * itemsize
+    moe = model.moe
+    inner, outputs = (0 if moe is not None and all(moe.layers) else model.intermediate_size), 1
+    if moe is not None:  # each expert of a token has an output of its own
+        inner, outputs = max(inner, moe.top_k * moe.expert_size + moe.shared_size), moe.top_k
+    activations = (3 * inner + (5 + outputs) * model.hidden_size) * itemsize
     prompt = chunk * activations + batch * model.vocab_size * itemsize
     round_ = batch * num_nodes * (activations + model.vocab_size * itemsize)
     return max(prompt, round_) + round_ * 5 // 4 + GIB // 2

@@ -99,8 +99,8 @@ def check_experts(name: str, model: Checkpoint, config: Config, device: torch.de
     if model.config.moe is None:
         return
     what = f"{name} has experts ({model.config.model_type}), which run"
-    if config.engine.tensor_parallel > 1:
-        raise ConfigError(f"{what} as one rank only", hint="leave engine.tensor_parallel out")
+    if config.engine.tensor_parallel > 1 and device.type == "cuda":
+        raise ConfigError(f"{what} as one rank only on CUDA", hint="leave engine.tensor_parallel out")
     not_fp8 = f"{what} in their own precision only, not in FP8"
     if model.quantization is not None:
         raise ConfigError(not_fp8, hint="use the unquantised checkpoint")

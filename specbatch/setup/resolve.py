@@ -22,6 +22,7 @@ from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenize
 from specbatch.models.linears.mxfp4 import PackedReader
 from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
+from specbatch.models.pass_weights import PassWeights
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
 from specbatch.setup.cache import (
     KV_DTYPE_NAMES,
@@ -120,6 +121,12 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
     check_norms("model.target", target, config)
+    if (moe := target.config.moe) is not None:
+        weights = PassWeights.of_all(target.config)
+        notes.append(
+            f"model.target: {_in_words(weights.total)} parameters, of which a token uses {_in_words(weights.active)} "
+            f"({moe.top_k} of {moe.num_experts} experts)"
+        )
     check_experts("model.target", target, config, device)
     held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)
     quantization = resolve_quantization(config, target, device, dtype, notes)
@@ -180,7 +187,14 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         config.engine, engine.attention, costs, heads.sliding_windows, num_nodes, engine.max_batch_size, notes
     )
     target_bytes = models[0].num_parameters() * dtype.itemsize
-    job = LaneJob(engine.max_batch_size, num_nodes, target_bytes, has_groups=limits is not None)
+    layers = PassWeights.of_layers(held)
+    job = LaneJob(
+        engine.max_batch_size,
+        num_nodes,
+        target_bytes,
+        has_groups=limits is not None,
+        active_share=layers.active / layers.total,
+    )
     engine = replace(engine, cascade=limits, lanes=lane_limits(engine.lane_mode, num_ranks, device, job, notes))
     if engine.attention == "flashinfer":
         for shape in shapes:
@@ -236,6 +250,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         bits_depend_on(device) if config.engine.deterministic else {},
         notes,
     )
+
+
+def _in_words(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
 
 
 def _cached_models(

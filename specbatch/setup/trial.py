@@ -19,7 +19,7 @@ from specbatch.engine.prefill.models import PromptPieces, piecewise_trunks, toke
 from specbatch.engine.prefill.packing import ChunkCut, PromptChunk
 from specbatch.engine.round import Round, Wanted
 from specbatch.graphs.runner import GraphRunner
-from specbatch.models.config import num_layer_weights
+from specbatch.models.pass_weights import PassWeights
 from specbatch.setup.round_parts import RoundParts, Rounds
 
 _PROMPT_GRAPHS = 16  # rough number of prompt graphs of a job
@@ -72,7 +72,7 @@ class TrialRunner:
         table = rounds.items[0].state
         chunk_cost = ChunkCost.of_model(
             config.num_layers,
-            num_layer_weights(config),
+            PassWeights.of_layers(config),
             prefill_chunk_tokens,
             self.whole_prompts,
         )

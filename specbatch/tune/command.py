@@ -17,6 +17,8 @@ from specbatch.config import Config, ScheduleSection
 from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
 from specbatch.job.terminal import print_notes
+from specbatch.models.config import MoeConfig
+from specbatch.models.pass_weights import ExpertCurve, measured_curve
 from specbatch.results.fingerprint import ModelFiles, job_fingerprint
 from specbatch.results.stats import device_name, versions
 from specbatch.rows.parser import RowParser
@@ -118,6 +120,7 @@ def tune_file(
     if cache.is_stale:
         log("the cached measurements are of another job: measured again")
     tuner = Tuner(session, run, search_limits, sample, cache, log)
+    built.engine.forget_routing()
     seconds_of["start"] = time.perf_counter() - started
     with part("trace", "tracing: the target writes, the draft guesses"):
         # However long the start took (kernels are compiled), the first rows have half the budget.
@@ -126,11 +129,17 @@ def tune_file(
     log(f"traced {len(trace.rows)} rows, {outputs:,} tokens in {seconds_of['trace']:.1f} s")
     if trace.sampled and search_limits.depth and not run.config.engine.deterministic:
         log("the rows are sampled: the gain of chains is estimated from greedy ones, and the live runs measure it")
+    session.texts = [row.tokens.tolist() for row in trace.rows]
     context = round(np.mean([row.num_prompt + row.num_output / 2 for row in trace.rows]))
     with part("timing", "timing rounds and prompts"):
         measurements = tuner.measure(int(context), left(_MEASURE_SHARE))
     log(f"timed {len(measurements)} parts of rounds in {seconds_of['timing']:.1f} s")
-    costs = CostModel.fit(measurements, ladder(run.engine.max_batch_size) if on_cuda else [])
+    curve = None
+    if (moe := run.target.config.moe) is not None:
+        distinct = built.engine.stats.experts.distinct
+        curve = measured_curve(moe, {one.tokens: one.experts for one in distinct})
+        log(_experts_line(moe, curve, run.engine.max_batch_size, is_measured=bool(distinct)))
+    costs = CostModel.fit(measurements, ladder(run.engine.max_batch_size) if on_cuda else [], curve)
     began = time.perf_counter()
     profile = FileProfile.of(trace, sample.max_tokens, np.array(sample.prompt_tokens), sample.num_rows, shared)
     limits = _limits(run, session, search_limits)
@@ -171,6 +180,12 @@ def tune_file(
     whole = file_seconds(plans, live, predicted)
     chosen, ranks = winner(plans, live, whole), replayer.rank_shares()
     return Tuned(forecast, profile, result, live, predicted, whole, chosen, ranks, run, session, requests, texts)
+
+
+def _experts_line(moe: MoeConfig, curve: ExpertCurve, batch: int, *, is_measured: bool) -> str:
+    sizes = ", ".join(f"{curve(tokens):.0f}" for tokens in (1, 4, batch, 4 * batch))
+    kind = "as measured" if is_measured else "if routing is uniform"
+    return f"1, 4, {batch} and {4 * batch} tokens read {sizes} of the {moe.num_experts} experts of a layer, {kind}"
 
 
 def part_seconds(budget: float, remaining: float, share: float) -> float:

@@ -4,6 +4,10 @@ Each part is a surface over (batch, width) that does not fall along either axis:
 fall within a measurement's noise is noise. A larger fall is kept: a library has other kernels for other sizes, and can
 multiply 32 rows in less time than 16. A batch costs what the next captured size does, to which it is padded.
 
+Between the measurements, a surface is piecewise straight. With a mixture of experts it is not: the first tokens of a
+round each read other experts, and the last ones no more. There the experts that a round reads are a part of its time in
+their own right (`ExpertReads`), and what is left of the time is straight.
+
 Shape suffixes: B batch sizes, W widths.
 """
 
@@ -22,6 +26,7 @@ from numpy.typing import NDArray
 
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import TuningError
+from specbatch.models.pass_weights import ExpertCurve
 
 Floats = NDArray[np.float64]
 # What is measured, and over which width.
@@ -39,6 +44,7 @@ KINDS = {
     "host": "1; what a round takes the host, while a GPU works on the one before: no round takes less",
 }
 OPTIONAL = ("overhead", "copies", "host")  # 0 where not measured
+_READS_EXPERTS = ("verify", "verify_tree", "plain")  # the target runs in these
 # The part of plain rounds by which a part is filled in at batch sizes where only plain rounds were timed.
 _PLAIN = {"verify": "plain", "verify_tree": "plain", "extend": "extend"}
 
@@ -68,14 +74,44 @@ class Residual:
         return 100.0 * (self.fitted_ms / self.measured_ms - 1.0) if self.measured_ms else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertReads:
+    """The milliseconds in which a round reads the experts that its tokens choose. `curve`: distinct experts of a layer
+    by the number of tokens."""
+
+    curve: ExpertCurve
+    ms_per_expert: float
+
+    @staticmethod
+    def fit(values: Mapping[tuple[int, int], float], curve: ExpertCurve) -> ExpertReads:
+        """Find the time of an expert: a constant, a time for each token and one for each distinct expert have the least
+        squares of relative errors. `values`: milliseconds by batch size and width."""
+        tokens = np.array([batch * width for batch, width in values], dtype=np.float64)
+        experts = np.array([curve(number) for number in tokens])
+        scale = np.maximum(list(values.values()), 1e-9)
+        columns = np.stack((np.ones_like(tokens), experts, tokens), axis=1) / scale[:, None]
+        columns = columns[:, : min(3, len(np.unique(tokens)))]  # no more than there are different sizes
+        if columns.shape[1] < 2:
+            return ExpertReads(curve, 0.0)
+        found = np.linalg.lstsq(columns, np.ones_like(tokens))[0]
+        if found[-1] < 0:  # more tokens take no less time
+            found = np.linalg.lstsq(columns[:, :2], np.ones_like(tokens))[0]
+        return ExpertReads(curve, max(0.0, float(found[1])))
+
+    def ms(self, batch: int, width: float) -> float:
+        return self.ms_per_expert * self.curve(batch * width)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Surface:
     """Milliseconds over (batch, width); piecewise bilinear, straight on with the last slope above what was measured
-    (level, where that falls), constant below."""
+    (level, where that falls), constant below. `reads` None: no experts are read; otherwise, all of this holds for the
+    rest of the time."""
 
     batches: tuple[int, ...]  # ascending
     widths: tuple[int, ...]  # ascending
     ms_BW: Floats
+    reads: ExpertReads | None = None
 
     def at(self, batch: int, width: float) -> float:
         # Above what was measured, slopes that fall against each other must not make more cost less.
@@ -86,13 +122,21 @@ class Surface:
     def _bilinear(self, batch: int, width: float) -> float:
         b, t = _segment(self.batches, batch)
         w, u = _segment(self.widths, width)
-        low = _along(self.ms_BW[b], w, u)
-        high = _along(self.ms_BW[min(b + 1, len(self.batches) - 1)], w, u)
-        return _between(low, high, t)
+        next_b, next_w = min(b + 1, len(self.batches) - 1), min(w + 1, len(self.widths) - 1)
+        low = _between(self._rest(b, w), self._rest(b, next_w), u)
+        high = _between(self._rest(next_b, w), self._rest(next_b, next_w), u)
+        value = _between(low, high, t)
+        if self.reads is None:
+            return value
+        value += self.reads.ms(max(batch, self.batches[0]), max(width, self.widths[0]))
+        # Where the rest falls, it may fall by more than the reading of experts rises.
+        least, most = float(self.ms_BW[b, w]), float(self.ms_BW[next_b, next_w])
+        return max(value, least) if max(t, u) > 1 else min(max(value, least), most)
 
-
-def _along(ms_W: Floats, w: int, u: float) -> float:
-    return _between(float(ms_W[w]), float(ms_W[min(w + 1, len(ms_W) - 1)]), u)
+    def _rest(self, b: int, w: int) -> float:
+        """Return the milliseconds of a cell without reading experts."""
+        reads = 0.0 if self.reads is None else self.reads.ms(self.batches[b], self.widths[w])
+        return float(self.ms_BW[b, w]) - reads
 
 
 def _between(low: float, high: float, share: float) -> float:
@@ -119,8 +163,11 @@ class CostModel:
     nodes: Mapping[DraftShape, float] = field(default_factory=dict)
 
     @staticmethod
-    def fit(measurements: Sequence[Measurement], graph_sizes: Sequence[int] = ()) -> CostModel:
-        """Repeated measurements of one batch size and width are averaged. Raises TuningError for a kind that is not in
+    def fit(
+        measurements: Sequence[Measurement], graph_sizes: Sequence[int] = (), experts: ExpertCurve | None = None
+    ) -> CostModel:
+        """Repeated measurements of one batch size and width are averaged. `experts`: the distinct experts of a layer by
+        the number of tokens of a round; None: the target has no experts. Raises TuningError for a kind that is not in
         KINDS, and for values that are no times."""
         repeated: dict[str, dict[tuple[int, int], list[Measurement]]] = defaultdict(lambda: defaultdict(list))
         for m in measurements:
@@ -135,7 +182,10 @@ class CostModel:
         for kind, values in measured.items():
             alone = measured.get(_PLAIN.get(kind, ""), {})
             plain = {batch: cell.ms for (batch, width), cell in alone.items() if width == 1}
-            surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain))
+            reads = None
+            if experts is not None and kind in _READS_EXPERTS:
+                reads = ExpertReads.fit({place: cell.ms for place, cell in values.items()}, experts)
+            surface = surfaces[kind] = _fit(values, _beyond_plain(values, plain, reads), reads)
             residuals += [Residual(kind, *place, cell.ms, surface.at(*place)) for place, cell in sorted(values.items())]
         return CostModel(surfaces, tuple(residuals), tuple(sorted(graph_sizes)))
 
@@ -198,24 +248,36 @@ class _Cell(NamedTuple):
         return _Cell(float(np.mean([m.milliseconds for m in found])), max(m.noise for m in found))
 
 
-def _beyond_plain(values: Mapping[tuple[int, int], _Cell], plain: Mapping[int, float]) -> dict[tuple[int, int], float]:
+def _beyond_plain(
+    values: Mapping[tuple[int, int], _Cell], plain: Mapping[int, float], reads: ExpertReads | None = None
+) -> dict[tuple[int, int], float]:
     """A part at batch sizes at which only plain rounds were measured: what it takes longer than those, which show where
     rounds rise by leaps. Between two measured sizes that stays what it is while the weights are read anyway, then rises
-    with the rows (a roofline, Williams et al. 2009), and is on no account more than on the line between them."""
+    with the rows (a roofline, Williams et al. 2009), and is on no account more than on the line between them. `reads`:
+    see `Surface`; the time of experts that plain rounds do not read is known by itself."""
+
+    def expected(batch: int, width: int) -> float:
+        return plain[batch] + (0.0 if reads is None else reads.ms(batch, width) - reads.ms(batch, 1))
+
     found: dict[tuple[int, int], float] = {}
     for width in {width for _, width in values}:
         known = sorted(batch for batch, w in values if w == width and batch in plain)
-        more = {batch: values[batch, width].ms - plain[batch] for batch in known}
+        more = {batch: values[batch, width].ms - expected(batch, width) for batch in known}
         for low, high in itertools.pairwise(known):
             for batch in plain:
                 if low < batch < high:
                     line = more[low] + (batch - low) / (high - low) * (more[high] - more[low])
-                    found[batch, width] = plain[batch] + min(line, max(more[low], more[high] * batch / high))
+                    longer = min(line, max(more[low], more[high] * batch / high))
+                    found[batch, width] = expected(batch, width) + longer
     return found
 
 
-def _fit(values: Mapping[tuple[int, int], _Cell], between: Mapping[tuple[int, int], float]) -> Surface:
-    """`between`: cells that were not measured, but are known better than by filling them in."""
+def _fit(
+    values: Mapping[tuple[int, int], _Cell],
+    between: Mapping[tuple[int, int], float],
+    reads: ExpertReads | None = None,
+) -> Surface:
+    """`between`: cells that were not measured, but are known better than by filling them in. `reads`: see `Surface`."""
     batches = sorted({batch for batch, _ in (*values, *between)})
     widths = sorted({width for _, width in values})
     cells = {place: (batches.index(place[0]), widths.index(place[1])) for place in (*values, *between)}
@@ -228,11 +290,13 @@ def _fit(values: Mapping[tuple[int, int], _Cell], between: Mapping[tuple[int, in
     below_BW, above_BW = _bounds(means_BW)
     for place, guess in between.items():
         means_BW[cells[place]] = guess
-    fitted_BW = _rising(np.clip(filled(means_BW, batches, widths), below_BW, above_BW))
+    reads_BW = np.array([[0.0 if reads is None else reads.ms(b, w) for w in widths] for b in batches])
+    whole_BW = filled(means_BW - reads_BW, batches, widths) + reads_BW
+    fitted_BW = _rising(np.clip(whole_BW, below_BW, above_BW))
     for place, cell in values.items():
         if math.isfinite(cell.noise) and abs(fitted_BW[cells[place]] - cell.ms) > cell.noise * cell.ms:
             fitted_BW[cells[place]] = cell.ms
-    return Surface(tuple(batches), tuple(widths), fitted_BW)
+    return Surface(tuple(batches), tuple(widths), fitted_BW, reads)
 
 
 def _rising(values_BW: Floats) -> Floats:

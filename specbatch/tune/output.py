@@ -78,6 +78,7 @@ def _write(tuned: Tuned, config: Config, output: Path, made_by: dict[str, Any], 
         "winner": None if schedule is None else str(schedule),
         "made_by": made_by,
     }
+    report["experts"] = [one._asdict() for one in tuned.session.engine.stats.experts.distinct]
     names = ("seconds", "tokens", "tokens_per_round")
     runs = [{"what": o.schedule.name} | {n: getattr(o, n) for n in names} for o in tuned.live]
     files = zip(runs, tuned.file_seconds, strict=True)

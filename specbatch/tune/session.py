@@ -65,6 +65,7 @@ class Session:
         self._graphs: GraphMode = graphs
         self._sampled = sampled
         self._in_use: Schedule | TracingDraft | None = None
+        self.texts: Sequence[Sequence[int]] = ()  # texts of the file, of which timed requests are made
 
     @property
     def on_cuda(self) -> bool:

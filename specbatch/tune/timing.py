@@ -151,7 +151,7 @@ def time_plain(session: Session, batch: int, context: int) -> list[Measurement]:
     if not fits(engine, batch, context):
         return []
     session.use(ByBatch.always(None))
-    with dummy_batch(engine, batch, context):
+    with dummy_batch(engine, batch, context, session.texts):
         plain, *followed = time_methods(engine, [NoDraft(), *([NoDraft(net)] if net is not None else [])])
         whole, host = time_steps(engine, _CUDA_STEPS)
     found = [Measurement("plain", batch, 1, plain["round"], _GRAPH_NOISE), Measurement("host", batch, 1, host)]
@@ -172,12 +172,15 @@ def time_batch(session: Session, batch: int, context: int, depth: int, topk: int
     fitting = [shape for shape in shapes if batch * shape.num_draft_tokens <= max_nodes]
     if not fitting or not fits(session.engine, batch, context):
         return []
-    methods = [_FixedDraft(shape) if session.parts.net is None else session.make(shape) for shape in fitting]
+    vocab_size = session.engine.limits.vocab_size
+    methods = [
+        _FixedDraft(shape, vocab_size) if session.parts.net is None else session.make(shape) for shape in fitting
+    ]
     if session.on_cuda:
-        with dummy_batch(session.engine, batch, context):
+        with dummy_batch(session.engine, batch, context, session.texts):
             return list(_parts(session, batch, fitting, time_methods(session.engine, methods)))
     session.use(ByBatch.always(None))
-    with dummy_batch(session.engine, batch, context):
+    with dummy_batch(session.engine, batch, context, session.texts):
         whole, _ = time_steps(session.engine, _CPU_STEPS)
         plain, *times = time_methods(session.engine, [NoDraft(session.parts.net), *methods])
     # Without a network: requests for which nothing is found.
@@ -230,19 +233,22 @@ def _prompts(session: Session, chunk_tokens: int, kind: str) -> Iterator[Measure
     for repeat in range(_PROMPT_REPEATS):
         for tokens, seconds in best.items():
             if repeat < 2 or seconds < _SHORT_SECONDS:
-                requests = dummy_requests(session.engine.limits.vocab_size, 1, tokens, 1)
+                requests = dummy_requests(session.engine.limits.vocab_size, 1, tokens, 1, session.texts)
                 best[tokens] = min(seconds, session.run(requests).seconds)
     for tokens, seconds in sorted(best.items()):
         yield Measurement(kind, 1, tokens, 1e3 * seconds)
 
 
 class _FixedDraft(NoDraft):
-    """Chains of full length whatever the text offers: what verifying them costs, not what they are worth."""
+    """Chains of full length whatever the text offers: what verifying them costs, not what they are worth. Their tokens
+    differ, because equal ones would be computed by the same experts."""
 
-    def __init__(self, shape: DraftShape) -> None:
+    def __init__(self, shape: DraftShape, vocab_size: int) -> None:
         super().__init__()
         self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
+        self._vocab_size = vocab_size
 
     def draft(self, rows: BatchView, state: RequestTable, sampled: bool) -> DraftTrees:
         root_B1 = rows.field(Field.ROOT)[:, None]
-        return DraftTrees(torch.cat((root_B1, torch.zeros_like(root_B1).expand(-1, self.num_nodes - 1)), dim=1))
+        steps_N = torch.arange(self.num_nodes, device=root_B1.device)
+        return DraftTrees((root_B1 + 7919 * steps_N) % self._vocab_size)

@@ -9,6 +9,7 @@ from specbatch.cache.prefix import PrefixIndex
 from specbatch.engine.prefill.admission_batching import ChunkCost, RoundsOfRows
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
+from specbatch.models.pass_weights import PassWeights
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_oracle
 
@@ -301,7 +302,7 @@ def test_the_device_engine_knows_what_is_worth_a_chunk() -> None:
 
 
 # Layers and parameters of SmolLM2-135M, Qwen2.5-1.5B and Llama-3-8B.
-SIZES = [(30, 106_000_000), (28, 1_310_000_000), (32, 6_980_000_000)]
+SIZES = [(30, PassWeights(106_000_000)), (28, PassWeights(1_310_000_000)), (32, PassWeights(6_980_000_000))]
 
 
 def test_graphs_of_prompts_leave_less_to_gather() -> None:

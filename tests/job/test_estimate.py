@@ -20,6 +20,7 @@ from specbatch.job.estimate_command import EstimateOptions, estimate_file, estim
 from specbatch.job.row_queue import RowPreparer
 from specbatch.job.terminal import table_text
 from specbatch.job.worker import Runtime
+from specbatch.models.pass_weights import distinct_experts
 from specbatch.results.finished import Finished
 from specbatch.results.results import ResultFile
 from specbatch.rows.parser import RowParser
@@ -272,3 +273,12 @@ def test_lengths_of_completions_that_were_cut_short() -> None:
     assert draw_lengths(ended, 20_000, rng).mean() == pytest.approx(100, rel=0.12)
     assert (draw_lengths([(7, True)] * 9, 50, rng) == 7).all()
     assert (draw_lengths([(7, False)] * 9, 50, rng) == np.inf).all()
+
+
+def test_few_requests_read_few_experts() -> None:
+    """A trial of full batches does not show what a round of few requests takes; the bytes that it reads do."""
+    made = Trial(rounds=[(b, 1, 0.001 + 0.0001 * distinct_experts(128, 8, b)) for b in (64, 48, 32, 24, 16)])
+    wanted = [0.001 + 0.0001 * distinct_experts(128, 8, b) for b in range(1, 65)]
+    found = made.round_seconds(64, lambda batch: distinct_experts(128, 8, batch))
+    assert found[1:] == pytest.approx(wanted, rel=1e-3)
+    assert made.round_seconds(64)[1] > 2 * wanted[0], "a straight line over the requests"

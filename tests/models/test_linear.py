@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.kernels import ops_for
-from specbatch.models.config import expected_tensors, num_layer_weights
+from specbatch.models.config import expected_tensors
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.linear import DenseGatedLinear, DenseLinear, Linear
@@ -128,8 +128,3 @@ def test_dense_layers_call_the_fused_operations() -> None:
     without_bias = ["linear 2", "norm_linear 4", "linear 3", "gated_linear 3", "norm_gated_linear 5"]
     with_bias = ["linear 3", "norm_linear 5", "linear 4", *("linear 3", "act_mul 2") * 2]
     assert calls == without_bias + with_bias
-
-
-def test_weights_of_the_layers() -> None:
-    config = tiny_config(2)  # hidden size 32, 4 heads and 2 of keys and values of 8, 48 in the MLP
-    assert num_layer_weights(config) == 2 * (32 * 32 * 2 + 2 * 16 * 32 + 3 * 48 * 32)

@@ -87,6 +87,41 @@ def test_shape_is_an_older_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "shape:" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("skew", "distinct", "busiest"),
+    [("0", (8, 29, 83, 126), 1.2), ("0.5", (8, 26, 62, 108), 9.4), ("1", (8, 18, 34, 58), 15.2)],
+)
+def test_a_router_with_a_skew(skew: str, distinct: tuple[int, ...], busiest: float) -> None:
+    """The figures of docs/models.md: distinct experts of 1, 4, 16 and 64 random tokens; `busiest`: the load of the
+    busiest expert over the mean load."""
+    checkpoint = open_random_model(f"random:qwen3-30b-a3b?skew={skew}", torch.float32, CPU)
+    weight, bias = (checkpoint.tensors.load(f"model.layers.0.mlp.gate.{kind}") for kind in ("weight", "bias"))
+    x_TE = torch.randn(6400, 2048, generator=torch.Generator().manual_seed(0))
+    chosen_TK = (x_TE @ weight.T + bias).topk(8, dim=-1).indices
+    means = []
+    for size in (1, 4, 16, 64):
+        groups = chosen_TK[: 100 * size].view(100, -1)
+        means.append(sum(len(group.unique()) for group in groups) / 100)
+    assert means == pytest.approx(distinct, abs=0.6)
+    assert chosen_TK.flatten().bincount().max() / (6400 * 8 / 128) == pytest.approx(busiest, rel=0.1)
+    other = checkpoint.tensors.load("model.layers.1.mlp.gate.bias")
+    assert skew == "0" or not torch.equal(bias, other), "each layer has other ranks"
+
+
+def test_without_a_skew_a_router_has_no_bias() -> None:
+    plain, skewed = (random_config(f"random:tiny-experts{options}") for options in ("", "?skew=1.5"))
+    assert expected_tensors(skewed).keys() - expected_tensors(plain).keys() == {
+        f"model.layers.{layer}.mlp.gate.bias" for layer in range(8)
+    }
+
+
+@pytest.mark.parametrize("option", ["experts?skew=-1", "experts?skew=x", "experts?skip=1", "experts?skew", "?skew=1"])
+def test_options_of_a_random_model_that_are_wrong(option: str) -> None:
+    name = f"random:tiny-{option}" if option.startswith("experts") else f"random:tiny{option}"
+    with pytest.raises(ModelError, match="skew"):
+        random_config(name)
+
+
 def test_the_70b_has_80_layers_and_its_subset_8() -> None:
     whole, subset = random_config("random:llama-3-70b"), random_config("random:llama-3-70b-8l")
     assert num_parameters(whole) == 70_553_706_496

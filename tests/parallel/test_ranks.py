@@ -146,6 +146,20 @@ def test_two_processes_in_fp8_answer_as_one(tiny_model: Path) -> None:
         engine.close()
 
 
+def test_two_processes_with_experts_answer_as_one() -> None:
+    """As targets, and as a draft model, of which each has all."""
+    model = Path("random:tiny-experts")
+    options = ["model.dtype=float64", "speculation.method=draft_model", f"speculation.draft={model}"]
+    alone = build_engine(resolved(model, *options))
+    engine = build_ranked(resolved(model, "engine.tensor_parallel=2", *options), start=Forked)
+    try:
+        mine, theirs = answers(engine), answers(alone)
+        assert [(c.token_ids, c.speculation) for c in mine] == [(c.token_ids, c.speculation) for c in theirs]
+        assert engine.stats.experts == alone.stats.experts
+    finally:
+        engine.close()
+
+
 def test_a_rank_that_is_killed_is_an_error(ranked: RankedEngine) -> None:
     (rank,) = ranked._others._ranks
     answers(ranked)
@@ -256,6 +270,7 @@ def test_ranks_end_with_the_engine(tiny_model: Path) -> None:
     [
         (["engine.tensor_parallel=5"], "too many for this model"),
         (["engine.tensor_parallel=0"], "engine.tensor_parallel"),
+        (["model.target=random:qwen3-30b-a3b", "engine.tensor_parallel=33"], "too many for this model"),
     ],
 )
 def test_what_cannot_run_is_refused(tiny_model: Path, sets: list[str], words: str) -> None:

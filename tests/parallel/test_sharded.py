@@ -11,8 +11,9 @@ import torch
 from specbatch.batch import NO_TOKEN
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels import ops_for
+from specbatch.models.config import MoeConfig
 from specbatch.models.linears.linear import Linear
-from specbatch.models.linears.sharded import GatheredLinear, ModelShard, VocabShare, part_of
+from specbatch.models.linears.sharded import GatheredLinear, ModelShard, VocabShare, local_config, part_of
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
 from specbatch.parallel.shares import even_shares
@@ -37,6 +38,32 @@ MODELS: dict[str, dict[str, Any]] = {
     "fewer kv heads than ranks": {"num_heads": 6, "num_kv_heads": 1},
     "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "norms of heads": {"qk_norm": True, "vocab": 60},
+    "experts": {"moe": MoeConfig(5, 2, 11, norm_topk_prob=True, layers=(True, False), shared_size=7)},
+    "experts of a sigmoid router, a shared one of another name": {
+        "moe": MoeConfig(
+            *(6, 2, 10),
+            norm_topk_prob=True,
+            layers=(False, True),
+            shared_size=6,
+            shared_gate=False,
+            shared_name="shared_mlp",
+            scoring="sigmoid",
+            wide_router=True,
+            correction_bias="expert_bias",
+        )
+    },
+    "experts with biases, sinks": {
+        "qkv_bias": True,
+        "output_bias": True,
+        "attention_sinks": True,
+        "activation": "clamped_swiglu",
+        "moe": MoeConfig(4, 2, 8, norm_topk_prob=True, layers=(True, True), router_bias=True, expert_bias=True),
+    },
+    "experts of other names": {
+        "moe": MoeConfig(
+            4, 2, 8, norm_topk_prob=False, layers=(True, True), block="moe", projections=("w1", "w3", "w2")
+        )
+    },
 }
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 3, 8)
 GREEDY = SamplingParams(max_tokens=10)
@@ -115,6 +142,28 @@ def test_texts_and_rounds_are_those_of_one_process(
     for completions in on_ranks(2, work):
         assert outputs(completions) == outputs(alone)
         assert [c.speculation for c in completions] == [c.speculation for c in alone]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_experts_of_ranks_answer_as_one_process(kind: str) -> None:
+    """The sum with the residual, and the norm after it, are those of an MLP."""
+    settings: dict[str, Any] = {"num_pages": 256, "family": "qwen3-moe", "num_layers": 3}
+    alone = ENGINES[kind]("eagle", TREE, **settings)
+    expected = run(alone, PROMPTS, SAMPLED)
+
+    def work(group: Group) -> tuple[list[Completion], Any]:
+        engine = ENGINES[kind]("eagle", TREE, group=group, **settings)
+        return run(engine, PROMPTS, SAMPLED), engine.stats.experts
+
+    for completions, experts in on_ranks(2, work):
+        assert outputs(completions) == outputs(expected)
+        assert experts == alone.stats.experts
+
+
+def test_more_ranks_than_an_expert_has_features() -> None:
+    moe = MoeConfig(4, 2, 16, norm_topk_prob=False, layers=(True, True), shared_size=3)
+    with pytest.raises(ValueError, match="an expert has 3 inner features"):
+        local_config(tiny_config(moe=moe), 0, 4)
 
 
 @cache

@@ -68,7 +68,7 @@ def test_the_floor_counts_what_a_round_reads() -> None:
     from bench_floor import DeviceRates, prefill_floor, round_floor, round_passes
 
     run = resolved("random:llama-3-8b", "speculation.method=eagle3", "speculation.draft=random:eagle3-32k")
-    assert [round(2 * p.parameters / 1e9, 2) for p in round_passes(run, 2.5)] == [15.01, 0.85, 0.75, 0.75]
+    assert [round(2 * p.weights.total / 1e9, 2) for p in round_passes(run, 2.5)] == [15.01, 0.85, 0.75, 0.75]
     rates = DeviceRates(3.85e12, 780e12)
     assert 4.50e-3 < round_floor(run, rates, batch=1, context=0, committed=2.5) < 4.52e-3
     # 128 KiB of keys and values a token in the target, 4 KiB for each of three draft passes.
@@ -87,6 +87,35 @@ def test_the_floor_counts_what_a_round_reads() -> None:
     plain = resolved("random:llama-3-8b", "speculation.method=none")
     assert 4.6 < prefill_floor(plain, rates, [1000] * 256) < 4.7
     assert prefill_floor(run, rates, [1000] * 256) > prefill_floor(plain, rates, [1000] * 256)
+
+
+@pytest.mark.parametrize(
+    ("batch", "nodes", "gigabytes"),
+    [
+        (1, 1, 6.2),
+        (1, 2, 9.6),
+        (1, 4, 15.8),
+        (16, 1, 41.4),
+        (16, 4, 61.1),
+        (64, 1, 66.0),
+        (64, 4, 66.9),
+        (256, 1, 86.2),
+    ],
+)
+def test_the_floor_counts_the_experts_that_tokens_choose(
+    batch: int, nodes: int, gigabytes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-30B-A3B with 1,024 tokens of context, worked out by hand."""
+    from bench_floor import DeviceRates, round_floor
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=90 << 30, total=90 << 30))
+    method = "none" if nodes == 1 else "ngram"
+    run = resolved("random:qwen3-30b-a3b", f"speculation.method={method}", f"speculation.num_draft_tokens={nodes}")
+    found = round_floor(run, DeviceRates(1e9, 1e18), batch, 1024, 1.0)
+    assert found == pytest.approx(gigabytes, rel=0.01)
+    # Large batches are bound by arithmetic: 3.0e9 weights a token without the embeddings, not 30e9.
+    flops = round_floor(run, DeviceRates(1e18, 1e12), batch, 0, 1.0) / (batch * nodes)
+    assert flops == pytest.approx(2 * 3.04e-3, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +139,7 @@ def test_passes_of_other_methods(sets: list[str], gigabytes: list[float], monkey
     from bench_floor import round_passes
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 30, total=64 << 30))
-    found = [round(2 * p.parameters / 1e9, 2) for p in round_passes(resolved("random:llama-3-8b", *sets), 2.0)]
+    found = [round(2 * p.weights.total / 1e9, 2) for p in round_passes(resolved("random:llama-3-8b", *sets), 2.0)]
     assert found == gigabytes
 
 

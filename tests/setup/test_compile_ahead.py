@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from specbatch.config_load import load_config
+from specbatch.models.config import MoeConfig
+from specbatch.models.truncated_model import outlined
 from specbatch.setup.compile_ahead import compile_kernels
 from specbatch.setup.engine import resolve_compile_ahead
 from specbatch.setup.round_parts import RoundParts
@@ -42,3 +44,12 @@ def test_a_failure_is_a_note() -> None:
     note = compile_kernels(parts, 4, 64, 100, "a run")
     assert note.startswith("engine: kernels were not compiled ahead (DataDependentOutputException: "), note
     assert type(torch.zeros(1)) is torch.Tensor
+
+
+def test_layers_with_experts_and_without_have_other_kernels() -> None:
+    moe = MoeConfig(4, 2, 8, norm_topk_prob=True, layers=(False, False, True, True, True))
+    decoder = tiny_decoder(tiny_config(5, moe=moe), torch.float32)
+    kept = [i for i, layer in enumerate(outlined(decoder).layers) if layer is decoder.layers[i]]
+    assert kept == [0, 2, 4]
+    assert outlined(decoder).routing is None, "not all layers choose experts"
+    assert decoder.routing is not None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
+from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.setup.model import check_experts
 from specbatch.setup.resolve import resolve
 
 EXPERTS = ["model.target=random:tiny-experts", "engine.device=cpu", "speculation.method=none"]
@@ -16,8 +19,6 @@ DENSE = ["model.target=random:tiny", "engine.device=cpu", *DRAFT]
 @pytest.mark.parametrize(
     ("options", "name", "hint"),
     [
-        ([*EXPERTS, "engine.tensor_parallel=2"], "model.target", "leave engine.tensor_parallel out"),
-        ([*DENSE, "engine.tensor_parallel=2"], "speculation.draft", "leave engine.tensor_parallel out"),
         ([*EXPERTS, "model.quantization=fp8"], "model.target", "leave model.quantization out"),
     ],
 )
@@ -25,6 +26,16 @@ def test_a_run_that_cannot_compute_experts(options: list[str], name: str, hint: 
     with pytest.raises(ConfigError, match=f"{name} has experts") as caught:
         resolve(load_config(None, options))
     assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("name", ["model.target", "speculation.draft"])
+def test_ranks_with_experts_run_on_a_cpu(name: str) -> None:
+    config, model = load_config(None, [*EXPERTS, "engine.tensor_parallel=2"]), resolve(load_config(None, DENSE)).draft
+    assert isinstance(model, Checkpoint)
+    check_experts(name, model, config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=f"{name} has experts") as caught:
+        check_experts(name, model, config, torch.device("cuda"))
+    assert caught.value.hint == "leave engine.tensor_parallel out"
 
 
 def test_a_draft_with_experts_is_not_quantised_with_the_target() -> None:

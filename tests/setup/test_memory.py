@@ -311,3 +311,15 @@ def test_exit_code_and_hint(command: str, tokens: int, limit: int | None, said: 
     assert said in done.stderr
     assert "hint: " in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d.jsonl"]
+
+
+def test_the_working_memory_of_experts() -> None:
+    """A token has the inner features of its own experts, and an output of each; not those of all experts."""
+    moe = MoeConfig(128, 8, 768, norm_topk_prob=True, layers=(True,) * 3)
+    sizes = (16, 4, 2048, 2)
+    dense = tiny_config(3, hidden=2048, intermediate_size=6144)
+    experts = tiny_config(3, hidden=2048, intermediate_size=99_999, moe=moe)
+    more = estimated_working_bytes(experts, *sizes) - estimated_working_bytes(dense, *sizes)
+    assert 2048 * 7 * 2048 * 2 <= more <= (2048 + 3 * 64) * 7 * 2048 * 2
+    mixed = dataclasses.replace(moe, layers=(True, False, True))
+    assert estimated_working_bytes(dataclasses.replace(experts, moe=mixed), *sizes) > 10 * more

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import TuningError
+from specbatch.models.pass_weights import measured_curve
 from specbatch.tune.costs import CostModel, Measurement, filled
+from tests.tune.mixture import mixture_ms, mixture_of_experts, uniform_curve
 
 BATCHES, WIDTHS = (1, 2, 4, 8, 32), (1, 2, 6, 16)
 
@@ -232,3 +234,53 @@ def test_what_was_not_measured_is_named(missing: str) -> None:
     assert "plain" in caught.value.hint
     with pytest.raises(TuningError, match="prefill"):
         constant(**parts).prefill_ms(10)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "straight_error"),
+    [((1, 256), 0.13, 0.7), ((1, 16, 256), 0.04, 0.35), ((1, 4, 16, 64, 256), 0.02, 0.15)],
+)
+def test_experts_between_the_measurements(sizes: tuple[int, ...], error: float, straight_error: float) -> None:
+    """Few batch sizes are measured, and the rounds between them are known by the experts that they read. Straight lines
+    between the measurements give far too little."""
+    measured = [Measurement("verify", b, w, mixture_ms(b, w)) for b in sizes for w in (1, 2, 5, 8)]
+    models = CostModel.fit(measured, experts=uniform_curve()), CostModel.fit(measured)
+    cells = [(b, w) for b in (1, 2, 4, 8, 16, 32, 64, 100, 200, 256) for w in (1, 2, 3, 4, 6, 8)]
+    found, straight = (
+        max(abs(model.part_ms("verify", *cell) / mixture_ms(*cell) - 1) for cell in cells) for model in models
+    )
+    assert found < error
+    assert straight > straight_error
+    for model in models:
+        assert all(abs(residual.percent) < 0.1 for residual in model.residuals), "measurements are kept"
+
+
+def test_experts_above_the_measurements() -> None:
+    """More tokens read the experts that are left. There are no more than all."""
+    measured = [Measurement("verify", b, w, mixture_ms(b, w)) for b in (1, 2, 4) for w in (1, 2, 4)]
+    model = CostModel.fit(measured, experts=uniform_curve())
+    for cell in ((8, 4), (16, 4), (4, 16), (64, 2)):
+        assert model.part_ms("verify", *cell) == pytest.approx(mixture_ms(*cell), rel=0.15)
+    found = [model.part_ms("verify", b, 4) for b in range(1, 300)]
+    assert np.diff(found).min() >= -1e-9
+
+
+def test_plain_rounds_show_where_drafting_ones_rise() -> None:
+    """At sizes at which only plain rounds were timed, verification takes longer by the experts that it reads."""
+    sizes = (1, 2, 4, 8, 16, 32, 64, 256)
+    measured = [Measurement("plain", b, 1, mixture_ms(b, 1)) for b in sizes]
+    measured += [Measurement("verify", b, w, mixture_ms(b, w)) for b in (1, 256) for w in (1, 2, 4)]
+    model = CostModel.fit(measured, experts=uniform_curve())
+    for batch in sizes:
+        assert model.part_ms("verify", batch, 4) == pytest.approx(mixture_ms(batch, 4), rel=0.08)
+
+
+def test_a_measured_curve_is_used() -> None:
+    """With a skewed router, rounds read fewer experts."""
+    moe = mixture_of_experts()
+    curve = measured_curve(moe, {4.0: 18.3, 16.0: 34.4, 64.0: 58.2, 2048.0: 110.0})
+    measured = [Measurement("verify", b, w, mixture_ms(b, w, curve)) for b in (1, 256) for w in (1, 2, 5, 8)]
+    good, uniform = (CostModel.fit(measured, experts=experts) for experts in (curve, uniform_curve()))
+    cells = [(b, w) for b in (4, 16, 32, 64) for w in (1, 4)]
+    errors = [max(abs(m.part_ms("verify", *c) / mixture_ms(*c, curve) - 1) for c in cells) for m in (good, uniform)]
+    assert errors[0] < 0.2 < 0.3 < errors[1]

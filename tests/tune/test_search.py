@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,11 +13,13 @@ import pytest
 from specbatch.draft.schedule import ByBatch, shapes_of
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, TuningError
+from specbatch.models.pass_weights import ExpertCurve
 from specbatch.tune.costs import CostModel, Measurement
 from specbatch.tune.predict import predict
 from specbatch.tune.profile import FileProfile, Limits
 from specbatch.tune.replay import Replay
 from specbatch.tune.search import NODES, SearchResult, _choose, _Table, batch_ladder, neural_space, ngram_space, search
+from tests.tune.mixture import mixture_ms, uniform_curve
 
 SPACE: list[DraftShape] = [DraftShape(1, 1, 2), DraftShape(3, 1, 4), DraftShape(6, 1, 7), DraftShape(3, 3, 16)]
 RATES = (1.7, 2.6, 3.2, 3.6)
@@ -229,3 +232,38 @@ def test_schedules() -> None:
     assert str(schedule.merged()) == "<=4: 1/1/2, <=9: plain"
     with pytest.raises(AssertionError):
         ByBatch((4, 4), (None, SPACE[0]))
+
+
+CHAINS = [DraftShape(steps, 1, steps + 1) for steps in range(1, 9)]
+
+
+def mixture_costs(batches: Sequence[int], widths: Sequence[int], experts: ExpertCurve | None) -> CostModel:
+    """Costs of Qwen3-30B-A3B, timed at these sizes. A pass of its draft head takes 0.3 ms."""
+    measured = [Measurement("plain", b, 1, mixture_ms(b, 1)) for b in batches]
+    for b in batches:
+        measured += [Measurement("verify", b, w, mixture_ms(b, w)) for w in widths]
+        measured += [Measurement(kind, b, 1, 0.3) for kind in ("draft_start", "draft_step", "extend")]
+    measured += [Measurement("prefill", 1, tokens, 3 + 0.01 * tokens) for tokens in (16, 2048)]
+    return CostModel.fit(measured, experts=experts)
+
+
+@pytest.mark.parametrize("batches", [(1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 4, 32, 256)])
+def test_with_experts_deeper_drafts_are_for_more_rows(batches: tuple[int, ...]) -> None:
+    """Few rows that verify more tokens read more experts; many rows read all in any case. A draft is accepted with a
+    probability of 0.5."""
+    outputs, depths = np.random.default_rng(0).integers(200, 600, 24), []
+    rates = [sum(0.5**depth for depth in range(shape.num_draft_tokens)) for shape in CHAINS]
+    by_shape = {shape: replay_of(shape, rate, outputs) for shape, rate in zip(CHAINS, rates, strict=True)}
+    for rows in (4, 32, 256):
+        profile = FileProfile(np.full(8, 1024), outputs, 8 * rows, max_tokens=600)
+        limits = Limits(max_running=rows, kv_tokens=10_000_000, prefill_chunk=8192)
+        model = mixture_costs([b for b in batches if b <= rows], range(1, 10), uniform_curve())
+        best = search(list(by_shape.values()), model, profile, limits).best.schedule
+        true = mixture_costs(range(1, rows + 1), range(1, 10), None)
+        schedules = [best, *(ByBatch.always(shape, rows) for shape in (*CHAINS, None))]
+        chosen, *fixed = (predict(profile, limits, true, by_shape, schedule).seconds for schedule in schedules)
+        assert chosen <= 1.03 * min(fixed)
+        steps = [0 if shape is None else shape.num_steps for shape in best.items]
+        assert steps == sorted(steps), "in a schedule, too: at the end of a file few rows run"
+        depths.append(steps[-1])
+    assert depths[0] < depths[1] < depths[2], depths

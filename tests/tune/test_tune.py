@@ -24,7 +24,9 @@ from specbatch.config import Config
 from specbatch.config_load import load_config
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.engine import Engine
 from specbatch.errors import ConfigError, SpecbatchError
+from specbatch.models.pass_weights import distinct_experts
 from specbatch.rows.chat_fields import NO_CHAT_FIELDS, ChatFields
 from specbatch.rows.row import Row
 from specbatch.rows.sources import RawRow
@@ -33,6 +35,7 @@ from specbatch.setup.resolve import ResolvedRun, resolve
 from specbatch.tune import command as command_module
 from specbatch.tune import live as live_module
 from specbatch.tune.command import _limits, _resolve_widest, _shared, part_seconds
+from specbatch.tune.costs import CostModel
 from specbatch.tune.live import (
     Live,
     drift,
@@ -483,6 +486,37 @@ def test_what_is_tuned_on_a_gpu_are_rounds_in_graphs() -> None:
     assert (run.engine.graphs, run.engine.prompt_graphs) == ("none", "both")
     with pytest.raises(ConfigError, match="cuda_graphs is none here"):
         _resolve_widest(load_config(None, [*sets, "engine.cuda_graphs=none"]), on_a_gpu)
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_the_experts_of_the_files_own_rows_are_counted(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cost model gets the curve; timed requests have the file's tokens."""
+    made, fit = list[Request](), Mock(side_effect=CostModel.fit)
+    submit = Engine.submit
+
+    def submitted(engine: Engine, request: Request) -> None:
+        made.append(request)
+        submit(engine, request)
+
+    monkeypatch.setattr(Engine, "submit", submitted)
+    monkeypatch.setattr(CostModel, "fit", fit)
+    monkeypatch.setattr(live_module, "MAX_TRIALS", 2)
+    sets = ["speculation.method=ngram"]
+    output, target = tmp_path / "tuned.yaml", "random:tiny-experts?skew=1"
+    found = tune(rows, "-o", output, "--rows", "4", "--budget", "10s", target=target, sets=sets)
+    assert found.exit_code == 0, found.output
+    assert "1, 4, 4 and 16 tokens read 2, " in found.output
+    curve = fit.call_args.args[2]
+    assert curve(1) == pytest.approx(2)
+    assert 2 < curve(4) < distinct_experts(8, 2, 4), "the router has a skew"
+    points = json.loads(output.with_suffix(".report.json").read_text())["experts"]
+    assert {round(one["tokens"]) for one in points} >= {1, 4}
+    timed = [request.prompt_token_ids for request in made if request.request_id < 0]
+    known = {token for request in made if request.request_id >= 0 for token in request.prompt_token_ids}
+    assert timed
+    assert all(len(known.intersection(prompt)) > len(set(prompt)) / 4 for prompt in timed)
 
 
 def test_too_few_rows(tmp_path: Path) -> None:

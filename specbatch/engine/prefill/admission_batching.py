@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from specbatch.models.pass_weights import PassWeights
+
 # Measured on an H200: launching the kernels of a layer of a prompt chunk (SmolLM2-135M: 9.6 ms for 30 layers), the
 # shortest time of a captured layer, bytes of weights that are read and bfloat16 operations in a millisecond.
 _LAUNCH_MS, _LAYER_MS = 0.32, 0.02
@@ -32,13 +34,13 @@ class ChunkCost:
     graph_tokens: int = 0  # largest padded size of a chunk that is a graph; 0: chunks are not graphs
 
     @staticmethod
-    def of_model(num_layers: int, num_parameters: int, prefill_chunk_tokens: int, graphs: bool) -> ChunkCost:
-        """Compute the cost for a model. `num_parameters`: the parameters of the linear layers. `graphs`: chunks may be
-        graphs. These are the chunks that a GPU computes in less time than the host takes to launch them. `tokens` is at
-        least a quarter of the largest chunk."""
+    def of_model(num_layers: int, weights: PassWeights, prefill_chunk_tokens: int, graphs: bool) -> ChunkCost:
+        """Compute the cost for a model. `weights`: those of its layers; a round of many requests reads all experts.
+        `graphs`: chunks may be graphs. These are the chunks that a GPU computes in less time than the host takes to
+        launch them. `tokens` is at least a quarter of the largest chunk."""
         launch_ms = num_layers * _LAUNCH_MS
-        round_ms = _MANY_REQUESTS * (num_layers * _LAYER_MS + 2 * num_parameters / _BYTES_PER_MS)
-        flops = 2 * num_parameters / _FLOPS_PER_MS
+        round_ms = _MANY_REQUESTS * (num_layers * _LAYER_MS + 2 * weights.total / _BYTES_PER_MS)
+        flops = 2 * weights.active / _FLOPS_PER_MS
         graph_tokens = min(int(launch_ms / flops), prefill_chunk_tokens) if graphs else 0
         enough = prefill_chunk_tokens // 4
         chunk_ms = round_ms + _PACK_MS if graph_tokens > enough else launch_ms

@@ -15,8 +15,8 @@ from specbatch.graphs.piecewise import Pieces, PiecewiseTrunk, PlainPieces, Runn
 from specbatch.graphs.traced import CompiledPieces
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.catalog import cache_dir
-from specbatch.models.config import num_layer_weights
 from specbatch.models.decoder import Decoder, Trunk
+from specbatch.models.pass_weights import PassWeights
 
 PromptGraphMode = Literal["off", "whole", "piecewise", "both"]
 
@@ -59,7 +59,7 @@ def token_sizes(target: Decoder, prefill_chunk_tokens: int) -> list[int]:
     """Return the numbers of tokens to capture. These are chunks that the GPU computes in less time than the host takes
     to launch them (`ChunkCost`). For larger chunks a graph gains nothing, and padding costs time."""
     config = target.config
-    cost = ChunkCost.of_model(config.num_layers, num_layer_weights(config), prefill_chunk_tokens, graphs=True)
+    cost = ChunkCost.of_model(config.num_layers, PassWeights.of_layers(config), prefill_chunk_tokens, graphs=True)
     return token_ladder(cost.graph_tokens)
 
 

@@ -30,7 +30,8 @@ class OlmoLayer(DecoderLayer):
             weights.norm(f"{prefix}{name}", config.rms_norm_eps, is_wide=config.wide_norms) for name in _NORMS
         )
         has_experts = config.moe is not None and config.moe.layers[layer]
-        self._mlp = MixtureMLP(config, weights, prefix) if has_experts else MLP(config, weights, f"{prefix}mlp.")
+        self.mixture = MixtureMLP(config, weights, prefix) if has_experts else None
+        self._mlp = MLP(config, weights, f"{prefix}mlp.") if self.mixture is None else self.mixture
 
     def queries(self, x_TI: Tensor, step: ForwardPass) -> Tensor:
         return self.attention.queries(x_TI, step, None)

@@ -32,35 +32,39 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8
 _SAFETENSORS_FLOATS = dict(
     zip(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "U8"), (*_FLOATS, "uint8"), strict=True)
 )
+_MAX_OPEN = 2  # files, because a layer can begin in one and end in another
 # Tensors of draft heads that count or choose tokens.
 _WHOLE_NUMBERS = ("d2t", "t2d")
 _PACKED_EXPERTS = re.compile(r".+\.experts\.\w+_(blocks|scales)")  # those of gpt-oss in MXFP4
 
 
 class SafetensorsSource:
-    """One or more safetensors files. Only their headers are read until `load`."""
+    """One or more safetensors files. Only their headers are read until `load`.
+
+    Files are mapped into memory, and what was read of them stays there as long as they are open. So only the files that
+    were read last are: a model of many files takes the memory of two of them while it is loaded.
+    """
 
     kind = "safetensors"
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
-        self._handles: list[Any] = []
-        self._owner: dict[str, Any] = {}
+        self._handles: dict[Path, Any] = {}  # open files, the one that was read last at the end
+        self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}  # floating-point types as torch calls them
         for file in files:
             try:
-                handle = safe_open(str(file), framework="pt", device="cpu")
+                handle = self._handle(file)
             except (SafetensorError, OSError, ValueError) as error:  # ValueError: a path that is no Unicode
                 raise ModelError(
                     f"{file} is truncated, damaged or not a safetensors file: {error}", hint="download the file again"
                 ) from error
-            self._handles.append(handle)
             for name in handle.keys():  # noqa: SIM118 - not a mapping
-                if name in self._owner:
+                if name in self._file_of:
                     raise ModelError(f"tensor {name!r} is in two files of {file.parent}")
                 part = handle.get_slice(name)
-                self._owner[name] = handle
+                self._file_of[name] = file
                 self._shapes[name] = tuple(part.get_shape())
                 self.dtypes[name] = _SAFETENSORS_FLOATS.get(part.get_dtype(), part.get_dtype())
 
@@ -72,15 +76,24 @@ class SafetensorsSource:
         return self._shapes
 
     def load(self, name: str) -> torch.Tensor:
-        return self._owner[name].get_tensor(name)
+        tensor: torch.Tensor = self._handle(self._file_of[name]).get_tensor(name)
+        return tensor
+
+    def _handle(self, file: Path) -> Any:
+        """Return the open file. Another one is closed if there are too many. Tensors of it that are in use stay."""
+        handle = self._handles.pop(file, None) or safe_open(str(file), framework="pt", device="cpu")
+        self._handles[file] = handle
+        if len(self._handles) > _MAX_OPEN:
+            del self._handles[next(iter(self._handles))]
+        return handle
 
     def load_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
         """Read rows `first` to `last` of entry number `index` of a tensor with two or more dimensions."""
-        rows: torch.Tensor = self._owner[name].get_slice(name)[index, first:last]
+        rows: torch.Tensor = self._handle(self._file_of[name]).get_slice(name)[index, first:last]
         return rows
 
     def close(self) -> None:
-        self._owner.clear()
+        self._file_of.clear()
         self._handles.clear()
 
 

@@ -1,14 +1,15 @@
 """The experts of a layer: stacked weights, whose kernels compute all experts at once, or layers of their own on a CPU.
 
-Shape suffixes: T packed tokens, E hidden size, X experts, K experts of a token, I inner features of an expert.
+Shape suffixes: T packed tokens, E hidden size, X experts, K experts of a token, I input features, O output features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from specbatch.kernels.experts import ExpertWeights
@@ -38,6 +39,25 @@ class StackedExperts(Experts):
     ) -> Tensor:
         y_TE: Tensor = self._ops.fused_experts(x_TE, weights_TK, experts_TK, self._weights, residual_TE)
         return y_TE
+
+
+def stack_experts(
+    names: Sequence[tuple[str, str, str]],
+    load: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Load the weights or the biases of the experts of a layer, each straight to its place, so that only one of them is
+    held twice. Return those of gate and up, and of down, see `ExpertWeights`. `names`: those of each expert's gate, up
+    and down. `load`: returns a weight (O, I), or a bias (O,), by name, in any dtype on any device."""
+    (inner, *inputs), of_down = (load(name).shape for name in (names[0][0], names[0][2]))
+    gate_up = torch.empty(len(names), 2 * inner, *inputs, dtype=dtype, device=device)
+    all_down = torch.empty(len(names), *of_down, dtype=dtype, device=device)
+    for number, (gate, up, down) in enumerate(names):
+        gate_up[number, :inner].copy_(load(gate))
+        gate_up[number, inner:].copy_(load(up))
+        all_down[number].copy_(load(down))
+    return gate_up, all_down
 
 
 class SeparateExperts(Experts):

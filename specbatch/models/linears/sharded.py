@@ -1,9 +1,11 @@
 """A decoder whose weights are divided among ranks (tensor parallelism; Shoeybi et al. 2019, "Megatron-LM").
 
 A rank holds some heads of each attention, a part of each MLP's inner features and a part of the vocabulary. The layers
-that read what is divided (`o_proj`, `down_proj`) give a part of a sum, which the ranks add up: twice in a layer. The
-embedding of a token is on one rank, and each rank's logits are those of its part of the vocabulary. Where only the most
-likely token is asked for, ranks exchange their best one; else all logits.
+that read what is divided (`o_proj`, `down_proj`) give a part of a sum, which the ranks add up: twice in a layer. Of a
+mixture of experts, each rank has a part of the inner features of every expert and all of the router. The ranks add the
+outputs of the mixture, which are sums of the experts' parts. The embedding of a token is on one rank, and each rank's
+logits are those of its part of the vocabulary. Where only the most likely token is asked for, ranks exchange their best
+one; else all logits.
 
 Of a draft head each rank has the whole vocabulary: a sum, or logits that are gathered, would take as long as they save.
 Its `fc` layer reads hidden states that each rank has whole, and is divided by its inputs.
@@ -13,10 +15,10 @@ Shape suffixes: T packed tokens, I input features, O output features, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from torch import Tensor
 from specbatch.batch import NO_TOKEN
 from specbatch.kernels.quantised import GROUP
 from specbatch.kernels.torch.sampling import finite_peak, is_possible
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import PROJECTIONS, ModelConfig, MoeConfig
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.linear import Linear, Residual
 from specbatch.parallel.group import Group
@@ -34,16 +36,19 @@ from specbatch.parallel.shares import HeadShare, even_shares, head_shares
 # (docs/bench/2026-11-26-h200x2-best-tokens.json).
 _GATHERED_BYTES = 8 << 20
 
+MlpKind = Literal["mlp", "expert", "shared"]  # an MLP, one of many experts, the expert that all tokens take
+
 
 @dataclass(frozen=True)
 class ModelShard:
     """The part of a decoder that one rank holds. `config`: the model's, with the rank's number of heads and inner
-    features; the vocabulary's size is that of the model. `vocab` None: each rank has all of it."""
+    features; the vocabulary's size is that of the model. `inner`: the inner features of each kind of MLP. `vocab` None:
+    each rank has all of it."""
 
     group: Group
     config: ModelConfig
     heads: HeadShare
-    inner: range
+    inner: Mapping[MlpKind, range]
     vocab: VocabShare | None
 
     @staticmethod
@@ -52,7 +57,7 @@ class ModelShard:
         have no head."""
         rank, size = group.rank, group.size
         heads = head_shares(config.num_heads, config.num_kv_heads, size)[rank]
-        inner = even_shares(config.intermediate_size, size)[rank]
+        inner = {kind: even_shares(inner_size, size)[rank] for kind, inner_size in _inner_sizes(config).items()}
         parts = even_shares(config.vocab_size, size)
         vocab = VocabShare(parts[rank], len(parts[0])) if divides_vocab else None
         return ModelShard(group, local_config(config, rank, size), heads, inner, vocab)
@@ -74,10 +79,18 @@ class VocabShare(NamedTuple):
 
 
 def local_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
-    """The sizes of a rank's part. Raises ValueError where it would have no head."""
+    """The sizes of a rank's part. Raises ValueError where it would have no head, or nothing of an expert."""
     heads = head_shares(config.num_heads, config.num_kv_heads, size)[rank]
-    inner = even_shares(config.intermediate_size, size)[rank]
-    return replace(config, num_heads=len(heads.query), num_kv_heads=len(heads.kv), intermediate_size=len(inner))
+    inner = {kind: len(even_shares(inner_size, size)[rank]) for kind, inner_size in _inner_sizes(config).items()}
+    moe = config.moe
+    if moe is not None:
+        smallest = min(part for part in (moe.expert_size, moe.shared_size) if part)
+        if smallest < size:
+            raise ValueError(f"an expert has {smallest} inner features")
+        moe = replace(moe, expert_size=inner["expert"], shared_size=inner["shared"])
+    return replace(
+        config, num_heads=len(heads.query), num_kv_heads=len(heads.kv), intermediate_size=inner["mlp"], moe=moe
+    )
 
 
 def part_of_head(config: ModelConfig, rank: int, size: int) -> ModelConfig | None:
@@ -91,8 +104,8 @@ def part_of_head(config: ModelConfig, rank: int, size: int) -> ModelConfig | Non
 def part_of(name: str, tensor: Tensor, shard: ModelShard) -> Tensor:
     """The rank's part of a checkpoint's tensor, as a copy: the whole one can be freed. A bias that is added to a sum
     over ranks is the first rank's; it is zero on the others."""
-    parts = name.split(".")
-    layer, kind = (parts[-2], parts[-1]) if len(parts) > 1 else (name, "")
+    layer, _, kind = name.rpartition(".")
+    layer = layer or name
     if kind == "sinks":
         return tensor[shard.heads.query.start : shard.heads.query.stop].clone()
     if (inputs := _inputs_of_part(layer, shard, tensor.shape[-1])) is not None:
@@ -106,49 +119,88 @@ def part_of(name: str, tensor: Tensor, shard: ModelShard) -> Tensor:
 def scale_part_of(layer: str, scale_OG: Tensor, shard: ModelShard) -> Tensor:
     """The rank's part of a weight's scales: (O, 1), or (O, G) for groups of inputs, which `check_group_borders` has
     found to be on one rank each."""
-    kind = layer.rpartition(".")[2]
-    inputs = _inputs_of_part(kind, shard, scale_OG.shape[1])
+    inputs = _inputs_of_part(layer, shard, scale_OG.shape[1])
     if inputs is not None and scale_OG.shape[1] > 1:
         return scale_OG[:, inputs.start // GROUP : -(-inputs.stop // GROUP)].clone()
-    outputs = _outputs_of_part(kind, shard)
+    outputs = _outputs_of_part(layer, shard)
     return scale_OG if outputs is None else scale_OG[outputs.start : outputs.stop].clone()
 
 
 def check_group_borders(layers: Sequence[str], config: ModelConfig, size: int) -> None:
     """Layers with a scale for each GROUP of inputs. Raises ValueError if a group would be on two ranks."""
     heads = [part.query.stop * config.head_dim for part in head_shares(config.num_heads, config.num_kv_heads, size)]
-    inner = [part.stop for part in even_shares(config.intermediate_size, size)]
-    for layer, ends in (("o_proj", heads), ("down_proj", inner)):
-        cut = next((end for end in ends[:-1] if end % GROUP), None)
-        if cut is not None and any(name.endswith(f".{layer}") for name in layers):
-            raise ValueError(f"{layer} has {ends[-1]} inputs, and {cut} of them is no multiple of {GROUP}")
+    for layer in layers:
+        kind = _projection_of(layer, config.moe)
+        if kind == "o_proj":
+            ends = heads
+        elif kind == "down_proj":
+            ends = [part.stop for part in even_shares(_inner_sizes(config)[_mlp_kind(layer, config.moe)], size)]
+        else:
+            continue
+        if (cut := next((end for end in ends[:-1] if end % GROUP), None)) is not None:
+            raise ValueError(f"{kind} has {ends[-1]} inputs, and {cut} of them is no multiple of {GROUP}")
+
+
+def _projection_of(layer: str, moe: MoeConfig | None) -> str:
+    """Return the last part of a layer's name, and for the projections of experts, which have other names in some
+    families, that of an MLP's."""
+    kind = layer.rpartition(".")[2]
+    if moe is not None and _mlp_kind(layer, moe) == "expert":
+        return dict(zip(moe.projections, PROJECTIONS, strict=True)).get(kind, kind)
+    return kind
+
+
+def _mlp_kind(layer: str, moe: MoeConfig | None) -> MlpKind:
+    """Return the kind of MLP that a layer belongs to, by its name."""
+    if moe is None or f".{moe.block}." not in f".{layer}":
+        return "mlp"
+    if f"{moe.block}.experts." in layer:
+        return "expert"
+    return "shared" if f"{moe.block}.{moe.shared_name}." in layer else "mlp"
+
+
+def _inner_sizes(config: ModelConfig) -> dict[MlpKind, int]:
+    """Return the number of inner features by kind of MLP."""
+    moe = config.moe
+    expert, shared = (0, 0) if moe is None else (moe.expert_size, moe.shared_size)
+    return {"mlp": config.intermediate_size, "expert": expert, "shared": shared}
 
 
 def _inputs_of_part(layer: str, shard: ModelShard, num_inputs: int) -> range | None:
-    """Return this rank's range of input features of a layer; None: its inputs are not divided. `num_inputs`: the input
-    features of the whole layer."""
-    if layer == "fc":
+    """Return this rank's range of input features of a layer; None: its inputs are not divided. `layer`: its name.
+    `num_inputs`: the input features of the whole layer."""
+    kind = _projection_of(layer, shard.config.moe)
+    if kind == "fc":
         return even_shares(num_inputs, shard.group.size)[shard.group.rank]
-    if layer == "down_proj":
-        return shard.inner
-    return _features(shard.heads.query, shard.config.head_dim) if layer == "o_proj" else None
+    if kind == "down_proj":
+        return shard.inner[_mlp_kind(layer, shard.config.moe)]
+    return _features(shard.heads.query, shard.config.head_dim) if kind == "o_proj" else None
 
 
 def _outputs_of_part(layer: str, shard: ModelShard) -> range | None:
     """Return this rank's range of output features of a layer; None: its outputs are not divided."""
-    head_dim = shard.config.head_dim
+    head_dim, inner = shard.config.head_dim, shard.inner[_mlp_kind(layer, shard.config.moe)]
     return {
         "q_proj": _features(shard.heads.query, head_dim),
         "k_proj": _features(shard.heads.kv, head_dim),
         "v_proj": _features(shard.heads.kv, head_dim),
-        "gate_proj": shard.inner,
-        "up_proj": shard.inner,
+        "gate_proj": inner,
+        "up_proj": inner,
         **({} if shard.vocab is None else dict.fromkeys(("embed_tokens", "lm_head"), shard.vocab.tokens)),
-    }.get(layer)
+    }.get(_projection_of(layer, shard.config.moe))
 
 
 def _features(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def start_sum(group: Group, part_TO: Tensor, residual_TO: Tensor, next_norm: RMSNorm | None) -> Callable[[], Residual]:
+    """Start the sum of all ranks' parts, with the residual, and with the norm of the layer that reads it."""
+    if next_norm is None:
+        total = group.start_sum(part_TO, residual_TO)
+        return lambda: Residual(total())
+    both = group.start_normed_sum(part_TO, residual_TO, next_norm)
+    return lambda: Residual(*both())
 
 
 class SummedLinear(Linear):
@@ -164,12 +216,7 @@ class SummedLinear(Linear):
     def start_with_residual(
         self, x_TI: Tensor, residual_TO: Tensor, next_norm: RMSNorm | None = None
     ) -> Callable[[], Residual]:
-        part_TO = self._part(self._own(x_TI))
-        if next_norm is None:
-            total = self._group.start_sum(part_TO, residual_TO)
-            return lambda: Residual(total())
-        both = self._group.start_normed_sum(part_TO, residual_TO, next_norm)
-        return lambda: Residual(*both())
+        return start_sum(self._group, self._part(self._own(x_TI)), residual_TO, next_norm)
 
     def _own(self, x_TI: Tensor) -> Tensor:
         if not self._has_whole_input:
