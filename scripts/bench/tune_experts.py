@@ -24,7 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from specbatch.kernels.experts import ExpertWeights
+from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.torch.mixture import combine
 from specbatch.kernels.triton.mixture import ops
 from specbatch.kernels.triton.mixture.tile import ExpertTile, tokens_of_a_program
@@ -97,7 +97,9 @@ def compile_some(job: tuple[int, int, int, int, list[tuple[int, int, ExpertTile]
             print("compile", num_tokens, block_m, tile, str(error)[:100], flush=True)
 
 
-def run_both(num_tokens: int, block_m: int, tiles: tuple, num_experts: int, hidden: int, inner: int, top_k: int) -> None:
+def run_both(
+    num_tokens: int, block_m: int, tiles: tuple, num_experts: int, hidden: int, inner: int, top_k: int
+) -> None:
     gate_up = torch.zeros(num_experts, 2 * inner, hidden, dtype=DTYPE, device="cuda")
     down = torch.zeros(num_experts, hidden, inner, dtype=DTYPE, device="cuda")
     x = torch.zeros(num_tokens, hidden, dtype=DTYPE, device="cuda")
@@ -212,7 +214,7 @@ def main() -> None:
 
         def route() -> None:
             for _ in chosen:
-                ops.route(logits, K, norm_topk_prob=True)
+                ops.route(logits, Routing(K, norm_topk_prob=True))
 
         logits = torch.randn(n, X, dtype=DTYPE, device="cuda")
         for name, run in {"ours": whole, "table": chosen_by_table, "grouped_mm": grouped, "sort": sort,
@@ -227,7 +229,9 @@ def main() -> None:
         results.append(line)
         print({k: round(v, 2) if isinstance(v, float) else v for k, v in line.items()}, flush=True)
         assert tokens_of_a_program(n, X, K) > 0
-        args.output.write_text(json.dumps({"shape": args.shape, "device": torch.cuda.get_device_name(), "results": results}))
+        args.output.write_text(
+            json.dumps({"shape": args.shape, "device": torch.cuda.get_device_name(), "results": results})
+        )
 
 
 if __name__ == "__main__":
