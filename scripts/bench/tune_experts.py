@@ -97,9 +97,7 @@ def compile_some(job: tuple[int, int, int, int, list[tuple[int, int, ExpertTile]
             print("compile", num_tokens, block_m, tile, str(error)[:100], flush=True)
 
 
-def run_both(
-    num_tokens: int, block_m: int, tiles: tuple, num_experts: int, hidden: int, inner: int, top_k: int
-) -> None:
+def run_both(num_tokens: int, block_m: int, tiles: tuple, num_experts: int, hidden: int, inner: int, top_k: int) -> None:
     gate_up = torch.zeros(num_experts, 2 * inner, hidden, dtype=DTYPE, device="cuda")
     down = torch.zeros(num_experts, hidden, inner, dtype=DTYPE, device="cuda")
     x = torch.zeros(num_tokens, hidden, dtype=DTYPE, device="cuda")
@@ -229,9 +227,7 @@ def main() -> None:
         results.append(line)
         print({k: round(v, 2) if isinstance(v, float) else v for k, v in line.items()}, flush=True)
         assert tokens_of_a_program(n, X, K) > 0
-        args.output.write_text(
-            json.dumps({"shape": args.shape, "device": torch.cuda.get_device_name(), "results": results})
-        )
+        args.output.write_text(json.dumps({"shape": args.shape, "device": torch.cuda.get_device_name(), "results": results}))
 
 
 if __name__ == "__main__":
