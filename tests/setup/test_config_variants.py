@@ -248,7 +248,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         },
         (),
     ),
-    "flex-olmo": ("flex_olmo", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "pad_token_id": None}, ()),
+    "flex-olmo": (
+        "flex_olmo",
+        {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "pad_token_id": None},
+        (),
+    ),
     "mellum": ("mellum", {**MOE, "head_dim": 12, "rope_theta": ...}, ()),
     "mellum-types": (
         "mellum",
