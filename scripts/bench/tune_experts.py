@@ -24,7 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from specbatch.kernels.experts import ExpertWeights
+from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.torch.mixture import combine
 from specbatch.kernels.triton.mixture import ops
 from specbatch.kernels.triton.mixture.tile import ExpertTile, tokens_of_a_program
@@ -214,7 +214,7 @@ def main() -> None:
 
         def route() -> None:
             for _ in chosen:
-                ops.route(logits, K, norm_topk_prob=True)
+                ops.route(logits, Routing(K, norm_topk_prob=True))
 
         logits = torch.randn(n, X, dtype=DTYPE, device="cuda")
         for name, run in {"ours": whole, "table": chosen_by_table, "grouped_mm": grouped, "sort": sort,

@@ -17,9 +17,11 @@ from transformers import (
     FlexOlmoConfig,
     Glm4MoeConfig,
     HYV3Config,
+    MellumConfig,
     MiniMaxM2Config,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -73,6 +75,10 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "olmoe": OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=2),
     "flex_olmo": FlexOlmoConfig(**SIZES, num_experts=6, num_experts_per_tok=2),
     "olmo2": Olmo2Config(**SIZES),
+    "olmo3": Olmo3Config(**SIZES, sliding_window=9),
+    "mellum": MellumConfig(
+        **SIZES, **EXPERTS, head_dim=12, sliding_window=9, layer_types=["full_attention", *["sliding_attention"] * 6]
+    ),
     "glm4_moe": Glm4MoeConfig(**SIZES, **ROUTED, head_dim=16, use_qk_norm=True),
     "dots1": Dots1Config(**SIZES, **ROUTED, n_shared_experts=2, sliding_window=None),
     "solar_open": SolarOpenConfig(**without(SIZES | ROUTED, "intermediate_size", "first_k_dense_replace"), head_dim=12),

@@ -21,10 +21,12 @@ from transformers import (
     GptOssConfig,
     HYV3Config,
     LlamaConfig,
+    MellumConfig,
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -121,6 +123,19 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "olmoe": OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3),
     "olmo2": Olmo2Config(**SIZES),
     "olmo2-biases": Olmo2Config(**{**SIZES, "num_key_value_heads": 6}, attention_bias=True, tie_word_embeddings=True),
+    "olmo3-window": Olmo3Config(
+        **SIZES, sliding_window=9, rope_scaling={k: v for k, v in YARN.items() if k != "rope_theta"}
+    ),
+    "mellum-window": MellumConfig(
+        **SIZES,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        head_dim=12,
+        sliding_window=9,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+    ),
     "flex-olmo": FlexOlmoConfig(**SIZES, num_experts=5, num_experts_per_tok=2, pad_token_id=None),
     "olmoe-norm": OlmoeConfig(
         **{**SIZES, "num_key_value_heads": 6}, num_experts=5, num_experts_per_tok=2, norm_topk_prob=True

@@ -109,18 +109,35 @@ def test_routing(device: str, norm: bool) -> None:
         assert_close(actual[0], expected[0])
 
 
+ROUTINGS = {
+    "sigmoid": Routing(4, True, "sigmoid", num_groups=4, topk_groups=2, scale=2.5),
+    "sigmoid, no norm": Routing(3, False, "sigmoid"),
+    "softmax of the chosen": Routing(4, False, "softmax_of_chosen"),
+    "scaled softmax in groups": Routing(4, True, num_groups=3, topk_groups=2, scale=0.5),
+}
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_routing_with_other_traits(device: str) -> None:
-    correction = normal(12, seed=2, dtype=torch.float32, device=device)
+@pytest.mark.parametrize("has_correction", [True, False])
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_routing_with_other_traits(kind: str, has_correction: bool, device: str) -> None:
+    """Equal logits, too, and groups with equal sums."""
+    correction = normal(12, seed=2, dtype=torch.float32, device=device) if has_correction else None
     for dtype in DTYPES[device]:
         logits = normal(33, 12, seed=1, dtype=dtype, device=device)
-        for routing in (
-            Routing(4, True, "sigmoid", num_groups=3, topk_groups=2, scale=2.5),
-            Routing(4, False, "softmax_of_chosen"),
-            Routing(4, True, "softmax", scale=0.5),
-        ):
-            expected = reference.route(logits, routing, correction)
-            actual = ops.route(logits, routing, correction)
-            assert torch.equal(actual[1], expected[1])
-            assert actual[0].dtype == expected[0].dtype
-            assert_close(actual[0], expected[0])
+        logits[5] = 0.5
+        logits[6, 3:9] = logits[6].max() + 1
+        expected = reference.route(logits, ROUTINGS[kind], correction)
+        actual = ops.route(logits, ROUTINGS[kind], correction)
+        assert torch.equal(actual[1], expected[1])
+        assert_close(actual[0], expected[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_routing_of_what_is_not_finite(device: str) -> None:
+    """Each token has different experts, whatever its logits are."""
+    logits = torch.full((4, 12), torch.nan)
+    logits[1, 3], logits[2, 5], logits[3] = 1.0, torch.inf, -torch.inf
+    for routing in ROUTINGS.values():
+        _, experts_TK = ops.route(logits.to(device), routing)
+        assert all(len(set(row)) == routing.top_k and max(row) < 12 for row in experts_TK.tolist())

@@ -19,10 +19,12 @@ from transformers import (
     GptOssConfig,
     HYV3Config,
     LlamaConfig,
+    MellumConfig,
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -228,7 +230,7 @@ def test_generation_config_replaces_the_end_of_sequence_ids() -> None:
 CLASSES: tuple[type[PreTrainedConfig], ...] = (
     *(LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig, Gemma2Config, Gemma3TextConfig),
     *(MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig, OlmoeConfig, Glm4MoeConfig, Dots1Config, SolarOpenConfig),
-    *(HYV3Config, MiniMaxM2Config, Olmo2Config, FlexOlmoConfig, GptOssConfig),
+    *(HYV3Config, MiniMaxM2Config, Olmo2Config, Olmo3Config, FlexOlmoConfig, MellumConfig, GptOssConfig),
 )
 
 

@@ -182,6 +182,18 @@ def test_a_tokens_bits_do_not_depend_on_the_others(kind: str) -> None:
         assert torch.equal(layer(x_TE[first:last]), whole[first:last])
 
 
+@pytest.mark.parametrize("num_experts", [3, 5, 60])
+def test_a_tokens_weights_do_not_depend_on_the_others(num_experts: int) -> None:
+    """Elements at the end of a tensor are not computed by another formula than the others."""
+    logits_TX = torch.randn(2000, num_experts, generator=torch.Generator().manual_seed(1))
+    moe = replace(SIGMOID, num_experts=num_experts, top_k=2, num_groups=1, topk_groups=1)
+    weights_TK, experts_TK = route(logits_TX, moe.routing)
+    for token in range(0, 2000, 10):
+        alone, chosen = route(logits_TX[token : token + 1], moe.routing)
+        assert torch.equal(alone[0], weights_TK[token])
+        assert torch.equal(chosen[0], experts_TK[token])
+
+
 def test_a_wide_router_computes_in_float32() -> None:
     """Two experts have logits that differ by less than bfloat16 shows."""
     router = torch.zeros(SIGMOID.num_experts, 32, dtype=torch.float64)

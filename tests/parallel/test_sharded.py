@@ -44,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
             *(6, 2, 10),
             norm_topk_prob=True,
             layers=(False, True),
-            shared_size=6,
+            shared_size=80,  # more than the MLP of the other layer has
             shared_gate=False,
             shared_name="shared_mlp",
             scoring="sigmoid",

@@ -258,6 +258,39 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         },
         (),
     ),
+    "olmo2": ("olmo2", {"num_key_value_heads": 6, "rms_norm_eps": ...}, ()),
+    "olmo3": ("olmo3", {"sliding_window": 9}, ()),
+    "olmo3-types": ("olmo3", {"sliding_window": 9, "layer_types": TYPES, "rope_theta": ...}, ()),
+    "olmo3-yarn": ("olmo3", {"sliding_window": 9, "rope_scaling": {"rope_type": "yarn", **YARN}}, ()),
+    "olmo3-rope-parameters": (
+        "olmo3",
+        {
+            "sliding_window": 9, "rope_theta": ...,
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        (),
+    ),
+    "flex-olmo": (
+        "flex_olmo",
+        {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "pad_token_id": None},
+        (),
+    ),
+    "mellum": ("mellum", {**MOE, "head_dim": 12, "rope_theta": ...}, ()),
+    "mellum-types": (
+        "mellum",
+        {
+            **MOE, "head_dim": 12, "rope_theta": ..., "sliding_window": 9, "layer_types": TYPES,
+            "mlp_layer_types": ["dense", "sparse", "sparse"], "norm_topk_prob": False,
+            "rope_parameters": {
+                FULL: {"rope_type": "yarn", "rope_theta": 500.0, **YARN},
+                SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        (),
+    ),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}, ()),
     "olmoe-biases": (
         "olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True, "norm_topk_prob": True}, ()

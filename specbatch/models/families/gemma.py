@@ -15,14 +15,14 @@ from typing import Any
 from torch import Tensor
 
 from specbatch.errors import ModelError
-from specbatch.models.checks import mapping, shown, whole_number
+from specbatch.models.checks import whole_number
 from specbatch.models.config import PRE_NORMS, ModelConfig
 from specbatch.models.decoder_layer import MLP, Attention, DecoderLayer, ForwardPass
 from specbatch.models.families.family import Family
-from specbatch.models.families.hf_config import FULL, SLIDING, HfConfig, windows_of
+from specbatch.models.families.hf_config import HfConfig
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.linears.linear import Residual
-from specbatch.models.rope import RopeConfig, parse_rope
+from specbatch.models.rope import RopeConfig
 from specbatch.models.stages import Stages
 from specbatch.models.weight_loader import WeightLoader
 
@@ -82,7 +82,7 @@ def _read_gemma(config: HfConfig) -> ModelConfig:
 def _read_gemma2(config: HfConfig) -> ModelConfig:
     return _model_config(
         config,
-        _windows(config, period=2),
+        config.windows_but_each(2, 4096),
         max_position=8192,
         attention_soft_cap=config.positive_number("attn_logit_softcapping", 50.0),
         logits_soft_cap=config.positive_number("final_logit_softcapping", 30.0),
@@ -92,10 +92,10 @@ def _read_gemma2(config: HfConfig) -> ModelConfig:
 
 def _read_gemma3(config: HfConfig) -> ModelConfig:
     max_position = config.optional_size("max_position_embeddings") or 131072
-    rope, window_rope = _ropes(config.raw, max_position)
+    rope, window_rope = _ropes(config, max_position)
     return _model_config(
         config,
-        _windows(config, period=whole_number(_pattern(config.raw), "config.json: sliding_window_pattern")),
+        config.windows_but_each(whole_number(_pattern(config.raw), "config.json: sliding_window_pattern"), 4096),
         max_position=max_position,
         rope=rope,
         window_rope=window_rope,
@@ -137,44 +137,19 @@ def _attention_scale(config: HfConfig) -> float | None:
     return scalar**-0.5
 
 
-def _windows(config: HfConfig, period: int) -> tuple[int | None, ...]:
-    """Return the windows of the layers. Without `layer_types`, each `period`-th layer sees all tokens."""
-    window = config.optional_size("sliding_window") if "sliding_window" in config.raw else 4096
-    num_layers = config.num_layers()
-    default = [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
-    return windows_of(config.layer_types(num_layers) or default, window, "sliding_window is null")
-
-
 def _pattern(raw: Mapping[str, Any]) -> object:
     """Return the period of the layers without a window. Files of transformers 5 have it under a private name."""
     names = ("sliding_window_pattern", "_sliding_window_pattern")
     return next((raw[name] for name in names if raw.get(name) is not None), 6)
 
 
-def _ropes(raw: Mapping[str, Any], max_position: int) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotary embeddings of layers without and with a window: `rope_parameters` of transformers 5, by layer
-    type, or `rope_theta`, `rope_scaling` and `rope_local_base_freq`."""
-    by_type = _object(raw, "rope_parameters")
-    if others := by_type.keys() - {FULL, SLIDING}:
-        raise ModelError(
-            f"config.json: rope_parameters has {shown(min(others))}, which is no layer type",
-            hint=f"write the parameters into {FULL} and {SLIDING} of rope_parameters",
-        )
-    theta, local = raw.get("rope_theta"), raw.get("rope_local_base_freq")
-    full = {"rope_theta": 1e6 if theta is None else theta, **_object(by_type, FULL), **_object(raw, "rope_scaling")}
-    window = {"rope_theta": 1e4 if local is None else local, **_object(by_type, SLIDING)}
-    shared = {key: value for key, value in raw.items() if not key.startswith("rope_")}
-
-    def parsed(parameters: Mapping[str, Any]) -> RopeConfig:
-        rope = parse_rope({**shared, "rope_parameters": parameters}, max_position)
-        # max_position_embeddings of Gemma 3 includes the linear scaling, as vLLM reads it too.
-        return replace(rope, original_max_position=0) if rope.scaling == "linear" else rope
-
-    return parsed(full), parsed(window)
-
-
-def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    return mapping(raw.get(key) or {}, f"config.json: {key}")
+def _ropes(config: HfConfig, max_position: int) -> tuple[RopeConfig, RopeConfig]:
+    """Return the rotary embeddings of layers without and with a window."""
+    theta, local = config.raw.get("rope_theta"), config.raw.get("rope_local_base_freq")
+    ropes = config.ropes(max_position, 1e6 if theta is None else theta, 1e4 if local is None else local)
+    # max_position_embeddings of Gemma 3 includes the linear scaling, as vLLM reads it too.
+    full, window = (replace(r, original_max_position=0) if r.scaling == "linear" else r for r in ropes)
+    return full, window
 
 
 _KEYS = frozenset(("attention_bias", "hidden_activation"))

@@ -7,11 +7,12 @@ from typing import Any
 
 from specbatch.errors import ModelError
 from specbatch.kernels.activations import Activation
-from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, flag, norm_eps, number, shown, whole_number
+from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, flag, mapping, norm_eps, number, shown, whole_number
 from specbatch.models.config import ModelConfig, MoeConfig
 from specbatch.models.rope import RopeConfig, parse_rope
 
 MAX_EXPERTS = 10_000
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # names of the number of layers that predict further tokens
 WINDOW_HINT = "make layer_types and the sliding window of config.json agree; see the model's page"
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
 # Our name of an activation, by its names in config.json.
@@ -34,6 +35,14 @@ class HfConfig:
     def optional_size(self, key: str, at_most: int = MAX_SIZE) -> int | None:
         value = self.raw.get(key)
         return None if value is None else whole_number(value, f"config.json: {key}", at_most=at_most)
+
+    def count(self, key: str, default: int) -> int:
+        """Return a number of layers or experts, which can be 0. `default`: the number of a file that has none."""
+        value = self.raw.get(key)
+        return default if value is None else whole_number(value, f"config.json: {key}", at_least=0, at_most=MAX_EXPERTS)
+
+    def num_mtp_layers(self, default: int) -> int:
+        return self.count(MTP_KEYS[0], self.count(MTP_KEYS[1], default))
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
         """Return a number, or None for null. `default`: the value of a key that is not there."""
@@ -66,6 +75,18 @@ class HfConfig:
         if top_k > num_experts:
             raise ModelError(f"config.json: num_experts_per_tok {top_k} is more than {key} {num_experts}")
         return MoeConfig(num_experts, top_k, expert_size, norm_topk_prob, layers, **traits)
+
+    def sparse_layers(self, key: str, default: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Return which layers have experts: those of the type "sparse". `default`: the layers of a file without
+        types."""
+        kinds = self.raw.get(key)
+        if kinds is None:
+            return default
+        if not isinstance(kinds, list) or len(kinds) != len(default) or not {"dense", "sparse"}.issuperset(kinds):
+            raise ModelError(
+                f"config.json: {key} must be a list of {len(default)} times 'dense' or 'sparse', not {shown(kinds)}"
+            )
+        return tuple(kind == "sparse" for kind in kinds)
 
     def num_layers(self) -> int:
         return self.size("num_hidden_layers", MAX_LAYERS)
@@ -102,6 +123,35 @@ class HfConfig:
         if types is None:
             types = [FULL if window is None or i < first else SLIDING for i in range(num_layers)]
         return windows_of(types, window, why_none)
+
+    def windows_but_each(self, period: int, default: int) -> tuple[int | None, ...]:
+        """Return the sliding window of each layer. Without `layer_types`, each `period`-th layer sees all tokens.
+        `default`: the window of a file that has none."""
+        window = self.optional_size("sliding_window") if "sliding_window" in self.raw else default
+        num_layers = self.num_layers()
+        types = [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
+        return windows_of(self.layer_types(num_layers) or types, window, "sliding_window is null")
+
+    def ropes(self, max_position: int, theta: object, window_theta: object) -> tuple[RopeConfig, RopeConfig]:
+        """Return the rotary embeddings of layers without and with a window: `rope_parameters` of transformers 5, by
+        layer type, and `rope_scaling` for layers without one. `theta` and `window_theta`: those of types without."""
+        by_type = self._object("rope_parameters")
+        if others := by_type.keys() - {FULL, SLIDING}:
+            raise ModelError(
+                f"config.json: rope_parameters has {shown(min(others))}, which is no layer type",
+                hint=f"write the parameters into {FULL} and {SLIDING} of rope_parameters",
+            )
+        full, window = (mapping(by_type.get(kind) or {}, f"config.json: {kind}") for kind in (FULL, SLIDING))
+        shared = {key: value for key, value in self.raw.items() if not key.startswith("rope_")}
+
+        def parsed(parameters: Mapping[str, Any]) -> RopeConfig:
+            return parse_rope({**shared, "rope_parameters": parameters}, max_position)
+
+        scaling = self._object("rope_scaling")
+        return parsed({"rope_theta": theta, **full, **scaling}), parsed({"rope_theta": window_theta, **window})
+
+    def _object(self, key: str) -> Mapping[str, Any]:
+        return mapping(self.raw.get(key) or {}, f"config.json: {key}")
 
     def one_window(self, num_layers: int, window: int | None) -> tuple[int | None, ...]:
         """Return the windows of a family whose layers all have the same one: its class in transformers does not read

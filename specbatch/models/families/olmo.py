@@ -1,5 +1,5 @@
-"""OLMo 2, FlexOlmo (an OLMo 2 with experts) and OLMoE. Norms of queries and keys are over all heads. The first two have
-norms after attention and after the MLP, and none before."""
+"""OLMo 2 and 3, FlexOlmo (an OLMo 2 with experts) and OLMoE. Norms of queries and keys are over all heads. All but
+OLMoE have norms after attention and after the MLP, and none before. OLMo 3 has windows in three of four layers."""
 
 from __future__ import annotations
 
@@ -52,6 +52,23 @@ def _read_olmo2(config: HfConfig) -> ModelConfig:
     return _model_config(config, max_position=2048, eos=50279, eps=1e-5, norms=_NORMS, wide_norms=True)
 
 
+def _read_olmo3(config: HfConfig) -> ModelConfig:
+    max_position, theta = config.optional_size("max_position_embeddings") or 2048, config.raw.get("rope_theta")
+    # transformers reads rope_theta for the layers without a window only.
+    rope, window_rope = config.ropes(max_position, 500000.0 if theta is None else theta, 500000.0)
+    return _model_config(
+        config,
+        config.windows_but_each(4, 4096),
+        max_position=max_position,
+        eos=50279,
+        eps=1e-5,
+        rope=rope,
+        window_rope=window_rope,
+        norms=_NORMS,
+        wide_norms=True,
+    )
+
+
 def _read_flex_olmo(config: HfConfig) -> ModelConfig:
     experts = _experts(config)
     return _model_config(
@@ -63,10 +80,10 @@ def _read_olmoe(config: HfConfig) -> ModelConfig:
     return _model_config(config, max_position=4096, eos=50279, eps=1e-5, moe=_experts(config))
 
 
-def _model_config(config: HfConfig, **values: Any) -> ModelConfig:
+def _model_config(config: HfConfig, windows: tuple[int | None, ...] | None = None, **values: Any) -> ModelConfig:
     has_bias = config.flag("attention_bias")
     return config.model_config(
-        config.one_window(config.num_layers(), None),
+        windows or config.one_window(config.num_layers(), None),
         qkv_bias=has_bias,
         output_bias=has_bias,
         qk_norm=True,
@@ -91,6 +108,13 @@ OLMO2 = Family(
     architectures=("Olmo2ForCausalLM",),
     read=_read_olmo2,
     keys=frozenset(("attention_bias",)),
+    neutral=_NEUTRAL,
+    layer=OlmoLayer,
+)
+OLMO3 = Family(
+    architectures=("Olmo3ForCausalLM",),
+    read=_read_olmo3,
+    keys=frozenset(("attention_bias", "sliding_window")),
     neutral=_NEUTRAL,
     layer=OlmoLayer,
 )

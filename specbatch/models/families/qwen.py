@@ -9,7 +9,7 @@ from specbatch.errors import ModelError
 from specbatch.models.checks import shown, whole_number
 from specbatch.models.config import ModelConfig, MoeConfig
 from specbatch.models.families.family import Family
-from specbatch.models.families.hf_config import HfConfig
+from specbatch.models.families.hf_config import FULL, MTP_KEYS, HfConfig, windows_of
 
 _ACTIVATIONS = ("silu", "swish")
 _WINDOW_KEYS = frozenset(("use_sliding_window", "sliding_window", "max_window_layers"))
@@ -43,17 +43,43 @@ def _read_qwen3_moe(config: HfConfig) -> ModelConfig:
     return _qwen3(config, windows, num_kv_heads=4, moe=_experts(config))
 
 
+def _read_mellum(config: HfConfig) -> ModelConfig:
+    max_position = config.optional_size("max_position_embeddings") or 131072
+    if config.raw.get("rope_scaling"):
+        raise ModelError("config.json: rope_scaling is not supported in a mellum model, which has rope_parameters")
+    rope, window_rope = config.ropes(max_position, 500000.0, 10000.0)
+    window = config.optional_size("sliding_window") if "sliding_window" in config.raw else 1024
+    num_layers = config.num_layers()
+    types = config.layer_types(num_layers) or [FULL] * num_layers
+    moe = config.experts(
+        ("num_local_experts", "num_experts"),
+        config.size("moe_intermediate_size"),
+        config.sparse_layers("mlp_layer_types", (True,) * num_layers),
+        norm_topk_prob=config.flag("norm_topk_prob", default=True),
+    )
+    return _qwen3(
+        config,
+        windows_of(types, window, "sliding_window is null"),
+        num_kv_heads=4,
+        head_dim=128,
+        max_position=max_position,
+        rope=rope,
+        window_rope=window_rope,
+        num_mtp_layers=config.num_mtp_layers(0),
+        moe=moe,
+    )
+
+
 def _qwen3(config: HfConfig, windows: tuple[int | None, ...], **differing: Any) -> ModelConfig:
     """Read what Qwen3 with and without experts have in common. `differing`: further arguments of `model_config`."""
     has_bias = config.flag("attention_bias")
     return config.model_config(
         windows,
-        max_position=32768,
         qkv_bias=has_bias,
         output_bias=has_bias,
         qk_norm=True,
         activation=config.activation("hidden_act", only=_ACTIVATIONS),
-        **differing,
+        **{"max_position": 32768, **differing},
     )
 
 
@@ -131,4 +157,16 @@ QWEN3_MOE = Family(
     read=_read_qwen3_moe,
     keys=_WINDOW_KEYS | _EXPERT_KEYS | {"attention_bias"},
     neutral={"mlp_bias": (False,), "qkv_bias": (False,)},
+)
+MELLUM = Family(
+    architectures=("MellumForCausalLM",),
+    read=_read_mellum,
+    keys=frozenset(
+        (
+            *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+            *("mlp_layer_types", "sliding_window", "attention_bias"),
+            *(*MTP_KEYS, "mtp_layer_types", "mtp_mlp_layer_types"),
+        )
+    ),
+    neutral={"mlp_bias": (False,), "qkv_bias": (False,), "use_sliding_window": (True,)},
 )

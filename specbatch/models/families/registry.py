@@ -14,8 +14,8 @@ from specbatch.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from specbatch.models.families.gpt_oss import GPT_OSS
 from specbatch.models.families.hf_config import HfConfig
 from specbatch.models.families.llama import LLAMA, MISTRAL, MIXTRAL
-from specbatch.models.families.olmo import FLEX_OLMO, OLMO2, OLMOE
-from specbatch.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from specbatch.models.families.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
+from specbatch.models.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from specbatch.models.families.sigmoid_router import DOTS1, GLM4_MOE, HY_V3, MINIMAX_M2, SOLAR_OPEN
 
 FAMILIES: Mapping[str, Family] = {
@@ -26,7 +26,9 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "mellum": MELLUM,
     "olmo2": OLMO2,
+    "olmo3": OLMO3,
     "flex_olmo": FLEX_OLMO,
     "olmoe": OLMOE,
     "glm4_moe": GLM4_MOE,

@@ -7,10 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 from specbatch.errors import ModelError
-from specbatch.models.checks import shown, whole_number
 from specbatch.models.config import ModelConfig, MoeConfig
 from specbatch.models.families.family import Family
-from specbatch.models.families.hf_config import MAX_EXPERTS, WINDOW_HINT, HfConfig
+from specbatch.models.families.hf_config import MAX_EXPERTS, MTP_KEYS, WINDOW_HINT, HfConfig
 from specbatch.models.families.llama import MIXTRAL_NAMES
 
 _ACTIVATIONS = ("silu", "swish")
@@ -18,7 +17,7 @@ _ACTIVATIONS = ("silu", "swish")
 
 def _read_glm4_moe(config: HfConfig) -> ModelConfig:
     # The files name the layers that predict further tokens, and transformers does not load them.
-    num_mtp_layers = _count(config, "num_nextn_predict_layers", _count(config, "num_mtp_layers", 1))
+    num_mtp_layers = config.num_mtp_layers(1)
     return _model_config(
         config,
         config.one_window(config.num_layers(), None),
@@ -38,7 +37,7 @@ def _read_dots1(config: HfConfig) -> ModelConfig:
     window = config.optional_size("sliding_window") if "sliding_window" in config.raw else 4096
     if window is not None and not config.flag("use_sliding_window", default=True):
         raise ModelError(f"config.json: use_sliding_window is false, but sliding_window is {window}", hint=WINDOW_HINT)
-    first = _count(config, "max_window_layers", 62)
+    first = config.count("max_window_layers", 62)
     return _model_config(
         config,
         config.windows(num_layers, window, "sliding_window is null", first),
@@ -72,9 +71,9 @@ def _read_hy_v3(config: HfConfig) -> ModelConfig:
     moe = config.experts(
         ("num_experts", "num_local_experts"),
         expert_size,
-        _sparse_layers(config, num_layers),
+        config.sparse_layers("mlp_layer_types", tuple(layer > 0 for layer in range(num_layers))),
         norm_topk_prob=True,
-        shared_size=_count(config, "num_shared_experts", 1) * expert_size,
+        shared_size=config.count("num_shared_experts", 1) * expert_size,
         shared_gate=False,
         shared_name="shared_mlp",
         scoring="sigmoid",
@@ -94,25 +93,9 @@ def _read_hy_v3(config: HfConfig) -> ModelConfig:
         qkv_bias=has_bias,
         output_bias=has_bias,
         qk_norm=True,
-        num_mtp_layers=_count(config, "num_nextn_predict_layers", 1),
+        num_mtp_layers=config.num_mtp_layers(1),
         moe=moe,
     )
-
-
-def _sparse_layers(config: HfConfig, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have experts: those of the type "sparse"; without types, all but the first one."""
-    kinds = config.raw.get("mlp_layer_types")
-    if kinds is None:
-        return tuple(layer > 0 for layer in range(num_layers))
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or any(kind not in ("dense", "sparse") for kind in kinds)
-    ):
-        raise ModelError(
-            f"config.json: mlp_layer_types must be a list of {num_layers} times 'dense' or 'sparse', not {shown(kinds)}"
-        )
-    return tuple(kind == "sparse" for kind in kinds)
 
 
 def _read_minimax_m2(config: HfConfig) -> ModelConfig:
@@ -153,13 +136,13 @@ def _experts(config: HfConfig, first: int, num_shared: int, *, norm_topk_prob: b
     """Read a mixture of experts as DeepSeek-V3 has it. The arguments are defaults: the first layer that has one, the
     number of shared experts, which are computed as one, and whether weights are divided by their sum."""
     expert_size = config.size("moe_intermediate_size")
-    first = _count(config, "first_k_dense_replace", first)
+    first = config.count("first_k_dense_replace", first)
     moe = config.experts(
         ("n_routed_experts", "num_local_experts"),
         expert_size,
         tuple(layer >= first for layer in range(config.num_layers())),
         norm_topk_prob=config.flag("norm_topk_prob", default=norm_topk_prob),
-        shared_size=_count(config, "n_shared_experts", num_shared) * expert_size,
+        shared_size=config.count("n_shared_experts", num_shared) * expert_size,
         shared_gate=False,
         shared_name="shared_experts",
         scoring="sigmoid",
@@ -171,12 +154,6 @@ def _experts(config: HfConfig, first: int, num_shared: int, *, norm_topk_prob: b
     )
     _check_groups(moe)
     return moe
-
-
-def _count(config: HfConfig, key: str, default: int) -> int:
-    """Return a number that can be 0. `default`: the number of a file that has none."""
-    value = config.raw.get(key)
-    return default if value is None else whole_number(value, f"config.json: {key}", at_least=0, at_most=MAX_EXPERTS)
 
 
 def _check_groups(moe: MoeConfig) -> None:
@@ -202,7 +179,7 @@ _EXPERT_KEYS = frozenset(
 GLM4_MOE = Family(
     architectures=("Glm4MoeForCausalLM",),
     read=_read_glm4_moe,
-    keys=_EXPERT_KEYS | {"first_k_dense_replace", "use_qk_norm", "num_nextn_predict_layers", "num_mtp_layers"},
+    keys=_EXPERT_KEYS | {"first_k_dense_replace", "use_qk_norm", *MTP_KEYS},
     neutral=_NEUTRAL,
 )
 DOTS1 = Family(
@@ -223,7 +200,7 @@ HY_V3 = Family(
     keys=frozenset(
         (
             *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts"),
-            *("router_scaling_factor", "mlp_layer_types", "attention_bias", "num_nextn_predict_layers"),
+            *("router_scaling_factor", "mlp_layer_types", "attention_bias", *MTP_KEYS),
         )
     ),
     neutral={**_NEUTRAL, "norm_topk_prob": (True,), "enable_moe_fp32_combine": (True, False)},

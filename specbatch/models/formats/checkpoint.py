@@ -197,6 +197,7 @@ def _is_harmless(name: str, config: ModelConfig) -> bool:
         or is_kv_scale(name)
         or (name == "lm_head.weight" and config.tie_word_embeddings)
         or name.startswith(tuple(f"model.layers.{layer}." for layer in range(first, last)))
+        or (config.num_mtp_layers > 0 and name.startswith("mtp."))
     )
 
 

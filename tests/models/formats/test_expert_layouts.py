@@ -171,6 +171,8 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
     save_file(state | {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"unknown: model\.layers\.3\.eh_proj"):
         open_checkpoint(tmp_path)
+    save_file(state | {"mtp.fc.weight": torch.ones(64, 128)}, tmp_path / "model.safetensors")
+    open_checkpoint(tmp_path)
 
 
 def gguf_state(family: str) -> dict[str, Tensor]:

@@ -16,32 +16,86 @@ _GROUP = tl.constexpr(MXFP4_GROUP)
 
 
 @triton.jit
-def route_kernel(
-    logits, weights, experts, stride, X: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, X_POWER: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+def _largest(values, taken):
+    """Return the largest number that is not taken."""
+    return tl.max(tl.where(taken, float("-inf"), values), 0)
+
+
+@triton.jit
+def _index_of(value, values, ids, taken, SIZE: tl.constexpr):
+    """Return the lowest index of a number among those that are not taken."""
+    return tl.min(tl.where(taken | (values != value), SIZE, ids), 0)
+
+
+@triton.jit
+def _in_best_groups(
+    choice, ids, X: tl.constexpr, X_POWER: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POWER: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the choice of one token: a softmax over X logits, and its K largest. Grid: T."""
+    """Return whether each expert is in one of the groups whose two largest numbers have the largest sums."""
+    size: tl.constexpr = X // GROUPS
+    groups = tl.arange(0, GROUPS_POWER)
+    sums = tl.zeros((GROUPS_POWER,), tl.float32)
+    for group in tl.static_range(GROUPS):
+        outside = (ids // size) != group
+        first = _largest(choice, outside)
+        second = _largest(choice, outside | (ids == _index_of(first, choice, ids, outside, X_POWER)))
+        sums = tl.where(groups == group, first + second, sums)
+    is_left = ids < 0
+    taken = groups >= GROUPS
+    for _ in tl.static_range(TOPK_GROUPS):
+        best = _index_of(_largest(sums, taken), sums, groups, taken, GROUPS_POWER)
+        is_left = is_left | (ids // size == best)
+        taken = taken | (groups == best)
+    return is_left
+
+
+@triton.jit
+def route_kernel(
+    logits, correction, weights, experts, stride, X: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr,
+    X_POWER: tl.constexpr, SCORING: tl.constexpr, NORM: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POWER: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_CORRECTION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute the choice of one token, as `Routing` says. Grid: T."""
     token = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, X_POWER)
     ranks = tl.arange(0, K_POWER)
     await_former(PDL)
-    x = tl.load(logits + token * stride + ids, mask=ids < X, other=float("-inf")).to(tl.float32)
-    p = tl.exp(x - tl.max(x, 0))
-    p = p / tl.sum(p, 0)
-    left = tl.where(ids < X, p, -1.0)
-    left = tl.where(left == left, left, 0.0)  # NaN is like the lowest probability
-    best_p = tl.zeros((K_POWER,), tl.float32)
+    scores = tl.load(logits + token * stride + ids, mask=ids < X, other=float("-inf")).to(tl.float32)
+    if SCORING == "softmax":
+        scores = tl.exp(scores - tl.max(scores, 0))
+        scores = scores / tl.sum(scores, 0)
+    elif SCORING == "sigmoid":
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    choice = scores
+    if HAS_CORRECTION:
+        choice = choice + tl.load(correction + ids, mask=ids < X, other=0.0)
+    choice = tl.where(choice == choice, choice, float("-inf"))  # NaN is like the lowest score
+    if GROUPS > 1:
+        choice = tl.where(
+            _in_best_groups(choice, ids, X, X_POWER, GROUPS, GROUPS_POWER, TOPK_GROUPS), choice, float("-inf")
+        )
+    best_score = tl.zeros((K_POWER,), tl.float32)
     best_id = tl.zeros((K_POWER,), tl.int32)
+    taken = ids >= X
     for k in tl.static_range(K):
-        value = tl.max(left, 0)
-        number = tl.min(tl.where(left == value, ids, X_POWER), 0)
-        best_p = tl.where(ranks == k, value, best_p)
+        value = _largest(choice, taken)
+        number = _index_of(value, choice, ids, taken, X_POWER)
+        if HAS_CORRECTION:
+            value = tl.sum(tl.where(ids == number, scores, 0.0), 0)
+        best_score = tl.where(ranks == k, value, best_score)
         best_id = tl.where(ranks == k, number, best_id)
-        left = tl.where(ids == number, -1.0, left)
-    if NORM:
-        best_p = best_p / tl.sum(best_p, 0)
+        taken = taken | (ids == number)
+    if SCORING == "softmax_of_chosen":
+        best_score = tl.where(ranks < K, best_score, float("-inf"))
+        best_score = tl.exp(best_score - tl.max(best_score, 0))
+        best_score = best_score / tl.sum(best_score, 0)
+    elif NORM:
+        best_score = best_score / (tl.sum(best_score, 0) + 1e-20)
+    if SCALE != 1.0:
+        best_score = best_score * SCALE
     at = token * K + ranks
-    tl.store(weights + at, best_p.to(weights.dtype.element_ty), mask=ranks < K)
+    tl.store(weights + at, best_score.to(weights.dtype.element_ty), mask=ranks < K)
     tl.store(experts + at, best_id, mask=ranks < K)
 
 

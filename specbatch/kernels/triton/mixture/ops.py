@@ -22,7 +22,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.quantised import MXFP4_GROUP
-from specbatch.kernels.torch import mixture as reference
 from specbatch.kernels.triton.mixture.kernel import combine_kernel, expert_gemm, route_kernel, sort_kernel
 from specbatch.kernels.triton.mixture.tile import MAX_UNSORTED, ExpertTile, fitting, tile_for, tokens_of_a_program
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
@@ -32,11 +31,10 @@ _CHUNK = 4096  # choices that are sorted at a time
 
 
 def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `kernels/torch/mixture.py`, which also computes what this kernel does not."""
+    """See `kernels/torch/mixture.py`."""
     (num_tokens, num_experts), top_k = logits_TX.shape, routing.top_k
-    if correction_X is not None or routing != Routing(top_k, routing.norm_topk_prob):
-        return reference.route(logits_TX, routing, correction_X)
-    weights_TK = logits_TX.new_empty(num_tokens, top_k)
+    dtype = torch.float32 if routing.scoring == "sigmoid" else logits_TX.dtype
+    weights_TK = logits_TX.new_empty(num_tokens, top_k, dtype=dtype)
     experts_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits_TX.device)
     if not num_tokens:
         return weights_TK, experts_TK
@@ -44,9 +42,11 @@ def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = Non
     pdl = dependent_launch(logits_TX)
     launch(
         route_kernel, (num_tokens,),
-        logits_TX, weights_TK, experts_TK, logits_TX.stride(0), X=num_experts, K=top_k,
-        K_POWER=triton.next_power_of_2(top_k), X_POWER=triton.next_power_of_2(num_experts), NORM=routing.norm_topk_prob,
-        PDL=pdl, num_warps=1, **launch_options(pdl),
+        logits_TX, logits_TX if correction_X is None else correction_X, weights_TK, experts_TK, logits_TX.stride(0),
+        X=num_experts, K=top_k, K_POWER=triton.next_power_of_2(top_k), X_POWER=triton.next_power_of_2(num_experts),
+        SCORING=routing.scoring, NORM=routing.norm_topk_prob, GROUPS=routing.num_groups,
+        GROUPS_POWER=triton.next_power_of_2(routing.num_groups), TOPK_GROUPS=routing.topk_groups, SCALE=routing.scale,
+        HAS_CORRECTION=correction_X is not None, PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip
     return weights_TK, experts_TK
 
