@@ -146,8 +146,9 @@ FAMILY_TRAITS: dict[str, dict[str, object]] = {
         "rope": RopeConfig(1000.0, "yarn", factor=4.0, original_max_position=32, truncate=False),
         "moe": MoeConfig(
             *(6, 2, 16),
-            norm_topk_prob=True,
+            norm_topk_prob=False,
             layers=(True,) * 4,
+            scoring="softmax_of_chosen",
             router="router",
             router_bias=True,
             expert_bias=True,

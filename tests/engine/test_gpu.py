@@ -84,13 +84,13 @@ def test_kernels_give_the_tokens_of_the_cpu_in_float32(
 
 @pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen3-moe", "glm4-moe", "flex-olmo"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "qwen3-moe", "glm4-moe", "flex-olmo", "gpt-oss"])
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_other_families_give_the_tokens_of_the_cpu_in_float32(
     method: str, shape: DraftShape | None, family: str, params: SamplingParams, graphs: GraphMode
 ) -> None:
-    """Windows of 9 tokens, soft caps, norms with float32 weights, experts, heads that rotate in part, norms over all
-    heads; prompts share cached pages."""
+    """Windows of 9 tokens, soft caps, sinks, norms with float32 weights, experts, heads that rotate in part, norms
+    over all heads; prompts share cached pages."""
     prompts = random_prompts(9, shared=10)
     settings = {"num_pages": 512, "max_batch_size": 8, "eos": (5,), "dtype": torch.float32, "family": family}
     cpu = run(tiny_oracle(method, shape, **settings), prompts, params)

@@ -35,7 +35,8 @@ def _read_gpt_oss(config: HfConfig) -> ModelConfig:
         ("num_local_experts", "num_experts"),
         config.size("intermediate_size"),
         (True,) * num_layers,
-        norm_topk_prob=True,  # The family's weights are a softmax of the chosen logits, which is the same.
+        norm_topk_prob=False,
+        scoring="softmax_of_chosen",
         router="router",
         router_bias=True,
         expert_bias=True,

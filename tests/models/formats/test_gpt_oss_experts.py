@@ -23,6 +23,7 @@ from specbatch.setup.model import resolve_mxfp4
 from specbatch.setup.resolve import resolve
 from tests.engine.test_parity import piecewise_logits
 from tests.mxfp4_checkpoints import pack_experts
+from tests.oracle.spans import Span, batch_of
 from tests.tiny_checkpoint import write_checkpoint
 
 GPT_OSS = {
@@ -141,6 +142,26 @@ def test_a_model_with_packed_experts_is_that_of_dequantised_ones(tmp_path: Path)
         with torch.inference_mode():
             logits.append(piecewise_logits(decoder, tokens, [30, 1, 9], torch.float64))
     torch.testing.assert_close(logits[1], logits[0])
+
+
+@pytest.mark.gpu
+def test_packed_experts_on_a_gpu(tmp_path: Path) -> None:
+    """Float32, in the kernels of a GPU, against float64 on a CPU."""
+    write_stacked(tmp_path / "wide")
+    pack_experts(tmp_path / "wide", tmp_path / "packed")
+    found, cuda = open_checkpoint(tmp_path / "packed"), torch.device("cuda")
+    assert isinstance(found.tensors, GptOssExperts)
+    exact = build_decoder(found.config, found.tensors, 64, torch.float64, torch.device("cpu"))
+    packed = build_decoder(found.config, found.tensors, 64, torch.float32, cuda, "triton", mxfp4=found.tensors)
+    tokens = torch.arange(1, 41)
+    with torch.inference_mode():
+        expected = piecewise_logits(exact, tokens.tolist(), [40], torch.float64)
+        cache, logits = packed.new_cache(40, torch.float32), []
+        for start, size in ((0, 30), (30, 1), (31, 9)):
+            batch = batch_of([Span(range(5), start, size)], 8, cuda)
+            hidden, _ = packed.forward(tokens[start : start + size].to(cuda), batch, cache)
+            logits.append(packed.logits(hidden).double().cpu())
+    torch.testing.assert_close(torch.cat(logits), expected, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize(
