@@ -7,6 +7,7 @@ whose weights together exceed L2; then the whole mixture with the best ones, bes
 Candidates are compiled beforehand by other processes. The script stops by itself when the budget (seconds) is used up.
 What was measured until then is in the file.
 """
+# ruff: noqa: B023 - functions of a loop are called in the turn of the loop that makes them
 
 from __future__ import annotations
 
@@ -168,11 +169,11 @@ def main() -> None:
 
                 def gate_up(blocks: list = blocks, tile: ExpertTile = tile, x: Tensor = x) -> None:
                     for i, b in enumerate(blocks):
-                        ops._multiply(x, K, layers[i % LAYERS].gate_up_XFE, b, tile, "silu")
+                        ops._multiply(x, K, layers[i % LAYERS].gate_up_XFE, None, None, b, tile, "silu")
 
                 def down(blocks: list = blocks, tile: ExpertTile = tile, inner: Tensor = inner) -> None:
                     for i, b in enumerate(blocks):
-                        ops._multiply(inner, 1, layers[i % LAYERS].down_XEI, b, tile)
+                        ops._multiply(inner, 1, layers[i % LAYERS].down_XEI, None, None, b, tile)
 
                 for part, run in enumerate((gate_up, down)):
                     try:

@@ -137,7 +137,7 @@ def test_routers_that_decide_alike_for_all_tokens(case: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["random", "tie"])
 def test_weights_that_are_a_softmax_of_the_chosen_logits(kind: str) -> None:
     """As gpt-oss has them, with biases of the router and of experts."""
-    moe = replace(SOFTMAX, shared_size=0, router_bias=True, expert_bias=True)
+    moe = replace(SOFTMAX, scoring="softmax_of_chosen", shared_size=0, router_bias=True, expert_bias=True)
     config = tiny_config(1, moe=moe, activation="clamped_swiglu")
     tensors = RandomTensors(layer_tensors(config, "", has_experts=True), 0)
     if kind == "tie":
