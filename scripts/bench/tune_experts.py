@@ -26,6 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from specbatch.kernels.experts import ExpertWeights, Routing
+from specbatch.kernels.quantised import padded_groups
 from specbatch.kernels.torch.mixture import combine
 from specbatch.kernels.triton.mixture import ops
 from specbatch.kernels.triton.mixture.tile import ExpertTile, tokens_of_a_program
@@ -34,7 +35,6 @@ from specbatch.models.random_weights import geometries
 
 DTYPE = torch.bfloat16
 TOKENS = (1, 4, 16, 64, 256, 1024, 2, 8, 32, 128, 512, 4096, 8192)
-LAYERS = 3
 
 
 def blocks_for(num_tokens: int) -> tuple[int, ...]:
@@ -46,7 +46,14 @@ def blocks_for(num_tokens: int) -> tuple[int, ...]:
     )
 
 
-def candidates(block_m: int) -> Iterator[ExpertTile]:
+def candidates(block_m: int, is_packed: bool) -> Iterator[ExpertTile]:
+    if is_packed:
+        for block_o, block_i, warps in (
+            (32, 128, 4), (32, 256, 4), (64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8),
+        ):  # fmt: skip
+            for stages in (3, 4, 5, 6) if block_m < 64 else (2, 3, 4):
+                yield ExpertTile(block_o, block_i, stages, warps)
+        return
     if block_m <= 32:
         for block_o, block_i, warps in (
             (16, 256, 1), (32, 256, 2), (32, 256, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4),
@@ -88,24 +95,28 @@ def seconds(run: Callable[[], object], repeats: int = 20) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def compile_some(job: tuple[int, int, int, int, list[tuple[int, int, ExpertTile]]]) -> None:
-    """Compile candidates by running them once, with two experts."""
-    num_experts, hidden, inner, top_k, tiles = job
+def compile_some(job: tuple) -> None:
+    """Compile candidates by running them once."""
+    num_experts, hidden, inner, top_k, is_packed, tiles = job
+    experts = make_weights(num_experts, hidden, inner, is_packed)
     for num_tokens, block_m, tile in tiles:
+        x = torch.zeros(num_tokens, hidden, dtype=DTYPE, device="cuda")
+        chosen = routed(num_tokens, num_experts, top_k, 0)
         try:
-            run_both(num_tokens, block_m, (tile, tile), num_experts, hidden, inner, top_k)
-        except Exception as error:
-            print("compile", num_tokens, block_m, tile, str(error)[:100], flush=True)
+            ops.fused_experts(x, x.new_zeros(num_tokens, top_k), chosen, experts, x, block_m, (tile, tile))
+        except Exception as error:  # a tile that does not fit
+            print("compile", num_tokens, block_m, tile, str(error)[:60], flush=True)
 
 
-def run_both(
-    num_tokens: int, block_m: int, tiles: tuple, num_experts: int, hidden: int, inner: int, top_k: int
-) -> None:
-    gate_up = torch.zeros(num_experts, 2 * inner, hidden, dtype=DTYPE, device="cuda")
-    down = torch.zeros(num_experts, hidden, inner, dtype=DTYPE, device="cuda")
-    x = torch.zeros(num_tokens, hidden, dtype=DTYPE, device="cuda")
-    chosen = routed(num_tokens, num_experts, top_k, 0)
-    ops.fused_experts(x, x.new_zeros(num_tokens, top_k), chosen, ExpertWeights(gate_up, down), x, block_m, tiles)
+def make_weights(num_experts: int, hidden: int, inner: int, is_packed: bool) -> ExpertWeights:
+    """Return random weights of a layer's experts."""
+    shapes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
+    if not is_packed:
+        return ExpertWeights(*(torch.randn(s, dtype=DTYPE, device="cuda") / s[2] ** 0.5 for s in shapes))
+    values = [torch.randint(256, (*s[:2], s[2] // 2), dtype=torch.uint8, device="cuda") for s in shapes]
+    sizes = [(*s[:2], padded_groups(s[2])) for s in shapes]
+    scales = [torch.full(size, 120, dtype=torch.uint8, device="cuda") for size in sizes]
+    return ExpertWeights(*values, "clamped_swiglu", None, None, *scales)
 
 
 def library(x: Tensor, weights_TK: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:
@@ -126,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--shape", default="qwen3-30b-a3b")
+    parser.add_argument("--mxfp4", action="store_true", help="weights in MXFP4")
     parser.add_argument("--budget", type=float, default=230)
     parser.add_argument("--tokens", type=lambda s: tuple(map(int, s.split(","))), default=TOKENS)
     args = parser.parse_args()
@@ -134,46 +146,45 @@ def main() -> None:
     moe = config.moe
     assert moe is not None
     X, K, E, I = moe.num_experts, moe.top_k, config.hidden_size, moe.expert_size  # noqa: E741
-    todo = [(n, m, tile) for n in args.tokens for m in blocks_for(n) for tile in candidates(m)]
+    num_layers = 12 if args.mxfp4 else 3
+    per_expert = 3 * E * I * (17 / 32 if args.mxfp4 else 2)
+    blocks_of = {n: blocks_for(n * K * 16 // X if n > 16 else n) for n in args.tokens}
+    todo = [(n, m, tile) for n in args.tokens for m in blocks_of[n] for tile in candidates(m, args.mxfp4)]
     first = {}
     for n, m, tile in todo:  # one of each kernel
         first.setdefault((n if n <= 16 else 0, m, tile), (n, m, tile))
     kernels = list(first.values())
-    jobs = [(X, E, I, K, kernels[i::14]) for i in range(14)]
+    jobs = [(X, E, I, K, args.mxfp4, kernels[i::14]) for i in range(14)]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(compile_some, jobs)
     print(f"compiled {len(kernels)} in {time.monotonic() - began:.0f} s", flush=True)
-    layers = [
-        ExpertWeights(
-            torch.randn(X, 2 * I, E, dtype=DTYPE, device="cuda") / E**0.5,
-            torch.randn(X, E, I, dtype=DTYPE, device="cuda") / I**0.5,
-        )
-        for _ in range(LAYERS)
-    ]
+    layers = [make_weights(X, E, I, args.mxfp4) for _ in range(num_layers)]
     results: list[dict] = []
     torch.backends.cuda.matmul.allow_tf32 = False
     for n in args.tokens:
         x = torch.randn(n, E, dtype=DTYPE, device="cuda")
         inner = torch.randn(n * K, I, dtype=DTYPE, device="cuda")
-        chosen = [routed(n, X, K, seed) for seed in range(LAYERS * 4)]
+        chosen = [routed(n, X, K, seed) for seed in range(12)]
         weights = torch.rand(n, K, dtype=DTYPE, device="cuda")
         distinct = sum(c.unique().numel() for c in chosen) / len(chosen)
-        floor = distinct * 3 * E * I * 2 / 4.2e12
+        floor = distinct * per_expert / 4.2e12
         best: dict[int, tuple] = {}
-        for m in blocks_for(n):
+        for m in blocks_of[n]:
             blocks = [ops._Blocks(c, X, m, True) for c in chosen]
             times: list[list[tuple[float, ExpertTile]]] = [[], []]
-            for tile in candidates(m):
+            for tile in candidates(m, args.mxfp4):
                 if time.monotonic() - began > args.budget:
                     break
 
                 def gate_up(blocks: list = blocks, tile: ExpertTile = tile, x: Tensor = x) -> None:
                     for i, b in enumerate(blocks):
-                        ops._multiply(x, K, layers[i % LAYERS].gate_up_XFE, None, None, b, tile, "silu")
+                        own = layers[i % num_layers]
+                        ops._multiply(x, K, own.gate_up_XFE, own.gate_up_scales_XFG, None, b, tile, own.activation)
 
                 def down(blocks: list = blocks, tile: ExpertTile = tile, inner: Tensor = inner) -> None:
                     for i, b in enumerate(blocks):
-                        ops._multiply(inner, 1, layers[i % LAYERS].down_XEI, None, None, b, tile)
+                        own = layers[i % num_layers]
+                        ops._multiply(inner, 1, own.down_XEI, own.down_scales_XEG, None, b, tile)
 
                 for part, run in enumerate((gate_up, down)):
                     try:
@@ -199,15 +210,15 @@ def main() -> None:
 
         def whole(tiles: tuple = tiles, m: int = m) -> None:
             for i, c in enumerate(chosen):
-                ops.fused_experts(x, weights, c, layers[i % LAYERS], x, m, tiles)
+                ops.fused_experts(x, weights, c, layers[i % num_layers], x, m, tiles)
 
         def chosen_by_table() -> None:
             for i, c in enumerate(chosen):
-                ops.fused_experts(x, weights, c, layers[i % LAYERS], x)
+                ops.fused_experts(x, weights, c, layers[i % num_layers], x)
 
         def grouped() -> None:
             for i, c in enumerate(chosen):
-                library(x, weights, c, layers[i % LAYERS])
+                library(x, weights, c, layers[i % num_layers])
 
         def sort() -> None:
             for c in chosen:
@@ -220,6 +231,8 @@ def main() -> None:
         logits = torch.randn(n, X, dtype=DTYPE, device="cuda")
         for name, run in {"ours": whole, "table": chosen_by_table, "grouped_mm": grouped, "sort": sort,
                           "route": route}.items():  # fmt: skip
+            if name == "grouped_mm" and args.mxfp4:
+                continue
             try:
                 line[f"{name}_us"] = round(seconds(run, 10) / len(chosen) * 1e6, 2)
             except Exception as error:

@@ -93,13 +93,15 @@ class Geometry:
         whole, config = config, local_config(config, 0, ranks)
         hidden, heads = config.hidden_size, config.num_heads * config.head_dim
         qkv = heads + 2 * config.num_kv_heads * config.head_dim
+        # Of a mixture of experts, the shared expert's GEMMs, or those of one expert, are in the chain.
+        inner = config.intermediate_size if config.moe is None else config.moe.shared_size or config.moe.expert_size
         draft_qkv = (whole.num_heads + 2 * whole.num_kv_heads) * whole.head_dim
         draft_vocab = min(config.vocab_size, REDUCED_DRAFT_VOCAB)
         layer = (
             Gemm("qkv", "norm", qkv, hidden),
             Gemm("o", "residual", hidden, heads),
-            Gemm("gate_up", "norm_gated", config.intermediate_size, hidden),
-            Gemm("down", "residual", hidden, config.intermediate_size),
+            Gemm("gate_up", "norm_gated", inner, hidden),
+            Gemm("down", "residual", hidden, inner),
         )
         others = (
             Gemm("lm_head", "linear", -(-whole.vocab_size // ranks), hidden),

@@ -14,7 +14,7 @@ import triton.language as tl
 from specbatch.kernels.quantised import MXFP4_GROUP
 from specbatch.kernels.torch.mxfp4 import MAX_SCALE, VALUES, dequantise, quantise
 from specbatch.kernels.triton.parts.launch import launch
-from specbatch.kernels.triton.parts.mxfp4 import load_mxfp4
+from specbatch.kernels.triton.parts.mxfp4 import load_mxfp4, load_mxfp4_bfloat16
 from tests.kernels.batches import CUDA, DEVICE
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -87,3 +87,22 @@ def test_tiles(dtype: torch.dtype, block: int) -> None:
     grid = triton.cdiv(num_rows, 16), triton.cdiv(size_in, block)
     launch(_tiles, grid, values, scales, out, num_rows, size_in, BLOCK_N=16, BLOCK_K=block)
     assert torch.equal(out.double(), expected)
+
+
+@triton.jit
+def _packed_kernel(out, values, scales, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.arange(0, ROWS)
+    for first in range(0, SIZE, BLOCK):
+        tile = load_mxfp4_bfloat16(values, scales, rows, first, SIZE, SIZE // 2, SIZE // 32, BLOCK, SIZE % BLOCK != 0)
+        cols = first + tl.arange(0, BLOCK)
+        tl.store(out + rows[:, None] * SIZE + cols[None, :], tile, mask=(cols < SIZE)[None, :])
+
+
+@pytest.mark.skipif(not CUDA, reason="the interpreter has no assembly")
+def test_packed_instructions_are_exact() -> None:
+    for first in (0, 100, 125):  # scale 0, too
+        part = slice(first, first + 128)
+        values, scales, expected = (t[part].repeat(1, 4).contiguous() for t in all_numbers())
+        out = torch.empty(expected.shape, dtype=torch.bfloat16, device=DEVICE)
+        _packed_kernel[(1,)](out, values, scales, ROWS=128, SIZE=expected.shape[1], BLOCK=128)
+        assert torch.equal(out.double(), expected)

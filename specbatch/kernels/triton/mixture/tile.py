@@ -40,6 +40,15 @@ _MEASURED = {
     128: (ExpertTile(256, 64, 4, 8, tma=True), ExpertTile(128, 64, 3, 8, tma=True)),
 }
 
+# The same of weights in MXFP4.
+_MXFP4 = {
+    8: (ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 4)),
+    16: (ExpertTile(128, 128, 4, 4), ExpertTile(128, 128, 4, 4)),
+    32: (ExpertTile(128, 128, 4, 4), ExpertTile(128, 128, 4, 4)),
+    64: (ExpertTile(128, 128, 3, 8), ExpertTile(128, 128, 3, 8)),
+    128: (ExpertTile(128, 128, 3, 8), ExpertTile(128, 128, 3, 8)),
+}
+
 
 def tokens_of_a_program(M: int, X: int, K: int) -> int:
     """Return the number of tokens of one program (block_m), from the mean number of tokens of an expert."""
@@ -49,9 +58,9 @@ def tokens_of_a_program(M: int, X: int, K: int) -> int:
     return 16 if mean <= 8 else 32 if mean <= 24 else 64 if mean <= 48 else 128
 
 
-def tile_for(block_m: int, *, is_gated: bool) -> ExpertTile:
-    """Choose the tile of the GEMM of gate and up, or of that of down."""
-    return _MEASURED[block_m][0 if is_gated else 1]
+def tiles_for(block_m: int, *, is_mxfp4: bool = False) -> tuple[ExpertTile, ExpertTile]:
+    """Choose the tiles of the GEMMs of gate and up, and of down."""
+    return (_MXFP4 if is_mxfp4 else _MEASURED)[block_m]
 
 
 def fitting(tile: ExpertTile, block_m: int, itemsize: int, shared: int, *, has_tma: bool) -> ExpertTile:

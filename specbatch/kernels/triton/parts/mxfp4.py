@@ -48,6 +48,78 @@ def unpack_mxfp4(values, scales, dtype: tl.constexpr):
 
 
 @triton.jit
+def load_mxfp4_bfloat16(
+    values_ptr, scales_ptr, rows, first, size_in, stride_values, stride_scales, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return what `load_mxfp4` does, in bfloat16, with three and a half instructions an element. All rows exist.
+    MASKED: the last inputs may not exist. It is for GPUs of compute capability 8 or later. `stride_scales` and BLOCK_K:
+    multiples of 4 and of 128. Four scales are read at once, because copies that overlap with arithmetic have four bytes
+    at least."""
+    GROUPS: tl.constexpr = BLOCK_K // _GROUP
+    groups = tl.arange(0, GROUPS)
+    pairs = groups[:, None] * (_GROUP // 2) + tl.arange(0, _GROUP // 2)[None, :]
+    values_ptrs = values_ptr + rows[:, None, None] * stride_values + first // 2 + pairs[None, :, :]
+    words = first // (4 * _GROUP) + tl.arange(0, GROUPS // 4)
+    words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    words_ptrs = words_ptr + rows[:, None] * (stride_scales // 4) + words[None, :]
+    if MASKED:
+        values = tl.load(values_ptrs, mask=(first // 2 + pairs < size_in // 2)[None, :, :], other=0)
+        four = tl.load(words_ptrs, mask=(words < stride_scales // 4)[None, :], other=0)
+    else:
+        values = tl.load(values_ptrs)
+        four = tl.load(words_ptrs)
+    scales = tl.reshape((four[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 255, [values.shape[0], GROUPS])
+    # 2^(scale - 127) from its bits. That of scale 0 is a subnormal number.
+    bits = tl.where(scales == 0, 1 << 6, scales.to(tl.int16) << 7).to(tl.int16)
+    factors = tl.broadcast_to(bits.to(tl.bfloat16, bitcast=True)[:, :, None], values.shape)
+    # The bits of a code, moved to the top of a bfloat16, are 2^-126 of its number, also where that is subnormal.
+    low, high = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 t, a, b, power, zero;
+        mov.b32 power, 0x7E807E80;
+        mov.b32 zero, 0x80008000;
+        prmt.b32 t, $4, 0, 0x4140;
+        shl.b32 a, t, 12;
+        shl.b32 b, t, 6;
+        and.b32 a, a, 0x80008000;
+        and.b32 b, b, 0x01C001C0;
+        or.b32 a, a, b;
+        fma.rn.bf16x2 a, a, power, zero;
+        fma.rn.bf16x2 $0, a, $5, zero;
+        shl.b32 a, t, 8;
+        shl.b32 b, t, 2;
+        and.b32 a, a, 0x80008000;
+        and.b32 b, b, 0x01C001C0;
+        or.b32 a, a, b;
+        fma.rn.bf16x2 a, a, power, zero;
+        fma.rn.bf16x2 $2, a, $5, zero;
+        prmt.b32 t, $4, 0, 0x4342;
+        shl.b32 a, t, 12;
+        shl.b32 b, t, 6;
+        and.b32 a, a, 0x80008000;
+        and.b32 b, b, 0x01C001C0;
+        or.b32 a, a, b;
+        fma.rn.bf16x2 a, a, power, zero;
+        fma.rn.bf16x2 $1, a, $6, zero;
+        shl.b32 a, t, 8;
+        shl.b32 b, t, 2;
+        and.b32 a, a, 0x80008000;
+        and.b32 b, b, 0x01C001C0;
+        or.b32 a, a, b;
+        fma.rn.bf16x2 a, a, power, zero;
+        fma.rn.bf16x2 $3, a, $6, zero;
+        }""",
+        "=r,=r,=r,=r,r,r,r",
+        [values, factors],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+    return tl.reshape(tl.interleave(low, high), [values.shape[0], BLOCK_K])
+
+
+@triton.jit
 def _numbers(codes):
     """Return the E2M1 numbers of the low four bits. As the top bits of a float32 they are 2^-126 of the number, also
     where it is subnormal."""

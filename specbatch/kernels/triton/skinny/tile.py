@@ -235,6 +235,45 @@ _MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
         16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
         64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
     },
+    # Qwen3-30B-A3B, without its experts. Tiles of up to 8 tokens are those of Llama-3-8B's layers.
+    (5120, 2048): {  # qkv
+        1: GemmTile("fma", 1, 8, 1024, 1, 4, pdl=True, early=True, prefetch=1536),
+        2: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        8: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        16: GemmTile("dot", 16, 64, 128, 6, 4, tma=True, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, tma=True, fuse_norm=False, pdl=True, prefetch=1024),
+    },
+    (2048, 4096): {  # o
+        1: GemmTile("fma", 1, 2, 2048, 1, 4, pdl=True, early=True, prefetch=512),
+        2: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        8: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, splits=2, fuse_norm=False, pdl=True, prefetch=1024),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, splits=4, tma=True, fuse_norm=False, pdl=True, prefetch=1024),
+    },
+    (151936, 2048): {  # lm_head
+        1: GemmTile("fma", 1, 4, 1024, 1, 4, pdl=True, early=True),
+        8: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 128, 128, 5, 4, tma=True, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+    },
+    (2048, 6144): {  # draft_fc
+        1: GemmTile("fma", 1, 2, 2048, 1, 4, pdl=True, early=True),
+        8: GemmTile("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 64, 128, 6, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, splits=4, tma=True, fuse_norm=False, pdl=True),
+    },
+    (5120, 4096): {  # draft_qkv
+        1: GemmTile("fma", 1, 2, 2048, 1, 4, pdl=True, early=True),
+        8: GemmTile("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 64, 128, 6, 4, tma=True, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, fuse_norm=False, pdl=True),
+    },
+    (32000, 2048): {  # draft_head
+        1: GemmTile("fma", 1, 4, 2048, 1, 8, pdl=True, early=True),
+        8: GemmTile("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+    },
 }
 
 
