@@ -135,7 +135,7 @@ def main() -> None:
     assert moe is not None
     X, K, E, I = moe.num_experts, moe.top_k, config.hidden_size, moe.expert_size  # noqa: E741
     todo = [(n, m, tile) for n in args.tokens for m in blocks_for(n) for tile in candidates(m)]
-    first = {}
+    first: dict[tuple, tuple] = {}
     for n, m, tile in todo:  # one of each kernel
         first.setdefault((n if n <= 16 else 0, m, tile), (n, m, tile))
     kernels = list(first.values())
@@ -175,9 +175,9 @@ def main() -> None:
                     for i, b in enumerate(blocks):
                         ops._multiply(inner, 1, layers[i % LAYERS].down_XEI, None, None, b, tile)
 
-                for part, run in enumerate((gate_up, down)):
+                for part, gemm in enumerate((gate_up, down)):
                     try:
-                        times[part].append((seconds(run, 10) / len(blocks), tile))
+                        times[part].append((seconds(gemm, 10) / len(blocks), tile))
                     except Exception as error:
                         print("failed", n, m, part, tile, str(error)[:100], flush=True)
             if times[0] and times[1]:

@@ -15,6 +15,7 @@ from specbatch.models.catalog import random_name
 from specbatch.models.checks import first_names
 from specbatch.models.config import ModelConfig
 from specbatch.models.download import resolve_model
+from specbatch.kernels.quantised import MXFP4_BYTES
 from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
@@ -86,6 +87,11 @@ class ResolvedRun:
     # The facts that the bits of a deterministic run depend on and that do not identify the job.
     bits_depend_on: dict[str, str]
     notes: list[str] = field(default_factory=list)  # notes on how each `auto` was decided
+
+    @property
+    def expert_itemsize(self) -> float:
+        """The bytes of an element of one of the target's experts."""
+        return self.dtype.itemsize if self.mxfp4 is None else MXFP4_BYTES
 
     @property
     def on_cuda(self) -> bool:
