@@ -39,6 +39,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
     "norms of heads": {"qk_norm": True, "vocab": 60},
     "experts": {"moe": MoeConfig(5, 2, 11, norm_topk_prob=True, layers=(True, False), shared_size=7)},
+    "experts with sigmoids": {
+        "moe": MoeConfig(
+            6,
+            2,
+            8,
+            norm_topk_prob=True,
+            layers=(True, True),
+            shared_size=9,
+            shared_gate=False,
+            shared_name="shared_experts",
+            scoring="sigmoid",
+            scale=1.5,
+            router_bias=True,
+            correction_bias="gate.extra",
+        )
+    },
     "experts of other names": {
         "moe": MoeConfig(
             4, 2, 8, norm_topk_prob=False, layers=(True, True), block="moe", projections=("w1", "w3", "w2")
