@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
 from specbatch.errors import ConfigError, ModelError
+from specbatch.kernels.quantised import MXFP4_BYTES
 from specbatch.models.catalog import random_name
 from specbatch.models.checks import first_names
 from specbatch.models.config import ModelConfig
 from specbatch.models.download import resolve_model
-from specbatch.kernels.quantised import MXFP4_BYTES
 from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head

@@ -48,8 +48,10 @@ MODELS: dict[str, dict[str, Any]] = {
             shared_gate=False,
             shared_name="shared_mlp",
             scoring="sigmoid",
+            scale=1.5,
+            router_bias=True,
             wide_router=True,
-            correction_bias="expert_bias",
+            correction_bias="gate.extra",
         )
     },
     "experts with biases, sinks": {
