@@ -132,10 +132,10 @@ def round_floor(
     read, flops = 0.0, 0.0
     ranks = run.config.engine.tensor_parallel
     for i, p in enumerate(round_passes(run, committed)):
-        curve = experts if i == 0 else None  # the target comes first
+        curve, itemsize = (experts, run.expert_itemsize) if i == 0 else (None, None)  # the target comes first
         share = 1 / ranks if p.is_divided else 1
         kv_bytes = batch * context * p.kv_parameters * run.kv_dtype.itemsize
-        bytes_ = round_bytes(p.weights, run.dtype.itemsize, batch * p.rows, kv_bytes, curve)
+        bytes_ = round_bytes(p.weights, run.dtype.itemsize, batch * p.rows, kv_bytes, curve, itemsize)
         bytes_ -= p.in_fp8.read(batch * p.rows, curve) * (run.dtype.itemsize - 1)
         read += share * bytes_ + (1 - share) * p.undivided * run.dtype.itemsize
         active = share * (p.weights.active - p.undivided) + p.undivided
@@ -167,7 +167,8 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
         width += c.num_heads * c.head_dim * c.num_layers
     # Attention is causal, so it takes half of 4 * n^2.
     flops = tokens * (2 * (body + drafting) - whole.in_fp8.active) + 2 * heads + 2 * squares * width
-    read = (whole.weights.read(tokens) - embedded + drafting) * run.dtype.itemsize
+    read = round_bytes(whole.weights, run.dtype.itemsize, tokens, 0, expert_itemsize=run.expert_itemsize)
+    read += (drafting - embedded) * run.dtype.itemsize
     read -= whole.in_fp8.read(tokens) * (run.dtype.itemsize - 1)
     seconds = max(flops / rates.matmul_flops_per_second, read / rates.copy_bytes_per_second)
     return seconds / run.config.engine.tensor_parallel  # a draft model is not divided, but small

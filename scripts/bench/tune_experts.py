@@ -150,7 +150,7 @@ def main() -> None:
     per_expert = 3 * E * I * (17 / 32 if args.mxfp4 else 2)
     blocks_of = {n: blocks_for(n * K * 16 // X if n > 16 else n) for n in args.tokens}
     todo = [(n, m, tile) for n in args.tokens for m in blocks_of[n] for tile in candidates(m, args.mxfp4)]
-    first = {}
+    first: dict[tuple, tuple] = {}
     for n, m, tile in todo:  # one of each kernel
         first.setdefault((n if n <= 16 else 0, m, tile), (n, m, tile))
     kernels = list(first.values())
@@ -186,9 +186,9 @@ def main() -> None:
                         own = layers[i % num_layers]
                         ops._multiply(inner, 1, own.down_XEI, own.down_scales_XEG, None, b, tile)
 
-                for part, run in enumerate((gate_up, down)):
+                for part, gemm in enumerate((gate_up, down)):
                     try:
-                        times[part].append((seconds(run, 10) / len(blocks), tile))
+                        times[part].append((seconds(gemm, 10) / len(blocks), tile))
                     except Exception as error:
                         print("failed", n, m, part, tile, str(error)[:100], flush=True)
             if times[0] and times[1]:

@@ -165,7 +165,8 @@ def _bytes_of_rounds(run: Any, context: float) -> Callable[[int], float]:
     def of(batch: int) -> float:
         shape = schedule.at(batch)
         num_tokens = batch * (1 if shape is None else shape.num_draft_tokens)
-        return round_bytes(weights, run.dtype.itemsize, num_tokens, batch * context * run.rows.token_bytes)
+        kv_bytes = batch * context * run.rows.token_bytes
+        return round_bytes(weights, run.dtype.itemsize, num_tokens, kv_bytes, expert_itemsize=run.expert_itemsize)
 
     return of
 

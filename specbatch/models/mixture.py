@@ -16,10 +16,13 @@ from specbatch.kernels import ops_for
 from specbatch.kernels.torch.mixture import row_sigmoid
 from specbatch.models.config import ModelConfig
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.linear import Linear, Residual
+from specbatch.models.linears.linear import DenseLinear, Linear, Residual
 from specbatch.models.linears.sharded import start_sum
 from specbatch.models.routing_counter import RoutingCounter
 from specbatch.models.weight_loader import WeightLoader
+
+
+_FUSED_TOKENS = 2  # up to which GEMMs compute the norm of their inputs
 
 
 class MixtureMLP:
@@ -37,6 +40,9 @@ class MixtureMLP:
         self.counter: RoutingCounter | None = None  # None: choices are not counted
         router = weights.wide_linear if moe.wide_router else weights.linear
         self._router = router(f"{block}{moe.router}", has_bias=moe.router_bias)
+        self._fuses_norm = (
+            isinstance(self._router, DenseLinear) and not moe.wide_router and weights.device.type == "cuda"
+        )
         correction = moe.correction_bias
         self._correction_X = None if correction is None else weights.wide(f"{block}{correction}")
         gate, up, down = moe.projections
@@ -52,8 +58,18 @@ class MixtureMLP:
         """Compute x + mixture(norm(x)), as `MLP.start` does."""
         if self._group is not None:
             return start_sum(self._group, self._add_to(None, x.normed(norm)), x.x_TE, next_norm)
-        y_TE = self._add_to(x.x_TE, x.normed(norm))
+        if x.normed_TE is None and self._fuses_norm and x.x_TE.shape[0] <= _FUSED_TOKENS:
+            y_TE = self._start_few(x.x_TE, norm)
+        else:
+            y_TE = self._add_to(x.x_TE, x.normed(norm))
         return lambda: Residual(y_TE)
+
+    def _start_few(self, x_TE: Tensor, norm: RMSNorm) -> Tensor:
+        """Compute x + mixture(norm(x)) for few tokens. The router computes the norm itself, and the norm for the
+        experts is computed beside the choice, which saves a kernel."""
+        given = self._routing, self._correction_X, x_TE, norm.weight, norm.eps
+        weights_TK, experts_TK, normed_TE = self._ops.route_and_norm(self._router.with_norm(x_TE, norm), *given)
+        return self._sum(x_TE, normed_TE, weights_TK, experts_TK)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return mixture(x), (T, E)."""
@@ -64,6 +80,10 @@ class MixtureMLP:
         """Return residual + mixture(x), or on a rank its part of it."""
         logits_TX = self._router(x_TE.to(torch.promote_types(x_TE.dtype, torch.float32)) if self._is_wide else x_TE)
         weights_TK, experts_TK = self._ops.route(logits_TX, self._routing, self._correction_X)
+        return self._sum(residual_TE, x_TE, weights_TK, experts_TK)
+
+    def _sum(self, residual_TE: Tensor | None, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """Return residual + the sum of the experts of x and of the shared expert."""
         if self.counter is not None:
             self.counter.record(experts_TK)
         if self._shared is not None:

@@ -102,9 +102,15 @@ class PassWeights:
 
 
 def round_bytes(
-    weights: PassWeights, itemsize: float, num_tokens: float, kv_bytes: float, curve: ExpertCurve | None = None
+    weights: PassWeights,
+    itemsize: float,
+    num_tokens: float,
+    kv_bytes: float,
+    curve: ExpertCurve | None = None,
+    expert_itemsize: float | None = None,
 ) -> float:
     """Return the bytes that a round over `num_tokens` tokens reads: the weights that every token needs, the experts
     that these tokens choose, and keys and values. `kv_bytes`: those of all sequences of the round. `curve`: see
-    `PassWeights.read`."""
-    return weights.read(num_tokens, curve) * itemsize + kv_bytes
+    `PassWeights.read`. `expert_itemsize`: the bytes of an element of an expert; None: `itemsize`."""
+    experts = weights.read(num_tokens, curve) - weights.dense
+    return weights.dense * itemsize + experts * (expert_itemsize or itemsize) + kv_bytes

@@ -11,7 +11,7 @@ import torch
 
 from specbatch.config import Config
 from specbatch.errors import ConfigError
-from specbatch.kernels.quantised import MXFP4_GROUP
+from specbatch.kernels.quantised import MXFP4_BYTES
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
@@ -91,7 +91,7 @@ def saved_by_mxfp4(config: ModelConfig, dtype: torch.dtype) -> int:
     moe = config.moe
     assert moe is not None
     num_values = 3 * sum(moe.layers) * moe.num_experts * moe.expert_size * config.hidden_size
-    return num_values * dtype.itemsize - num_values // 2 - num_values // MXFP4_GROUP
+    return int(num_values * (dtype.itemsize - MXFP4_BYTES))
 
 
 def check_experts(name: str, model: Checkpoint, config: Config, device: torch.device) -> None:

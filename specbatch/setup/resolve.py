@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
 from specbatch.errors import ConfigError, ModelError
+from specbatch.kernels.quantised import MXFP4_BYTES
 from specbatch.models.catalog import random_name
 from specbatch.models.checks import first_names
 from specbatch.models.config import ModelConfig
@@ -86,6 +87,11 @@ class ResolvedRun:
     # The facts that the bits of a deterministic run depend on and that do not identify the job.
     bits_depend_on: dict[str, str]
     notes: list[str] = field(default_factory=list)  # notes on how each `auto` was decided
+
+    @property
+    def expert_itemsize(self) -> float:
+        """The bytes of an element of one of the target's experts."""
+        return self.dtype.itemsize if self.mxfp4 is None else MXFP4_BYTES
 
     @property
     def on_cuda(self) -> bool:

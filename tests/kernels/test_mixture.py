@@ -82,6 +82,22 @@ def test_biases_and_another_activation(device: str, num_tokens: int, block_m: in
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [40, 64])
+def test_routing_beside_a_norm(device: str, size: int) -> None:
+    for dtype in DTYPES[device]:
+        logits, x_TE = (normal(2, n, seed=n, dtype=dtype, device=device) for n in (12, size))
+        for weight_dtype in (dtype, torch.float32):
+            weight = 1 + 0.1 * normal(size, seed=3, dtype=weight_dtype, device=device)
+            given = logits, Routing(4, norm_topk_prob=True), None, x_TE, weight, 1e-5
+            for actual, expected in zip(ops.route_and_norm(*given), reference.route_and_norm(*given), strict=True):
+                assert_close(actual, expected) if actual.is_floating_point() else assert_equal(actual, expected)
+
+
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("num_tokens", "block_m"), [(1, 8), (21, 16), slow_on_cpu(300, 64)])
 @pytest.mark.parametrize(("block_o", "block_i"), [(16, 64), (64, 128)])
 def test_weights_in_mxfp4(device: str, block_o: int, block_i: int, num_tokens: int, block_m: int) -> None:

@@ -416,6 +416,17 @@ def test_routers_that_cannot_be(change: dict[str, object], words: tuple[str, ...
     assert all(word in caught.value.message for word in words), caught.value.message
 
 
+def test_numbers_of_layers_that_predict_further_tokens() -> None:
+    def number(**changes: object) -> int:
+        return parse_hf_config({**LLAMA, **GLM, **changes}).num_mtp_layers
+
+    assert number() == 1
+    assert number(num_nextn_predict_layers=0) == 0
+    assert number(num_mtp_layers=2) == 2
+    minimax = OTHER | {"model_type": "minimax_m2", "num_local_experts": 8}
+    assert (number(**minimax), number(**minimax, num_mtp_modules=3)) == (0, 3)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

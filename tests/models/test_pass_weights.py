@@ -32,6 +32,8 @@ def test_experts_are_counted_by_the_tokens_that_choose_them() -> None:
     assert layers.read(1000) == pytest.approx(layers.total)
     assert layers.read(7, lambda tokens: 3.0) == layers.dense + 2 * 3 * expert
     assert round_bytes(layers, 2, 1, 500.0) == pytest.approx(2 * layers.active + 500)
+    packed = round_bytes(layers, 2, 1, 500.0, expert_itemsize=0.5)
+    assert packed == pytest.approx(2 * layers.dense + 0.5 * 2 * 2 * expert + 500)
 
 
 def test_total_and_active_weights_of_a_known_model() -> None:

@@ -37,6 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "uneven": {"num_heads": 9, "num_kv_heads": 3, "intermediate_size": 47, "tie_word_embeddings": True},
     "fewer kv heads than ranks": {"num_heads": 6, "num_kv_heads": 1},
     "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True},
+    "sinks": {"attention_sinks": True, "num_heads": 6, "num_kv_heads": 2},
     "norms of heads": {"qk_norm": True, "vocab": 60},
     "experts": {"moe": MoeConfig(5, 2, 11, norm_topk_prob=True, layers=(True, False), shared_size=7)},
     "experts of a sigmoid router, a shared one of another name": {
@@ -48,8 +49,10 @@ MODELS: dict[str, dict[str, Any]] = {
             shared_gate=False,
             shared_name="shared_mlp",
             scoring="sigmoid",
+            scale=1.5,
+            router_bias=True,
             wide_router=True,
-            correction_bias="expert_bias",
+            correction_bias="gate.extra",
         )
     },
     "experts with biases, sinks": {

@@ -9,7 +9,7 @@ from specbatch.kernels.torch.gemm import gated_linear, linear, norm_gated_linear
 from specbatch.kernels.torch.logprobs import logprobs
 from specbatch.kernels.torch.long_sequences import long_sequences
 from specbatch.kernels.torch.mask import tree_mask_bits
-from specbatch.kernels.torch.mixture import fused_experts, route
+from specbatch.kernels.torch.mixture import fused_experts, route, route_and_norm
 from specbatch.kernels.torch.model import act_mul, add_normed, move_slots, rms_norm, rotary_write, soft_capped
 from specbatch.kernels.torch.ngram import ngram_lookup
 from specbatch.kernels.torch.prefixes import attend_prefixes
@@ -49,6 +49,7 @@ __all__ = [
     "rms_norm_quantised",
     "rotary_write",
     "route",
+    "route_and_norm",
     "sample",
     "scaled_linear",
     "select_nodes",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.quantised import MXFP4_GROUP
-from specbatch.kernels.torch.model import act_mul
+from specbatch.kernels.torch.model import act_mul, rms_norm
 from specbatch.kernels.torch.mxfp4 import dequantise
 
 
@@ -38,6 +38,18 @@ def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = Non
     if routing.scale != 1.0:
         weights_TK = weights_TK * routing.scale
     return weights_TK if routing.scoring == "sigmoid" else weights_TK.to(logits_TX.dtype), experts_TK.int()
+
+
+def route_and_norm(
+    logits_TX: Tensor,
+    routing: Routing,
+    correction_X: Tensor | None,
+    x_TE: Tensor,
+    norm_weight_E: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `route`'s weights and numbers, and rms_norm(x), (T, E)."""
+    return *route(logits_TX, routing, correction_X), rms_norm(x_TE, norm_weight_E, eps)
 
 
 def row_sigmoid(logits: Tensor) -> Tensor:

@@ -123,6 +123,7 @@ def _read_minimax_m2(config: HfConfig) -> ModelConfig:
         partial=1.0 if turned is None else turned / head_dim,
         qk_norm=True,
         qk_norm_whole=True,
+        num_mtp_layers=config.count("num_mtp_modules", 0),
         moe=moe,
     )
 
@@ -208,7 +209,12 @@ HY_V3 = Family(
 MINIMAX_M2 = Family(
     architectures=("MiniMaxM2ForCausalLM",),
     read=_read_minimax_m2,
-    keys=frozenset(("num_local_experts", "num_experts", "num_experts_per_tok", "rotary_dim", "attn_type_list")),
+    keys=frozenset(
+        (
+            *("num_local_experts", "num_experts", "num_experts_per_tok", "rotary_dim", "attn_type_list"),
+            *("num_mtp_modules", "mtp_transformer_layers", "use_mtp"),
+        )
+    ),
     neutral={
         **_NEUTRAL,
         "attention_bias": (False,),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specbatch.kernels.triton.parts.elementwise import gate_and_up
+from specbatch.kernels.triton.parts.elementwise import gate_and_up, scaled_norm
 from specbatch.kernels.triton.parts.launch import await_former
 from specbatch.kernels.triton.parts.mxfp4 import load_mxfp4, load_mxfp4_bfloat16
 from specbatch.kernels.triton.skinny.parts import load_weights, rounded
@@ -48,16 +48,32 @@ def _in_best_groups(
 
 
 @triton.jit
+def _norm_row(y, x, norm_weight, eps, SIZE: tl.constexpr, SIZE_POWER: tl.constexpr):
+    """Store the norm of a row."""
+    offs = tl.arange(0, SIZE_POWER)
+    v = tl.load(x + offs, mask=offs < SIZE, other=0.0).to(tl.float32)
+    weight = tl.load(norm_weight + offs, mask=offs < SIZE, other=0.0)
+    scale = tl.rsqrt(tl.sum(v * v, 0) / SIZE + eps)
+    tl.store(y + offs, scaled_norm(v * scale, weight, y.dtype.element_ty), mask=offs < SIZE)
+
+
+@triton.jit
 def route_kernel(
-    logits, correction, weights, experts, stride, X: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr,
-    X_POWER: tl.constexpr, SCORING: tl.constexpr, NORM: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POWER: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_CORRECTION: tl.constexpr, PDL: tl.constexpr,
+    logits, correction, weights, experts, x, norm_weight, normed, stride, eps,
+    X: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, X_POWER: tl.constexpr, SCORING: tl.constexpr, NORM: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POWER: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_CORRECTION: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_POWER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the choice of one token, as `Routing` says. Grid: T."""
+    """Compute the choice of one token, as `Routing` says. Grid: (T, 1). With SIZE > 0 the grid is (T, 2), and a token's
+    second program computes `normed`, the norm of its row of x, which has SIZE elements."""
     token = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, X_POWER)
     ranks = tl.arange(0, K_POWER)
     await_former(PDL)
+    if tl.program_id(1) == 1:
+        if SIZE > 0:
+            _norm_row(normed + token * SIZE, x + token * SIZE, norm_weight, eps, SIZE, SIZE_POWER)
+        return
     scores = tl.load(logits + token * stride + ids, mask=ids < X, other=float("-inf")).to(tl.float32)
     if SCORING == "softmax":
         scores = tl.exp(scores - tl.max(scores, 0))

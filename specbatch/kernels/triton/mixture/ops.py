@@ -32,23 +32,50 @@ _CHUNK = 4096  # choices that are sorted at a time
 
 def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `kernels/torch/mixture.py`."""
+    return _route(logits_TX, routing, correction_X, None, None, 0.0)[:2]
+
+
+def route_and_norm(
+    logits_TX: Tensor,
+    routing: Routing,
+    correction_X: Tensor | None,
+    x_TE: Tensor,
+    norm_weight_E: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels/torch/mixture.py`."""
+    return _route(logits_TX, routing, correction_X, x_TE.contiguous(), norm_weight_E, eps)
+
+
+def _route(
+    logits_TX: Tensor,
+    routing: Routing,
+    correction_X: Tensor | None,
+    x_TE: Tensor | None,
+    norm_weight_E: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     (num_tokens, num_experts), top_k = logits_TX.shape, routing.top_k
     dtype = torch.float32 if routing.scoring == "sigmoid" else logits_TX.dtype
     weights_TK = logits_TX.new_empty(num_tokens, top_k, dtype=dtype)
     experts_TK = torch.empty((num_tokens, top_k), dtype=torch.int32, device=logits_TX.device)
+    normed_TE = logits_TX if x_TE is None else torch.empty_like(x_TE)
     if not num_tokens:
-        return weights_TK, experts_TK
+        return weights_TK, experts_TK, normed_TE
     assert logits_TX.stride(1) == 1, logits_TX.stride()
+    size = 0 if x_TE is None else x_TE.shape[1]
     pdl = dependent_launch(logits_TX)
     launch(
-        route_kernel, (num_tokens,),
-        logits_TX, logits_TX if correction_X is None else correction_X, weights_TK, experts_TK, logits_TX.stride(0),
+        route_kernel, (num_tokens, 1 if x_TE is None else 2),
+        logits_TX, logits_TX if correction_X is None else correction_X, weights_TK, experts_TK, x_TE, norm_weight_E,
+        normed_TE, logits_TX.stride(0), eps,
         X=num_experts, K=top_k, K_POWER=triton.next_power_of_2(top_k), X_POWER=triton.next_power_of_2(num_experts),
         SCORING=routing.scoring, NORM=routing.norm_topk_prob, GROUPS=routing.num_groups,
         GROUPS_POWER=triton.next_power_of_2(routing.num_groups), TOPK_GROUPS=routing.topk_groups, SCALE=routing.scale,
-        HAS_CORRECTION=correction_X is not None, PDL=pdl, num_warps=1, **launch_options(pdl),
+        HAS_CORRECTION=correction_X is not None, SIZE=size, SIZE_POWER=triton.next_power_of_2(max(size, 1)), PDL=pdl,
+        num_warps=1, **launch_options(pdl),
     )  # fmt: skip
-    return weights_TK, experts_TK
+    return weights_TK, experts_TK, normed_TE
 
 
 class _Blocks:
