@@ -3,7 +3,7 @@
     python scripts/bench/tune_experts.py -o tune_experts.json [--shape qwen3-30b-a3b] [--budget 230]
 
 For each number of tokens, routed evenly: the time of both GEMMs with each candidate in CUDA-graph replay, over layers
-whose weights together exceed L2; then the whole mixture with the best ones, beside the library's grouped GEMM.
+whose weights together exceed L2; then the whole mixture with the best ones, and the library's grouped GEMM.
 Candidates are compiled beforehand by other processes. The script stops by itself when the budget (seconds) is used up.
 What was measured until then is in the file.
 """

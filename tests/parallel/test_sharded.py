@@ -55,10 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
             correction_bias="gate.extra",
         )
     },
-    "experts with biases, sinks": {
-        "qkv_bias": True,
-        "output_bias": True,
-        "attention_sinks": True,
+    "experts with biases": {
         "activation": "clamped_swiglu",
         "moe": MoeConfig(4, 2, 8, norm_topk_prob=True, layers=(True, True), router_bias=True, expert_bias=True),
     },
