@@ -20,8 +20,8 @@ def test_the_same_operations() -> None:
 
 @pytest.mark.parametrize("name", reference.__all__)
 def test_the_same_file_and_signature(name: str) -> None:
-    """A file of many kernels is a folder with a file `ops.py`. Triton's functions can have further arguments, for tuning,
-    with defaults."""
+    """A file of many kernels is a folder with a file `ops.py`. Triton's functions can have further arguments with
+    defaults, for tuning."""
     kernels = pytest.importorskip("specbatch.kernels.triton")
     expected, found = getattr(reference, name), getattr(kernels, name)
     assert found is not expected
