@@ -26,7 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from specbatch.kernels.experts import ExpertWeights, Routing
-from specbatch.kernels.quantised import padded_groups
+from specbatch.kernels.quantised import MXFP4_GROUP
 from specbatch.kernels.torch.mixture import combine
 from specbatch.kernels.triton.mixture import ops
 from specbatch.kernels.triton.mixture.tile import ExpertTile, tokens_of_a_program
@@ -49,9 +49,9 @@ def blocks_for(num_tokens: int) -> tuple[int, ...]:
 def candidates(block_m: int, is_packed: bool) -> Iterator[ExpertTile]:
     if is_packed:
         for block_o, block_i, warps in (
-            (32, 128, 4), (32, 256, 4), (64, 128, 4), (64, 256, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8),
+            (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8),
         ):  # fmt: skip
-            for stages in (3, 4, 5, 6) if block_m < 64 else (2, 3, 4):
+            for stages in (2, 3, 4):
                 yield ExpertTile(block_o, block_i, stages, warps)
         return
     if block_m <= 32:
@@ -114,7 +114,7 @@ def make_weights(num_experts: int, hidden: int, inner: int, is_packed: bool) -> 
     if not is_packed:
         return ExpertWeights(*(torch.randn(s, dtype=DTYPE, device="cuda") / s[2] ** 0.5 for s in shapes))
     values = [torch.randint(256, (*s[:2], s[2] // 2), dtype=torch.uint8, device="cuda") for s in shapes]
-    sizes = [(*s[:2], padded_groups(s[2])) for s in shapes]
+    sizes = [(*s[:2], s[2] // MXFP4_GROUP) for s in shapes]
     scales = [torch.full(size, 120, dtype=torch.uint8, device="cuda") for size in sizes]
     return ExpertWeights(*values, "clamped_swiglu", None, None, *scales)
 

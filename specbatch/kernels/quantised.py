@@ -14,11 +14,6 @@ MXFP4_GROUP = 32  # the elements of a row of a weight in MXFP4 that share a scal
 MXFP4_BYTES = 1 / 2 + 1 / MXFP4_GROUP  # the bytes of an element with its part of the scale
 
 
-def padded_groups(size: int) -> int:
-    """Return how many scales a row of `size` elements in MXFP4 has in memory. Kernels read four at once."""
-    return -(-size // (4 * MXFP4_GROUP)) * 4
-
-
 class Quantised(NamedTuple):
     """Quantised inputs. The input is `values_TI` times its scale. Scales are float32: (T, 1), or (T, G) with a scale
     for each GROUP of features."""

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.kernels.experts import ExpertWeights, Routing
-from specbatch.kernels.quantised import MXFP4_GROUP
 from specbatch.kernels.torch.model import act_mul, rms_norm
 from specbatch.kernels.torch.mxfp4 import dequantise
 
@@ -100,10 +99,7 @@ def fused_experts(
 
 def _of_expert(weights_XOI: Tensor, scales_XOG: Tensor | None, number: int, dtype: torch.dtype) -> Tensor:
     """Return the weight of one expert."""
-    if scales_XOG is None:
-        return weights_XOI[number]
-    num_groups = 2 * weights_XOI.shape[2] // MXFP4_GROUP
-    return dequantise(weights_XOI[number], scales_XOG[number, :, :num_groups], dtype)
+    return weights_XOI[number] if scales_XOG is None else dequantise(weights_XOI[number], scales_XOG[number], dtype)
 
 
 def _bias_of(biases_XO: Tensor | None, number: int) -> Tensor | None:

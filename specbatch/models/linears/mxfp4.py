@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specbatch.kernels.quantised import MXFP4_GROUP, padded_groups
 from specbatch.kernels.torch.mxfp4 import dequantise
 
 
@@ -26,8 +25,7 @@ class PackedReader(Protocol):
 
 @dataclass(frozen=True)
 class Mxfp4Weight:
-    """One matrix of each expert. Both tensors are contiguous, uint8. Rows of scales are filled up, see
-    `padded_groups`."""
+    """One matrix of each expert. Both tensors are contiguous, uint8."""
 
     values_XNB: Tensor
     scales_XNG: Tensor
@@ -42,9 +40,8 @@ class Mxfp4Weight:
             values_NB, scales_NG = (torch.cat(tensors_) for tensors_ in zip(*parts, strict=True))
             if not number:
                 values_XNB = torch.empty((len(experts), *values_NB.shape), dtype=torch.uint8, device=device)
-                shape = len(experts), len(scales_NG), padded_groups(2 * values_NB.shape[1])
-                scales_XNG = torch.zeros(shape, dtype=torch.uint8, device=device)
-            values_XNB[number], scales_XNG[number, :, : scales_NG.shape[1]] = values_NB, scales_NG
+                scales_XNG = torch.empty((len(experts), *scales_NG.shape), dtype=torch.uint8, device=device)
+            values_XNB[number], scales_XNG[number] = values_NB, scales_NG
         return Mxfp4Weight(values_XNB, scales_XNG)
 
     @property
@@ -55,4 +52,4 @@ class Mxfp4Weight:
 
     def dequantised(self, expert: int, dtype: torch.dtype) -> Tensor:
         """Return the matrix (outputs, inputs) of one expert."""
-        return dequantise(self.values_XNB[expert], self.scales_XNG[expert, :, : self.shape[2] // MXFP4_GROUP], dtype)
+        return dequantise(self.values_XNB[expert], self.scales_XNG[expert], dtype)

@@ -6,10 +6,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specbatch.kernels.quantised import MXFP4_GROUP
 from specbatch.kernels.triton.parts.elementwise import gate_and_up, scaled_norm
 from specbatch.kernels.triton.parts.launch import await_former
 from specbatch.kernels.triton.parts.mxfp4 import load_mxfp4, load_mxfp4_bfloat16
 from specbatch.kernels.triton.skinny.parts import load_weights, rounded
+
+_GROUP = tl.constexpr(MXFP4_GROUP)
 
 
 @triton.jit
@@ -60,9 +63,9 @@ def _norm_row(y, x, norm_weight, eps, SIZE: tl.constexpr, SIZE_POWER: tl.constex
 @triton.jit
 def route_kernel(
     logits, correction, weights, experts, x, norm_weight, normed, stride, eps,
-    X: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, X_POWER: tl.constexpr, SCORING: tl.constexpr, NORM: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POWER: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr, SCALE: tl.constexpr, HAS_CORRECTION: tl.constexpr,
-    SIZE: tl.constexpr, SIZE_POWER: tl.constexpr, PDL: tl.constexpr,
+    X: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, X_POWER: tl.constexpr, SCORING: tl.constexpr,
+    NORM: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POWER: tl.constexpr, TOPK_GROUPS: tl.constexpr,
+    SCALE: tl.constexpr, HAS_CORRECTION: tl.constexpr, SIZE: tl.constexpr, SIZE_POWER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the choice of one token, as `Routing` says. Grid: (T, 1). With SIZE > 0 the grid is (T, 2), and a token's
     second program computes `normed`, the norm of its row of x, which has SIZE elements."""
@@ -168,13 +171,13 @@ def expert_gemm(
     y, x, weight, scales, bias, operand, experts, block_experts, members, N,
     OUT: tl.constexpr, IN: tl.constexpr, DIVISOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, MXFP4: tl.constexpr, SCALES: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, MXFP4: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr,
     SORTED: tl.constexpr, N_POWER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute y (N, OUT), a row for each choice, from x (N / DIVISOR, IN) and one expert's weight (OUT, IN), or
     (2 OUT, IN) if GATED, and its `bias`. The tile of weights is the first operand, and x transposed is the second.
-    `operand`: the descriptor of all weights if TMA. MXFP4: the weights have `scales`, SCALES in a row, see
-    `parts/mxfp4.py`; if PACKED, packed instructions make bfloat16 of them. SORTED: `sort_kernel` has made the blocks;
+    `operand`: the descriptor of all weights if TMA. MXFP4: the weights have `scales`, see `parts/mxfp4.py`; if
+    PACKED, packed instructions make bfloat16 of them. SORTED: `sort_kernel` has made the blocks;
     otherwise each of the N choices is a block. Grid: blocks * OUT / BLOCK_O; neighbours have the same block."""
     dtype: tl.constexpr = y.dtype.element_ty
     TILES: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O
@@ -202,7 +205,7 @@ def expert_gemm(
     rows += (local // BLOCK_O) * OUT
     if MXFP4:
         weight += expert.to(tl.int64) * (PARTS * OUT * IN // 2)
-        scales += expert.to(tl.int64) * (PARTS * OUT * SCALES)
+        scales += expert.to(tl.int64) * (PARTS * OUT * IN // _GROUP)
     else:
         w_ptrs = weight + expert.to(tl.int64) * (PARTS * OUT * IN) + (rows * IN)[:, None] + cols[None, :]
     inside = choices < N
@@ -213,9 +216,11 @@ def expert_gemm(
             w = operand.load([expert * PARTS, row, i0]).reshape(ROWS, BLOCK_I)
         elif MXFP4:
             if PACKED:
-                w = load_mxfp4_bfloat16(weight, scales, rows, i0, IN, IN // 2, SCALES, BLOCK_I, MASKED)
+                w = load_mxfp4_bfloat16(weight, scales, rows, i0, IN, IN // 2, IN // _GROUP, BLOCK_I, MASKED)
             else:
-                w = load_mxfp4(weight, scales, rows, rows >= 0, i0, IN, IN // 2, SCALES, BLOCK_I, x.dtype.element_ty)
+                w = load_mxfp4(
+                    weight, scales, rows, rows >= 0, i0, IN, IN // 2, IN // _GROUP, BLOCK_I, x.dtype.element_ty
+                )
         else:
             w = load_weights(w_ptrs + i0, (i0 + cols < IN)[None, :], MASKED)
         mask = inside[None, :] & (i0 + cols < IN)[:, None] if MASKED else inside[None, :]

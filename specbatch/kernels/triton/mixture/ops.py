@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights, Routing
-from specbatch.kernels.quantised import MXFP4_GROUP, padded_groups
+from specbatch.kernels.quantised import MXFP4_GROUP
 from specbatch.kernels.triton.mixture.kernel import combine_kernel, expert_gemm, route_kernel, sort_kernel
 from specbatch.kernels.triton.mixture.tile import MAX_UNSORTED, ExpertTile, fitting, tiles_for, tokens_of_a_program
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
@@ -155,7 +155,6 @@ def _multiply(
     tile = fitting(tile, blocks.block_m, x.element_size(), shared_bytes(x), has_tma=has_tma)
     block_o = min(tile.block_o // parts, triton.next_power_of_2(num_out))
     block_i = min(tile.block_i, triton.next_power_of_2(num_in))
-    assert scales_XOG is None or scales_XOG.shape[2] == padded_groups(num_in), scales_XOG.shape
     assert scales_XOG is None or block_i % MXFP4_GROUP == num_in % MXFP4_GROUP == 0, (block_i, num_in)
     y_NO = x.new_empty(blocks.num_choices, num_out)
     operand = None
@@ -169,8 +168,8 @@ def _multiply(
         blocks.num_choices,
         OUT=num_out, IN=num_in, DIVISOR=divisor, BLOCK_M=blocks.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
         STAGES=tile.num_stages, GATED=parts == 2, ACTIVATION=activation or "silu",
-        HAS_BIAS=bias_XO is not None, MXFP4=scales_XOG is not None, SCALES=padded_groups(num_in),
-        PACKED=x.is_cuda and x.dtype == torch.bfloat16 and block_i % 128 == 0, TMA=operand is not None,
+        HAS_BIAS=bias_XO is not None, MXFP4=scales_XOG is not None,
+        PACKED=x.is_cuda and x.dtype == torch.bfloat16, TMA=operand is not None,
         SORTED=blocks.are_sorted,
         N_POWER=triton.next_power_of_2(blocks.num_choices) if not blocks.are_sorted else 1,
         PDL=blocks.pdl, num_warps=tile.num_warps, **launch_options(blocks.pdl),

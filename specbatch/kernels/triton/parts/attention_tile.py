@@ -55,6 +55,8 @@ def tile_for(
         tile = _of_fp8(tile)
     elif tile.block_m == 32 and head_dim == 128 and num_programs > _MIDDLE_PROGRAMS:
         tile = replace(tile, num_warps=2) if num_programs > _MANY_PROGRAMS else replace(tile, block_m=64)
+    elif tile.block_m == 16 and head_dim == 128 and itemsize == 2 and num_programs <= _FEW_PROGRAMS:
+        tile = replace(tile, num_warps=8)
     while shared_of(tile, head_dim, itemsize) > shared and tile.num_stages > 1:
         tile = replace(tile, num_stages=tile.num_stages - 1)
     return tile

@@ -53,23 +53,18 @@ def load_mxfp4_bfloat16(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return what `load_mxfp4` does, in bfloat16, with three and a half instructions an element. All rows exist.
-    MASKED: the last inputs may not exist. It is for GPUs of compute capability 8 or later. `stride_scales` and BLOCK_K:
-    multiples of 4 and of 128. Four scales are read at once, because copies that overlap with arithmetic have four bytes
-    at least."""
+    MASKED: the last inputs may not exist. It is for GPUs of compute capability 8 or later."""
     GROUPS: tl.constexpr = BLOCK_K // _GROUP
     groups = tl.arange(0, GROUPS)
     pairs = groups[:, None] * (_GROUP // 2) + tl.arange(0, _GROUP // 2)[None, :]
     values_ptrs = values_ptr + rows[:, None, None] * stride_values + first // 2 + pairs[None, :, :]
-    words = first // (4 * _GROUP) + tl.arange(0, GROUPS // 4)
-    words_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    words_ptrs = words_ptr + rows[:, None] * (stride_scales // 4) + words[None, :]
+    scales_ptrs = scales_ptr + rows[:, None] * stride_scales + first // _GROUP + groups[None, :]
     if MASKED:
         values = tl.load(values_ptrs, mask=(first // 2 + pairs < size_in // 2)[None, :, :], other=0)
-        four = tl.load(words_ptrs, mask=(words < stride_scales // 4)[None, :], other=0)
+        scales = tl.load(scales_ptrs, mask=(first // _GROUP + groups < size_in // _GROUP)[None, :], other=0)
     else:
         values = tl.load(values_ptrs)
-        four = tl.load(words_ptrs)
-    scales = tl.reshape((four[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 255, [values.shape[0], GROUPS])
+        scales = tl.load(scales_ptrs)
     # 2^(scale - 127) from its bits. That of scale 0 is a subnormal number.
     bits = tl.where(scales == 0, 1 << 6, scales.to(tl.int16) << 7).to(tl.int16)
     factors = tl.broadcast_to(bits.to(tl.bfloat16, bitcast=True)[:, :, None], values.shape)
