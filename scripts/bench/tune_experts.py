@@ -112,11 +112,12 @@ def make_weights(num_experts: int, hidden: int, inner: int, is_packed: bool) -> 
     """Return random weights of a layer's experts."""
     shapes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
     if not is_packed:
-        return ExpertWeights(*(torch.randn(s, dtype=DTYPE, device="cuda") / s[2] ** 0.5 for s in shapes))
-    values = [torch.randint(256, (*s[:2], s[2] // 2), dtype=torch.uint8, device="cuda") for s in shapes]
+        gate_up, down = (torch.randn(s, dtype=DTYPE, device="cuda") / s[2] ** 0.5 for s in shapes)
+        return ExpertWeights(gate_up, down)
+    first, second = [torch.randint(256, (*s[:2], s[2] // 2), dtype=torch.uint8, device="cuda") for s in shapes]
     sizes = [(*s[:2], s[2] // MXFP4_GROUP) for s in shapes]
     scales = [torch.full(size, 120, dtype=torch.uint8, device="cuda") for size in sizes]
-    return ExpertWeights(*values, "clamped_swiglu", None, None, *scales)
+    return ExpertWeights(first, second, "clamped_swiglu", None, None, *scales)
 
 
 def library(x: Tensor, weights_TK: Tensor, chosen: Tensor, experts: ExpertWeights) -> Tensor:

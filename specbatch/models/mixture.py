@@ -21,7 +21,6 @@ from specbatch.models.linears.sharded import start_sum
 from specbatch.models.routing_counter import RoutingCounter
 from specbatch.models.weight_loader import WeightLoader
 
-
 _FUSED_TOKENS = 2  # up to which GEMMs compute the norm of their inputs
 
 

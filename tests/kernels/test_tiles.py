@@ -125,12 +125,12 @@ def test_attention_on_hopper_is_as_measured(head_dim: int) -> None:
     ],
 )
 def test_attention_on_smaller_cards(limit: int, head_dim: int, rows: int, expected: Tile) -> None:
-    assert tile_for(rows, head_dim, 2, limit) == expected
+    assert tile_for(rows, head_dim, 2, limit, num_programs=8) == expected
 
 
 def test_keys_in_fp8_have_tiles_of_their_own() -> None:
     for rows in ROWS:
-        usual, of_fp8 = tile_for(rows, 128, 2), tile_for(rows, 128, 2, is_fp8=True)
+        usual, of_fp8 = tile_for(rows, 128, 2, num_programs=8), tile_for(rows, 128, 2, is_fp8=True, num_programs=8)
         few = replace(usual, fp8="pairs", num_stages=6)
         assert of_fp8 == (few if usual.block_m < 64 else usual)
         assert all(tile_for(rows, 128, 2, is_fp8=True, num_programs=n) == of_fp8 for n in (129, 257))
