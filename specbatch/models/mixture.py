@@ -65,7 +65,7 @@ class MixtureMLP:
 
     def _start_few(self, x_TE: Tensor, norm: RMSNorm) -> Tensor:
         """Compute x + mixture(norm(x)) for few tokens. The router computes the norm itself, and the norm for the
-        experts is computed beside the choice, which saves a kernel."""
+        experts is computed by the kernel of the choice, which saves one."""
         given = self._routing, self._correction_X, x_TE, norm.weight, norm.eps
         weights_TK, experts_TK, normed_TE = self._ops.route_and_norm(self._router.with_norm(x_TE, norm), *given)
         return self._sum(x_TE, normed_TE, weights_TK, experts_TK)

@@ -12,7 +12,7 @@ from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 # half-empty tiles of 64 rows take 0.85 of the time (measured with 256 programs). Above _MANY_PROGRAMS, 2 warps take
 # 0.78 to 0.95.
 _MIDDLE_PROGRAMS, _MANY_PROGRAMS = 128, 256
-_FEW_PROGRAMS = 4  # one row with four key/value heads: 7.8 us with 8 warps, 8.9 with 4 (H200, 1,250 tokens)
+_MAX_SMALL_GRID = 4  # one row with four key/value heads: 7.8 us with 8 warps, 8.9 with 4 (H200, 1,250 tokens)
 
 # Keys and values are converted to the queries' dtype; to float16; or to float16, and values are read as pairs.
 Fp8Form = Literal["widen", "half", "pairs"]
@@ -56,7 +56,7 @@ def tile_for(
         tile = _of_fp8(tile)
     elif tile.block_m == 32 and head_dim == 128 and num_programs > _MIDDLE_PROGRAMS:
         tile = replace(tile, num_warps=2) if num_programs > _MANY_PROGRAMS else replace(tile, block_m=64)
-    elif tile.block_m == 16 and head_dim == 128 and itemsize == 2 and num_programs <= _FEW_PROGRAMS:
+    elif tile.block_m == 16 and head_dim == 128 and itemsize == 2 and num_programs <= _MAX_SMALL_GRID:
         tile = replace(tile, num_warps=8)
     while shared_of(tile, head_dim, itemsize) > shared and tile.num_stages > 1:
         tile = replace(tile, num_stages=tile.num_stages - 1)
