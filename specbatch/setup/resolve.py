@@ -20,7 +20,7 @@ from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
-from specbatch.models.linears.mxfp4 import PackedReader
+from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights
