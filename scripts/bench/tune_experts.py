@@ -29,7 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from specbatch.kernels.experts import ExpertWeights, Routing
-from specbatch.kernels.quantised import MXFP4_BYTES, MXFP4_GROUP
+from specbatch.kernels.mxfp4 import MXFP4_BYTES, MXFP4_GROUP
 from specbatch.kernels.torch.mixture import combine
 from specbatch.kernels.triton.mixture import ops
 from specbatch.kernels.triton.mixture.tile import MAX_UNSORTED, ExpertTile

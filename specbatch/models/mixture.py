@@ -99,6 +99,12 @@ class MixtureMLP:
         return
 
 
+def mixture_of(config: ModelConfig, layer: int, weights: WeightLoader, prefix: str) -> MixtureMLP | None:
+    """Make the mixture of experts of a layer; None: it has an MLP. `prefix`: see `MixtureMLP`."""
+    has_experts = config.moe is not None and config.moe.layers[layer]
+    return MixtureMLP(config, weights, prefix) if has_experts else None
+
+
 class _SharedExpert:
     """The gated feed-forward of the expert that every token takes."""
 

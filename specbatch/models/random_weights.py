@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from specbatch.errors import ModelError
-from specbatch.kernels.quantised import MXFP4_GROUP
+from specbatch.kernels.mxfp4 import MXFP4_GROUP
 from specbatch.models.catalog import RANDOM_PREFIX, random_name
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, expected_eagle_tensors

@@ -1,10 +1,10 @@
 """Checkpoints of gpt-oss, which have the experts of a layer in one tensor. Each expert's tensors are slices, which are
 read one at a time.
 
-Outputs of gate and up alternate. The tensors are `mlp.experts.gate_up_proj` (X, E, 2I) and `mlp.experts.down_proj` (X, I, E),
-with inputs first, as transformers saves them, and biases `..._bias` (X, 2I) and (X, E). In the published files the
-matrices are in MXFP4, with outputs first: `gate_up_proj_blocks` (X, 2I, E / 32, 16), `gate_up_proj_scales` (X, 2I, E /
-32), and the same for `down_proj`. They are dequantised to bfloat16, which is exact.
+Outputs of gate and up alternate. The tensors are `mlp.experts.gate_up_proj` (X, E, 2I) and `mlp.experts.down_proj`
+(X, I, E), with inputs first, as transformers saves them, and biases `..._bias` (X, 2I) and (X, E). In the published
+files the matrices are in MXFP4, with outputs first: `gate_up_proj_blocks` (X, 2I, E / 32, 16), `gate_up_proj_scales`
+(X, 2I, E / 32), and the same for `down_proj`. `load` dequantises them to bfloat16, which is exact.
 
 Shape suffixes: X experts, I inner features of an expert, E hidden size; N outputs, B bytes of a row, G groups of a row.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specbatch.errors import ModelError
-from specbatch.kernels.quantised import MXFP4_GROUP
+from specbatch.kernels.mxfp4 import MXFP4_GROUP
 from specbatch.kernels.torch.mxfp4 import MAX_SCALE, dequantise
 from specbatch.models.formats.tensor_files import SafetensorsSource, TensorSource, TorchBinSource
 

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights, Routing
-from specbatch.kernels.quantised import MXFP4_GROUP
+from specbatch.kernels.mxfp4 import MXFP4_GROUP
 from specbatch.kernels.triton.mixture.kernel import combine_kernel, expert_gemm, route_kernel, sort_kernel
 from specbatch.kernels.triton.mixture.tile import MAX_UNSORTED, ExpertTile, fitting, tiles_for, tokens_of_a_program
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
