@@ -39,9 +39,9 @@ from specbatch.models.random_weights import geometries
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 TOKENS = (1, 4, 16, 64, 256, 1024, 2, 8, 32, 128, 512, 4096, 8192)  # the most important ones are first
-NUM_ROUTINGS = 12  # of the same number of tokens; a timed run computes all of them
-NUM_PROCESSES = 14  # that compile kernels
-NUM_LAYERS = {False: 3, True: 12}  # by whether weights are in MXFP4: their weights exceed L2
+NUM_ROUTINGS = 12  # routings of the same number of tokens; a timed run computes all of them
+NUM_PROCESSES = 14  # processes that compile kernels
+NUM_LAYERS = {False: 3, True: 12}  # layers whose weights exceed L2; True: in MXFP4
 BYTES_PER_SECOND = 4.2e12  # the rate at which an H200 reads
 MXFP4_SCALE = 120  # the exponent + 127 of all random weights
 
@@ -90,10 +90,10 @@ class Shape:
         if not self.is_mxfp4:
             gate_up, down = (torch.randn(s, dtype=DTYPE, device=DEVICE) / s[2] ** 0.5 for s in shapes)
             return ExpertWeights(gate_up, down)
-        packed = [torch.randint(256, (*s[:2], s[2] // 2), dtype=torch.uint8, device=DEVICE) for s in shapes]
+        gate_up, down = (torch.randint(256, (*s[:2], s[2] // 2), dtype=torch.uint8, device=DEVICE) for s in shapes)
         sizes = [(*s[:2], s[2] // MXFP4_GROUP) for s in shapes]
-        scales = [torch.full(size, MXFP4_SCALE, dtype=torch.uint8, device=DEVICE) for size in sizes]
-        return ExpertWeights(*packed, "clamped_swiglu", None, None, *scales)
+        scales = (torch.full(size, MXFP4_SCALE, dtype=torch.uint8, device=DEVICE) for size in sizes)
+        return ExpertWeights(gate_up, down, "clamped_swiglu", None, None, *scales)
 
 
 class Inputs:
