@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from specbatch.kernels.quantised import MXFP4_GROUP
+from specbatch.kernels.mxfp4 import MXFP4_GROUP
 from specbatch.kernels.torch.mxfp4 import quantise
 
 

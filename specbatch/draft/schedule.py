@@ -1,4 +1,4 @@
-"""The schedule: draft shapes by the number of running requests. Of a dense model, few requests leave room for deep
+"""The schedule: draft shapes by the number of running requests. With a dense model, few requests leave room for deep
 drafts, and many do not. With experts it can be the other way round."""
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class Engine:
                 self._threads.rest()
 
     def forget_routing(self) -> None:
-        """Count the experts that tokens choose from now on anew."""
+        """Set the counts of the experts that tokens choose to zero."""
         if self._round.routing is not None:
             self._round.routing.reset()
         self._stats.experts, self._has_new_routing = ExpertCounts(), False

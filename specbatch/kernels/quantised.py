@@ -1,5 +1,4 @@
-"""Inputs of a linear layer in FP8 (E4M3: 4 bits of exponent, 3 of mantissa, at most 448), and what kernels for FP8 and
-MXFP4 have in common."""
+"""Inputs of a linear layer in FP8 (E4M3: 4 bits of exponent, 3 of mantissa, at most 448)."""
 
 from __future__ import annotations
 
@@ -10,8 +9,6 @@ from torch import Tensor
 E4M3_MAX = 448.0
 SMALLEST_SCALE = 1e-12  # the scale of a token whose features are all 0
 GROUP = 128  # the features of an input that share a scale, if weights have blocks
-MXFP4_GROUP = 32  # the elements of a row of a weight in MXFP4 that share a scale
-MXFP4_BYTES = 1 / 2 + 1 / MXFP4_GROUP  # the bytes of an element with its part of the scale
 
 
 class Quantised(NamedTuple):

@@ -20,8 +20,8 @@ PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 @dataclass(frozen=True)
 class MoeConfig:
     """The mixture of experts that layers have in place of one MLP (Shazeer et al. 2017). A router chooses `top_k`
-    experts for each token, and their outputs are added with the router's scores as weights. `Routing` says
-    how the traits of the router work together."""
+    experts for each token, and their outputs are added with the router's scores as weights. `Routing` says how the
+    traits of the router work together."""
 
     num_experts: int
     top_k: int  # experts of a token
@@ -38,9 +38,8 @@ class MoeConfig:
     router: str = "gate"  # name of the router in the block
     router_bias: bool = False
     wide_router: bool = False  # the router's logits are computed in float32, whatever the model computes in
-    correction_bias: str | None = (
-        None  # name in the block of what is added to scores for the choice alone; None: nothing
-    )
+    # Name in the block of the correction that is added to scores for the choice alone; None: there is none.
+    correction_bias: str | None = None
     block: str = "mlp"  # name of the module in a layer
     projections: tuple[str, str, str] = PROJECTIONS  # names in an expert
     expert_bias: bool = False  # the projections of experts have biases

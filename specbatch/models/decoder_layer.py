@@ -21,7 +21,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.key_offset import key_offset
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.linears.linear import Residual, traceable_parts
-from specbatch.models.mixture import MixtureMLP
+from specbatch.models.mixture import MixtureMLP, mixture_of
 from specbatch.models.stages import FIRST, Stages, Turn, completed
 from specbatch.models.weight_loader import WeightLoader
 
@@ -285,9 +285,8 @@ class PreNormLayer(DecoderLayer):
         self._input_norm = weights.norm(norm, config.rms_norm_eps) if input_norm else None
         self.attention = Attention(config, layer, weights, f"{prefix}self_attn.", rotary)
         self._post_norm = weights.norm(f"{prefix}post_attention_layernorm", config.rms_norm_eps)
-        has_experts = config.moe is not None and config.moe.layers[layer]
-        self.mixture = MixtureMLP(config, weights, prefix) if has_experts else None
-        self._mlp = MLP(config, weights, f"{prefix}mlp.") if self.mixture is None else self.mixture
+        self.mixture = mixture_of(config, layer, weights, prefix)
+        self._mlp = self.mixture or MLP(config, weights, f"{prefix}mlp.")
 
     @property
     def first_norm(self) -> RMSNorm | None:

@@ -21,7 +21,7 @@ from specbatch.models.linears.sharded import start_sum
 from specbatch.models.routing_counter import RoutingCounter
 from specbatch.models.weight_loader import WeightLoader
 
-_FUSED_TOKENS = 2  # up to which GEMMs compute the norm of their inputs
+_MAX_FUSED = 2  # the largest number of tokens for which the router computes the norm of its inputs
 
 
 class MixtureMLP:
@@ -57,17 +57,19 @@ class MixtureMLP:
         """Compute x + mixture(norm(x)), as `MLP.start` does."""
         if self._group is not None:
             return start_sum(self._group, self._add_to(None, x.normed(norm)), x.x_TE, next_norm)
-        if x.normed_TE is None and self._fuses_norm and x.x_TE.shape[0] <= _FUSED_TOKENS:
+        if x.normed_TE is None and self._fuses_norm and x.x_TE.shape[0] <= _MAX_FUSED:
             y_TE = self._start_few(x.x_TE, norm)
         else:
             y_TE = self._add_to(x.x_TE, x.normed(norm))
         return lambda: Residual(y_TE)
 
     def _start_few(self, x_TE: Tensor, norm: RMSNorm) -> Tensor:
-        """Compute x + mixture(norm(x)) for few tokens. The router computes the norm itself, and the norm for the
-        experts is computed by the kernel of the choice, which saves one."""
-        given = self._routing, self._correction_X, x_TE, norm.weight, norm.eps
-        weights_TK, experts_TK, normed_TE = self._ops.route_and_norm(self._router.with_norm(x_TE, norm), *given)
+        """Compute x + mixture(norm(x)) for few tokens with one launch less: the router's GEMM norms its inputs itself,
+        and the kernel that chooses experts computes the norm for the experts."""
+        logits_TX = self._router.with_norm(x_TE, norm)
+        weights_TK, experts_TK, normed_TE = self._ops.route_and_norm(
+            logits_TX, self._routing, self._correction_X, x_TE, norm.weight, norm.eps
+        )
         return self._sum(x_TE, normed_TE, weights_TK, experts_TK)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
@@ -95,6 +97,12 @@ class MixtureMLP:
     def traceable(self) -> None:
         """See `linears.linear.Layer.traceable`: no compiler fuses the experts."""
         return
+
+
+def mixture_of(config: ModelConfig, layer: int, weights: WeightLoader, prefix: str) -> MixtureMLP | None:
+    """Make the mixture of experts of a layer; None: it has an MLP. `prefix`: see `MixtureMLP`."""
+    has_experts = config.moe is not None and config.moe.layers[layer]
+    return MixtureMLP(config, weights, prefix) if has_experts else None
 
 
 class _SharedExpert:

@@ -17,8 +17,9 @@ from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights
+from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.experts import Experts, SeparateExperts, StackedExperts, stack_experts
+from specbatch.models.linears.experts import Experts, SeparateExperts, StackedExperts, stack_experts, stack_mxfp4
 from specbatch.models.linears.fp8 import (
     Fp8GatedLinear,
     Fp8Linear,
@@ -30,7 +31,6 @@ from specbatch.models.linears.fp8 import (
 )
 from specbatch.models.linears.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
 from specbatch.models.linears.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
-from specbatch.models.linears.mxfp4 import Mxfp4Weight, PackedReader
 from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear, is_packable
 from specbatch.models.linears.quantization import ON_LOAD, Quantization
 from specbatch.models.linears.scaled import ScaledGatedLinear, ScaledLinear
@@ -172,11 +172,10 @@ class WeightLoader:
             gate_up_XFE, down_XEI = self._stacked(names, "weight")
             weights = ExpertWeights(gate_up_XFE, down_XEI, activation, gate_up_bias, down_bias)
             return StackedExperts(weights, self._ops)
-        both = [[f"{gate}.weight", f"{up}.weight"] for gate, up, _ in names]
-        gate_up = Mxfp4Weight.load(self._mxfp4, both, self.device)
-        down = Mxfp4Weight.load(self._mxfp4, [[f"{name}.weight"] for *_, name in names], self.device)
-        scales = gate_up.scales_XNG, down.scales_XNG
-        weights = ExpertWeights(gate_up.values_XNB, down.values_XNB, activation, gate_up_bias, down_bias, *scales)
+        of_gate_up = [[f"{gate}.weight", f"{up}.weight"] for gate, up, _ in names]
+        gate_up, gate_up_scales = stack_mxfp4(self._mxfp4, of_gate_up, self.device)
+        down, down_scales = stack_mxfp4(self._mxfp4, [[f"{name}.weight"] for *_, name in names], self.device)
+        weights = ExpertWeights(gate_up, down, activation, gate_up_bias, down_bias, gate_up_scales, down_scales)
         return StackedExperts(weights, self._ops)
 
     def _stacked(self, names: Sequence[tuple[str, str, str]], kind: str) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,14 @@ import torch
 
 from specbatch.config import Config
 from specbatch.errors import ConfigError
-from specbatch.kernels.quantised import MXFP4_BYTES
+from specbatch.kernels.mxfp4 import MXFP4_BYTES
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.gguf import GgufSource
 from specbatch.models.formats.gpt_oss_experts import GptOssExperts
+from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.layer_names import chosen_layers
-from specbatch.models.linears.mxfp4 import PackedReader
 from specbatch.models.linears.quantization import Quantization, chosen
 from specbatch.models.linears.sharded import check_group_borders, local_config
 from specbatch.models.random_weights import RandomSource

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
 from specbatch.errors import ConfigError, ModelError
-from specbatch.kernels.quantised import MXFP4_BYTES
+from specbatch.kernels.mxfp4 import MXFP4_BYTES
 from specbatch.models.catalog import random_name
 from specbatch.models.checks import first_names
 from specbatch.models.config import ModelConfig
@@ -19,8 +19,8 @@ from specbatch.models.download import resolve_model
 from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
+from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
-from specbatch.models.linears.mxfp4 import PackedReader
 from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights

@@ -5,8 +5,8 @@ fall within a measurement's noise is noise. A larger fall is kept: a library has
 multiply 32 rows in less time than 16. A batch costs what the next captured size does, to which it is padded.
 
 Between the measurements, a surface is piecewise straight. With a mixture of experts it is not: the first tokens of a
-round each read other experts, and the last ones no more. There the experts that a round reads are a part of its time in
-their own right (`ExpertReads`), and what is left of the time is straight.
+round each read other experts, and the last ones read no further ones. So the time to read experts is computed by itself
+(`ExpertReads`), and the rest of the time is straight.
 
 Shape suffixes: B batch sizes, W widths.
 """

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from specbatch.kernels.quantised import MXFP4_GROUP
+from specbatch.kernels.mxfp4 import MXFP4_GROUP
 from specbatch.kernels.torch.mxfp4 import MAX_SCALE, VALUES, dequantise, quantise
 from specbatch.kernels.triton.parts.launch import launch
 from specbatch.kernels.triton.parts.mxfp4 import load_mxfp4, load_mxfp4_bfloat16

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specbatch.kernels.quantised import MXFP4_GROUP
+from specbatch.kernels.mxfp4 import MXFP4_GROUP
 
 # The largest exponent + 127 with which each element is finite in bfloat16 and float32: 6 * 2^125. 255 means NaN.
 MAX_SCALE = 252

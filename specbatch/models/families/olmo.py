@@ -13,7 +13,7 @@ from specbatch.models.families.family import Family
 from specbatch.models.families.hf_config import HfConfig
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.linears.linear import Residual
-from specbatch.models.mixture import MixtureMLP
+from specbatch.models.mixture import mixture_of
 from specbatch.models.stages import Stages
 from specbatch.models.weight_loader import WeightLoader
 
@@ -29,9 +29,8 @@ class OlmoLayer(DecoderLayer):
         self._attention_norm, self._mlp_norm = (
             weights.norm(f"{prefix}{name}", config.rms_norm_eps, is_wide=config.wide_norms) for name in _NORMS
         )
-        has_experts = config.moe is not None and config.moe.layers[layer]
-        self.mixture = MixtureMLP(config, weights, prefix) if has_experts else None
-        self._mlp = MLP(config, weights, f"{prefix}mlp.") if self.mixture is None else self.mixture
+        self.mixture = mixture_of(config, layer, weights, prefix)
+        self._mlp = self.mixture or MLP(config, weights, f"{prefix}mlp.")
 
     def queries(self, x_TI: Tensor, step: ForwardPass) -> Tensor:
         return self.attention.queries(x_TI, step, None)

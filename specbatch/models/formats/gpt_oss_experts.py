@@ -1,10 +1,10 @@
 """Checkpoints of gpt-oss, which have the experts of a layer in one tensor. Each expert's tensors are slices, which are
 read one at a time.
 
-Gate and up take turns. The tensors are `mlp.experts.gate_up_proj` (X, E, 2I) and `mlp.experts.down_proj` (X, I, E),
-with inputs first, as transformers saves them, and biases `..._bias` (X, 2I) and (X, E). In the published files the
-matrices are in MXFP4, with outputs first: `gate_up_proj_blocks` (X, 2I, E / 32, 16), `gate_up_proj_scales` (X, 2I, E /
-32), and the same for `down_proj`. They are dequantised to bfloat16, which is exact.
+Outputs of gate and up alternate. The tensors are `mlp.experts.gate_up_proj` (X, E, 2I) and `mlp.experts.down_proj`
+(X, I, E), with inputs first, as transformers saves them, and biases `..._bias` (X, 2I) and (X, E). In the published
+files the matrices are in MXFP4, with outputs first: `gate_up_proj_blocks` (X, 2I, E / 32, 16), `gate_up_proj_scales`
+(X, 2I, E / 32), and the same for `down_proj`. `load` dequantises them to bfloat16, which is exact.
 
 Shape suffixes: X experts, I inner features of an expert, E hidden size; N outputs, B bytes of a row, G groups of a row.
 """
@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specbatch.errors import ModelError
-from specbatch.kernels.quantised import MXFP4_GROUP
+from specbatch.kernels.mxfp4 import MXFP4_GROUP
 from specbatch.kernels.torch.mxfp4 import MAX_SCALE, dequantise
-from specbatch.models.formats.tensor_files import SafetensorsSource, TorchBinSource
+from specbatch.models.formats.tensor_files import SafetensorsSource, TensorSource, TorchBinSource
 
 _NAME = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks)")
 _DIMENSIONS = {"": 3, "_bias": 2, "_blocks": 4}
@@ -40,8 +40,8 @@ class _Slice(NamedTuple):
     outputs: slice
 
 
-class GptOssExperts:
-    """A `TensorSource` over `files` with one tensor an expert."""
+class GptOssExperts(TensorSource):
+    """The tensors of `files` under their canonical names, one for each expert."""
 
     def __init__(self, files: SafetensorsSource | TorchBinSource) -> None:
         """Raise ModelError for blocks of an unknown size, or without scales that fit them."""
@@ -70,10 +70,6 @@ class GptOssExperts:
                 one = f"{prefix}{expert}.{part}.{'bias' if ending == '_bias' else 'weight'}"
                 self._slices[one] = _Slice(name, expert, outputs)
                 self._shapes[one], self.dtypes[one] = (size, *inputs), dtype
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Another process opens the files itself."""
-        return type(self), (self._files,)
 
     @property
     def is_packed(self) -> bool:

@@ -1,7 +1,8 @@
 """Checkpoints with all experts of a layer in one tensor, as transformers 5 has them in memory.
 
 `mlp.experts.gate_up_proj` is (X, 2I, E): of each expert the gate, then the up projection. `mlp.experts.down_proj` is
-(X, E, I). The rest of the program asks for one tensor an expert, and each is read as a slice.
+(X, E, I). The rest of the program asks for one tensor an expert, and each is read as a slice. Files of gpt-oss are
+different: see `gpt_oss_experts.py`.
 
 Shape suffixes: X experts, I inner features of an expert, E hidden size.
 """
@@ -18,7 +19,7 @@ from specbatch.models.checks import shown
 from specbatch.models.config import ModelConfig
 from specbatch.models.formats.tensor_files import SafetensorsSource, TensorSource, TorchBinSource
 
-_MEMORY_BLOCK = "mlp"  # name in memory of each family's block of experts
+_MEMORY_BLOCK = "mlp"  # the name of the block of experts in the memory of transformers, for all families
 _STACKS = ("gate_up_proj", "down_proj")
 
 
@@ -103,14 +104,8 @@ def _stacks(config: ModelConfig) -> dict[str, _Stack]:
     if moe is None:
         return {}
     gate, up, down = moe.projections
-    shapes = (
-        (moe.num_experts, 2 * moe.expert_size, config.hidden_size),
-        (
-            moe.num_experts,
-            config.hidden_size,
-            moe.expert_size,
-        ),
-    )
+    num, inner, hidden = moe.num_experts, moe.expert_size, config.hidden_size
+    shapes = (num, 2 * inner, hidden), (num, hidden, inner)
     return {
         f"model.layers.{layer}.{block}.experts.{name}": _Stack(
             shape, f"model.layers.{layer}.{moe.block}.experts.", projections

@@ -28,6 +28,14 @@ class TensorSource(Protocol):
     def close(self) -> None: ...
 
 
+class PackedReader(Protocol):
+    """A reader of weights in MXFP4, see `kernels/torch/mxfp4.py`."""
+
+    def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values and the scales of a weight by its canonical name."""
+        ...
+
+
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _SAFETENSORS_FLOATS = dict(
     zip(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "U8"), (*_FLOATS, "uint8"), strict=True)

@@ -1,6 +1,7 @@
 """The experts of a layer: stacked weights, whose kernels compute all experts at once, or layers of their own on a CPU.
 
-Shape suffixes: T packed tokens, E hidden size, X experts, K experts of a token, I input features, O output features.
+Shape suffixes: T packed tokens, E hidden size, X experts, K experts of a token, I input features, O output features, B
+bytes of a row in MXFP4, G groups of a row that share a scale.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from specbatch.kernels.experts import ExpertWeights
 from specbatch.kernels.torch.mixture import combine
+from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.linears.linear import GatedLinear, Linear
 
 
@@ -58,6 +60,21 @@ def stack_experts(
         gate_up[number, inner:].copy_(load(up))
         all_down[number].copy_(load(down))
     return gate_up, all_down
+
+
+def stack_mxfp4(tensors: PackedReader, names: Sequence[Sequence[str]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Load the weights of the experts of a layer that stay in MXFP4, each expert's straight to its place. Return values
+    (X, O, B) and scales (X, O, G), uint8. `names`: those of each expert's weights, which have the same inputs and whose
+    outputs follow each other, such as gate and up."""
+    values_XOB = scales_XOG = torch.empty(0)
+    for number, own in enumerate(names):
+        values, scales = zip(*(tensors.packed(name) for name in own), strict=True)
+        values_OB, scales_OG = torch.cat(values), torch.cat(scales)
+        if not number:
+            values_XOB = torch.empty((len(names), *values_OB.shape), dtype=torch.uint8, device=device)
+            scales_XOG = torch.empty((len(names), *scales_OG.shape), dtype=torch.uint8, device=device)
+        values_XOB[number], scales_XOG[number] = values_OB, scales_OG
+    return values_XOB, scales_XOG
 
 
 class SeparateExperts(Experts):

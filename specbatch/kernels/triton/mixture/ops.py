@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights, Routing
-from specbatch.kernels.quantised import MXFP4_GROUP
+from specbatch.kernels.mxfp4 import MXFP4_GROUP
 from specbatch.kernels.triton.mixture.kernel import combine_kernel, expert_gemm, route_kernel, sort_kernel
 from specbatch.kernels.triton.mixture.tile import MAX_UNSORTED, ExpertTile, fitting, tiles_for, tokens_of_a_program
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
@@ -79,17 +79,19 @@ def _route(
 
 
 class _Blocks:
-    """The blocks of choices that programs of a GEMM have."""
+    """The blocks into which the choices of each expert are divided; a program of a GEMM has one. If they are not
+    sorted, there is a block for each choice, and the program of an expert's first choice takes all choices of it."""
 
     def __init__(self, experts_TK: Tensor, num_experts: int, block_m: int, pdl: bool) -> None:
         num_tokens = experts_TK.shape[0]
         self.experts, self.num_choices, self.block_m, self.pdl = experts_TK, experts_TK.numel(), block_m, pdl
         self.are_sorted = num_tokens > block_m or num_tokens > MAX_UNSORTED
-        self.experts_B: Tensor | None = None
-        self.members_BM: Tensor | None = None
-        self.count = self.num_choices
+        self.experts_B: Tensor | None = None  # the expert of each block; None: they are not sorted
+        self.members_BM: Tensor | None = None  # the choices of each block
+        self.count = self.num_choices  # blocks
         if not self.are_sorted:
             return
+        # The most that any routing needs: each expert can have one block that is not full.
         self.count = min(self.num_choices, num_experts + self.num_choices // block_m)
         device = experts_TK.device
         self.experts_B = torch.empty(self.count, dtype=torch.int32, device=device)
