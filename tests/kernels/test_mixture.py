@@ -16,7 +16,7 @@ from specbatch.kernels import torch as reference
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.torch.mxfp4 import dequantise, quantise
 from specbatch.kernels.triton.mixture import ops
-from specbatch.kernels.triton.mixture.tile import ExpertTile
+from specbatch.kernels.triton.mixture.tile import ExpertTile, fitting, tiles_for
 from tests.kernels.test_gemm import DEVICES, assert_close, normal
 from tests.marks import slow_on_cpu
 
@@ -191,3 +191,16 @@ def test_routing_of_what_is_not_finite(device: str) -> None:
     for routing in ROUTINGS.values():
         _, experts_TK = ops.route(logits.to(device), routing)
         assert all(len(set(row)) == routing.top_k and max(row) < 12 for row in experts_TK.tolist())
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("shared", [65_536, 101_376, 166_912, 232_448])
+def test_tiles_fit_into_shared_memory(shared: int, itemsize: int) -> None:
+    """Two stages of them, unless a stage has the fewest columns."""
+    for block_m in (8, 16, 32, 64, 128):
+        for tile in (*tiles_for(block_m), *tiles_for(block_m, is_mxfp4=True)):
+            found = fitting(tile, block_m, itemsize, shared, has_tma=False)
+            stage = itemsize * found.block_i * (found.block_o + block_m)
+            assert found.num_stages * stage <= shared - 8_192
+            assert found.num_stages >= 2 or found.block_i == 32
+            assert not found.tma
