@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.test_edits import MIXED, decided, requests
 from tests.engine.test_nonfinite import all_nan, nan_embedding
@@ -273,3 +276,44 @@ def test_a_broken_draft_is_rejected(method: str, graphs: GraphMode) -> None:
             cpu, gpu = run(host, prompts, params), run(device, prompts, params)
             assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
             assert device.stats.broken_drafts == host.stats.broken_drafts
+
+
+DETERMINISTIC = ["engine.device=cuda", "engine.deterministic=true", "engine.kv_cache_tokens=4096"]
+
+
+@pytest.mark.parametrize("graphs", ["none", "round"])
+@pytest.mark.parametrize("shape", ["3/1/4", "5/4/8"])
+@pytest.mark.parametrize("target", ["random:tiny-experts", "random:tiny-experts?skew=1.5", "random:tiny-gpt-oss"])
+def test_speculation_with_experts_gives_the_bits_of_plain_decoding(target: str, shape: str, graphs: GraphMode) -> None:
+    """In bfloat16 and deterministically, with other batch sizes, and so with other tiles. Log-probabilities and margins
+    show what tokens do not."""
+    num_steps, topk, num_draft_tokens = shape.split("/")
+    drafts = [
+        *("speculation.method=draft_model", f"speculation.draft={target}", f"speculation.num_steps={num_steps}"),
+        *(f"speculation.topk={topk}", f"speculation.num_draft_tokens={num_draft_tokens}", "engine.max_batch_size=3"),
+    ]
+    prompts = random_prompts(24, shared=10, vocab=500)
+    found = []
+    for options in (["speculation.method=none", "engine.max_batch_size=16"], drafts):
+        sets = [f"model.target={target}", f"engine.cuda_graphs={graphs}", *DETERMINISTIC, *options]
+        engine = build_engine(resolve(load_config(None, sets)))
+        completions = run(engine, prompts, SamplingParams(max_tokens=24, logprobs=2))
+        found.append([(c.token_ids, c.logprobs, c.margin) for c in completions])
+    assert found[0] == found[1]
+    assert sum(c.speculation.accepted for c in completions) > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "gpt-oss"])
+def test_nothing_waits_for_the_device_with_experts(family: str) -> None:
+    """Choices of experts stay there, and so do their counts until the engine is idle."""
+    for graphs in ("none", "round"):
+        settings = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32, "device": CUDA, "family": family}
+        engine = tiny_device_engine("draft_model", DraftShape(5, 4, 8), **settings, graphs=graphs)
+        run(engine, random_prompts(9), GREEDY)  # compiles and captures
+        before = sum(map(sum, engine.stats.experts.load))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run(engine, random_prompts(9, seed=1), GREEDY)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert sum(map(sum, engine.stats.experts.load)) > before > 0

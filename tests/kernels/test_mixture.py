@@ -16,7 +16,7 @@ from specbatch.kernels import torch as reference
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.torch.mxfp4 import dequantise, quantise
 from specbatch.kernels.triton.mixture import ops
-from specbatch.kernels.triton.mixture.tile import ExpertTile
+from specbatch.kernels.triton.mixture.tile import ExpertTile, fitting, tiles_for
 from tests.kernels.test_gemm import DEVICES, assert_close, normal
 from tests.marks import slow_on_cpu
 
@@ -83,6 +83,39 @@ def test_routing_beside_a_norm(device: str, size: int) -> None:
             given = logits, Routing(4, norm_topk_prob=True), None, x_TE, weight, 1e-5
             for actual, expected in zip(ops.route_and_norm(*given), reference.route_and_norm(*given), strict=True):
                 assert_close(actual, expected) if actual.is_floating_point() else assert_equal(actual, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_tokens(device: str) -> None:
+    x_TE, weights_TK = torch.empty(0, SIZE, device=device), torch.empty(0, K, device=device)
+    experts_TK = torch.empty(0, K, dtype=torch.int32, device=device)
+    for of in (reference, ops):
+        for residual in (None, x_TE):
+            found = of.fused_experts(x_TE, weights_TK, experts_TK, make_weights(torch.float32, device), residual)
+            assert found.shape == (0, SIZE)
+        assert [t.shape for t in of.route(torch.empty(0, X, device=device), Routing(K, True))] == [(0, K), (0, K)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_do_not_follow_each_other(device: str) -> None:
+    """Of the tokens and of the residual."""
+    wide = normal(7, 2 * SIZE, seed=3, dtype=torch.float32, device=device)
+    given = normal(7, K, seed=5, dtype=torch.float32, device=device).abs(), choices("random", 7, device)
+    weights = make_weights(torch.float32, device)
+    expected = reference.fused_experts(wide[:, :SIZE], *given, weights, wide[:, SIZE:])
+    assert_close(ops.fused_experts(wide[:, :SIZE], *given, weights, wide[:, SIZE:], 8, (TILE, TILE)), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_with_eight_inner_features(device: str) -> None:
+    """Fewer than tensor cores add at a time."""
+    experts_TK = choices("random", 3, device)
+    for dtype in DTYPES[device]:
+        gate_up = normal(X, 16, SIZE, seed=1, dtype=dtype, device=device) / SIZE**0.5
+        weights = ExpertWeights(gate_up, normal(X, SIZE, 8, seed=2, dtype=dtype, device=device) / 8**0.5)
+        x_TE = normal(3, SIZE, seed=3, dtype=dtype, device=device)
+        given = x_TE, normal(3, K, seed=5, dtype=dtype, device=device).abs(), experts_TK, weights
+        assert_close(ops.fused_experts(*given), reference.fused_experts(*given))
 
 
 def assert_equal(actual: Tensor, expected: Tensor) -> None:
@@ -158,3 +191,16 @@ def test_routing_of_what_is_not_finite(device: str) -> None:
     for routing in ROUTINGS.values():
         _, experts_TK = ops.route(logits.to(device), routing)
         assert all(len(set(row)) == routing.top_k and max(row) < 12 for row in experts_TK.tolist())
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("shared", [65_536, 101_376, 166_912, 232_448])
+def test_tiles_fit_into_shared_memory(shared: int, itemsize: int) -> None:
+    """Two stages of them, unless a stage has the fewest columns."""
+    for block_m in (8, 16, 32, 64, 128):
+        for tile in (*tiles_for(block_m), *tiles_for(block_m, is_mxfp4=True)):
+            found = fitting(tile, block_m, itemsize, shared, has_tma=False)
+            stage = itemsize * found.block_i * (found.block_o + block_m)
+            assert found.num_stages * stage <= shared - 8_192
+            assert found.num_stages >= 2 or found.block_i == 32
+            assert not found.tma

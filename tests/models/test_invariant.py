@@ -10,7 +10,8 @@ from specbatch.kernels import ops_for
 from specbatch.models.linears.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
 
 CUDA = torch.device("cuda")
-# (output, input) features: SmolLM2, Qwen2.5 0.5B and 1.5B, Llama-3.2-1B, Llama-3-8B, Qwen3-8B; their LM heads last
+# (output, input) features: SmolLM2, Qwen2.5 0.5B and 1.5B, Llama-3.2-1B, Llama-3-8B, Qwen3-8B; their LM heads last;
+# routers of 128, 60 and 32 experts, and the gate of a shared expert
 SHAPES = [
     *((960, 576), (3072, 576), (576, 1536), (49152, 576)),
     *((1152, 896), (896, 896), (9728, 896), (896, 4864)),
@@ -18,6 +19,7 @@ SHAPES = [
     *((3072, 2048), (16384, 2048), (2048, 8192)),
     *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (24576, 4096), (4096, 12288)),
     *((151936, 896), (151936, 1536), (128256, 2048), (128256, 4096), (151936, 4096)),
+    *((128, 2048), (60, 2048), (32, 2880), (1, 2048)),
 ]
 
 

@@ -110,7 +110,7 @@ def combine(y_NE: Tensor, weights_TK: Tensor, residual_TE: Tensor | None = None)
     """Return the last step of `fused_experts`. `y_NE`: the experts' outputs; token t has rows t K to (t + 1) K."""
     num_tokens, top_k = weights_TK.shape
     wide = torch.promote_types(y_NE.dtype, torch.float32)
-    y_TKE = y_NE.view(num_tokens, top_k, -1).to(wide) * weights_TK.to(wide)[:, :, None]
+    y_TKE = y_NE.view(num_tokens, top_k, y_NE.shape[1]).to(wide) * weights_TK.to(wide)[:, :, None]
     total_TE = y_TKE[:, 0].clone()
     for choice in range(1, top_k):
         total_TE += y_TKE[:, choice]

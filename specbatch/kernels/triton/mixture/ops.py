@@ -121,6 +121,8 @@ def fused_experts(
     y_TE = x_TE.new_empty(num_tokens, hidden_size)
     if not num_tokens:
         return y_TE
+    if residual_TE is not None:
+        residual_TE = residual_TE.contiguous()
     block_m = block_m or tokens_of_a_program(num_tokens, num_experts, top_k)
     blocks = _Blocks(experts_TK, num_experts, block_m, dependent_launch(x_TE))
     first, second = tiles or tiles_for(block_m, is_mxfp4=experts.down_scales_XEG is not None)
@@ -156,7 +158,7 @@ def _multiply(
     has_tma = x.is_cuda and like_hopper(x.device) and num_in * weight_XOI.element_size() % 16 == 0
     tile = fitting(tile, blocks.block_m, x.element_size(), shared_bytes(x), has_tma=has_tma)
     block_o = min(tile.block_o // parts, triton.next_power_of_2(num_out))
-    block_i = min(tile.block_i, triton.next_power_of_2(num_in))
+    block_i = min(tile.block_i, max(16, triton.next_power_of_2(num_in)))  # tensor cores add 16 inputs at a time
     assert scales_XOG is None or block_i % MXFP4_GROUP == num_in % MXFP4_GROUP == 0, (block_i, num_in)
     y_NO = x.new_empty(blocks.num_choices, num_out)
     operand = None
