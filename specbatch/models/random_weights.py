@@ -198,7 +198,7 @@ class RandomSource:
         return empty.normal_(mean, deviation, generator=self._generator(name))
 
     def packed(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return a weight of an expert in MXFP4, see `models/linears/mxfp4.py`: random numbers of about the same size
+        """Return a weight of an expert in MXFP4, see `kernels/torch/mxfp4.py`: random numbers of about the same size
         as those of `load`, which are others."""
         num_outputs, num_inputs = self._shapes[name]
         values = torch.empty((num_outputs, num_inputs // 2), dtype=torch.uint8, device=self._device)

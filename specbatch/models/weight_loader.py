@@ -18,7 +18,14 @@ from specbatch.kernels import ops_for
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.experts import Experts, SeparateExperts, StackedExperts, stack_experts
+from specbatch.models.linears.experts import (
+    Experts,
+    PackedReader,
+    SeparateExperts,
+    StackedExperts,
+    stack_experts,
+    stack_quantised,
+)
 from specbatch.models.linears.fp8 import (
     Fp8GatedLinear,
     Fp8Linear,
@@ -30,7 +37,6 @@ from specbatch.models.linears.fp8 import (
 )
 from specbatch.models.linears.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
 from specbatch.models.linears.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
-from specbatch.models.linears.mxfp4 import Mxfp4Weight, PackedReader
 from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear, is_packable
 from specbatch.models.linears.quantization import ON_LOAD, Quantization
 from specbatch.models.linears.scaled import ScaledGatedLinear, ScaledLinear
@@ -159,25 +165,53 @@ class WeightLoader:
     def experts(
         self, names: Sequence[tuple[str, str, str]], activation: Activation, *, has_bias: bool = False
     ) -> Experts:
-        """Make a layer's experts. `names`: those of each one's gate, up and down."""
-        if self.device.type != "cuda" and self._mxfp4 is None:
-            return SeparateExperts(
-                [
-                    (self.gated_linear(gate, up, activation, has_bias), self.linear(down, has_bias=has_bias))
-                    for gate, up, down in names
-                ]
-            )
+        """Make a layer's experts. `names`: those of each one's gate, up and down. Experts in FP8 are dequantised on a
+        CPU. Raise ModelError if only some are in FP8."""
+        if self.device.type == "cuda" or self._mxfp4 is not None:
+            return self.stacked_experts(names, activation, has_bias=has_bias)
+        layers = []
+        for gate, up, down in names:
+            gate_up = self.tensor(f"{gate}.weight"), self.tensor(f"{up}.weight")
+            biases = [self.tensor(f"{name}.bias") if has_bias else None for name in (gate, up, down)]
+            both = None if biases[0] is None or biases[1] is None else (biases[0], biases[1])
+            gated = self.new_gated_linear(*gate_up, both, activation)
+            layers.append((gated, self.new_linear(self.tensor(f"{down}.weight"), biases[2])))
+        return SeparateExperts(layers)
+
+    def stacked_experts(
+        self, names: Sequence[tuple[str, str, str]], activation: Activation, *, has_bias: bool = False
+    ) -> StackedExperts:
+        """Make a layer's experts as a GPU has them: each kind of weight in one tensor, in MXFP4 and FP8, too."""
         gate_up_bias, down_bias = self._stacked(names, "bias") if has_bias else (None, None)
-        if self._mxfp4 is None:
+        gate_up_scales = down_scales = None
+        load = self._fp8_expert if self._mxfp4 is None else self._mxfp4.packed
+        if self._mxfp4 is None and not self._are_in_fp8(names):
             gate_up_XFE, down_XEI = self._stacked(names, "weight")
-            weights = ExpertWeights(gate_up_XFE, down_XEI, activation, gate_up_bias, down_bias)
-            return StackedExperts(weights, self._ops)
-        both = [[f"{gate}.weight", f"{up}.weight"] for gate, up, _ in names]
-        gate_up = Mxfp4Weight.load(self._mxfp4, both, self.device)
-        down = Mxfp4Weight.load(self._mxfp4, [[f"{name}.weight"] for *_, name in names], self.device)
-        scales = gate_up.scales_XNG, down.scales_XNG
-        weights = ExpertWeights(gate_up.values_XNB, down.values_XNB, activation, gate_up_bias, down_bias, *scales)
+        else:
+            both = [[f"{gate}.weight", f"{up}.weight"] for gate, up, _ in names]
+            gate_up_XFE, gate_up_scales = stack_quantised(both, load, self.device)
+            down_XEI, down_scales = stack_quantised([[f"{name}.weight"] for *_, name in names], load, self.device)
+        scales = gate_up_scales, down_scales
+        weights = ExpertWeights(gate_up_XFE, down_XEI, activation, gate_up_bias, down_bias, *scales)
         return StackedExperts(weights, self._ops)
+
+    def _are_in_fp8(self, names: Sequence[tuple[str, str, str]]) -> bool:
+        """Return whether the weights of these experts stay in FP8. Raise ModelError if only some are in FP8."""
+        layers = [name for expert in names for name in expert]
+        covered = [layer for layer in layers if self._is_quantised(layer)]
+        if covered and len(covered) < len(layers):
+            left = next(layer for layer in layers if layer not in covered)
+            raise ModelError(
+                f"{covered[0]} is in FP8, and {left} of the same layer is not", hint="set model.quantization: none"
+            )
+        return bool(covered)
+
+    def _fp8_expert(self, name: str) -> tuple[Tensor, Tensor]:
+        """Load the values (O, I) and scales (O, G) of an expert's weight."""
+        weight = self._fp8_weight(name.removesuffix(".weight"))
+        if bool(weight.values_OI.float().isnan().any()):  # kernels read NaN as 480
+            raise ModelError(f"{name} has values that are no numbers", hint="download the file again")
+        return weight.values_OI, weight.scale
 
     def _stacked(self, names: Sequence[tuple[str, str, str]], kind: str) -> tuple[Tensor, Tensor]:
         """Load one tensor after the other to its place: those of gate and up, and of down. `kind`: weight or bias."""

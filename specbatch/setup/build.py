@@ -32,8 +32,8 @@ from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import TensorSource
+from specbatch.models.linears.experts import PackedReader
 from specbatch.models.linears.invariant import InvariantGemm
-from specbatch.models.linears.mxfp4 import PackedReader
 from specbatch.models.linears.packed import is_packable
 from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import ModelShard, local_config

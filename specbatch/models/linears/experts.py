@@ -32,12 +32,12 @@ class StackedExperts(Experts):
     """Experts in one tensor each of gate and up, and of down. `ops`: the result of `kernels.ops_for`."""
 
     def __init__(self, weights: ExpertWeights, ops: ModuleType) -> None:
-        self._weights, self._ops = weights, ops
+        self.weights, self._ops = weights, ops
 
     def __call__(
         self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TE: Tensor | None = None
     ) -> Tensor:
-        y_TE: Tensor = self._ops.fused_experts(x_TE, weights_TK, experts_TK, self._weights, residual_TE)
+        y_TE: Tensor = self._ops.fused_experts(x_TE, weights_TK, experts_TK, self.weights, residual_TE)
         return y_TE
 
 
@@ -58,6 +58,33 @@ def stack_experts(
         gate_up[number, inner:].copy_(load(up))
         all_down[number].copy_(load(down))
     return gate_up, all_down
+
+
+class PackedReader(Protocol):
+    """A reader of weights in MXFP4, which `kernels/torch/mxfp4.py` describes."""
+
+    def packed(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the values and the scales of a weight by its canonical name."""
+        ...
+
+
+def stack_quantised(
+    names: Sequence[Sequence[str]], load: Callable[[str], tuple[Tensor, Tensor]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Load one quantised weight of each expert, each part straight to its place, and return their values and scales,
+    see `ExpertWeights`. `names`: those of each expert's parts, which have equal shapes and whose outputs follow each
+    other, such as gate and up. `load`: returns the values (O, ...) and scales (O, G) of a part by name."""
+    stacked: list[Tensor] = []
+    for number, parts in enumerate(names):
+        for part, name in enumerate(parts):
+            loaded = load(name)
+            stacked = stacked or [
+                torch.empty(len(names), len(parts), *one.shape, dtype=one.dtype, device=device) for one in loaded
+            ]
+            for whole, one in zip(stacked, loaded, strict=True):
+                whole[number, part].copy_(one)
+    values, scales = (whole.flatten(1, 2) for whole in stacked)
+    return values, scales
 
 
 class SeparateExperts(Experts):
