@@ -1,6 +1,6 @@
 """Times the GEMMs of a mixture of experts (`specbatch.kernels.triton.mixture`) on a GPU and finds their best tiles.
 
-    python scripts/bench/tune_experts.py -o tune_experts.json [--shape qwen3-30b-a3b] [--budget 230]
+    python scripts/bench/tune_experts.py -o tune_experts.json [--shape qwen3-30b-a3b] [--weights fp8] [--budget 230]
 
 For each number of tokens, routed evenly: the time of both GEMMs with each candidate in CUDA-graph replay, over layers
 whose weights together exceed L2; then the whole mixture with the best ones, and the library's grouped GEMM.
@@ -26,7 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from specbatch.kernels.experts import ExpertWeights, Routing
-from specbatch.kernels.quantised import MXFP4_GROUP
+from specbatch.kernels.quantised import GROUP, MXFP4_BYTES, MXFP4_GROUP
 from specbatch.kernels.torch.mixture import combine
 from specbatch.kernels.triton.mixture import ops
 from specbatch.kernels.triton.mixture.tile import ExpertTile, tokens_of_a_program
@@ -34,6 +34,7 @@ from specbatch.kernels.triton.model import act_mul
 from specbatch.models.random_weights import geometries
 
 DTYPE = torch.bfloat16
+BYTES = {"bfloat16": 2, "mxfp4": MXFP4_BYTES, "fp8": 1, "fp8_blocks": 1 + 4 / GROUP}  # of an element, with scales
 TOKENS = (1, 4, 16, 64, 256, 1024, 2, 8, 32, 128, 512, 4096, 8192)
 
 
@@ -46,8 +47,14 @@ def blocks_for(num_tokens: int) -> tuple[int, ...]:
     )
 
 
-def candidates(block_m: int, is_packed: bool) -> Iterator[ExpertTile]:
-    if is_packed:
+def candidates(block_m: int, weights: str) -> Iterator[ExpertTile]:
+    if weights.startswith("fp8"):
+        for block_o, warps in ((32, 4), (64, 4), (128, 4), (128, 8), (256, 8)):
+            for stages in (2, 3, 4, 6):
+                for tma in (False, True):
+                    yield ExpertTile(block_o, 128, stages, warps, tma=tma)
+        return
+    if weights == "mxfp4":
         for block_o, block_i, warps in (
             (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8),
         ):  # fmt: skip
@@ -97,8 +104,8 @@ def seconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 def compile_some(job: tuple) -> None:
     """Compile candidates by running them once."""
-    num_experts, hidden, inner, top_k, is_packed, tiles = job
-    experts = make_weights(num_experts, hidden, inner, is_packed)
+    num_experts, hidden, inner, top_k, kind, tiles = job
+    experts = make_weights(num_experts, hidden, inner, kind)
     for num_tokens, block_m, tile in tiles:
         x = torch.zeros(num_tokens, hidden, dtype=DTYPE, device="cuda")
         chosen = routed(num_tokens, num_experts, top_k, 0)
@@ -108,12 +115,16 @@ def compile_some(job: tuple) -> None:
             print("compile", num_tokens, block_m, tile, str(error)[:60], flush=True)
 
 
-def make_weights(num_experts: int, hidden: int, inner: int, is_packed: bool) -> ExpertWeights:
+def make_weights(num_experts: int, hidden: int, inner: int, kind: str) -> ExpertWeights:
     """Return random weights of a layer's experts."""
     shapes = (num_experts, 2 * inner, hidden), (num_experts, hidden, inner)
-    if not is_packed:
+    if kind != "mxfp4":
         gate_up, down = (torch.randn(s, dtype=DTYPE, device="cuda") / s[2] ** 0.5 for s in shapes)
-        return ExpertWeights(gate_up, down)
+        if kind == "bfloat16":
+            return ExpertWeights(gate_up, down)
+        scales = [torch.ones(*s[:2], s[2] // GROUP if kind == "fp8_blocks" else 1, device="cuda") for s in shapes]
+        gate_up, down = gate_up.to(torch.float8_e4m3fn), down.to(torch.float8_e4m3fn)
+        return ExpertWeights(gate_up, down, "silu", None, None, *scales)
     first, second = [torch.randint(256, (*s[:2], s[2] // 2), dtype=torch.uint8, device="cuda") for s in shapes]
     sizes = [(*s[:2], s[2] // MXFP4_GROUP) for s in shapes]
     scales = [torch.full(size, 120, dtype=torch.uint8, device="cuda") for size in sizes]
@@ -138,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--shape", default="qwen3-30b-a3b")
-    parser.add_argument("--mxfp4", action="store_true", help="weights in MXFP4")
+    parser.add_argument("--weights", default="bfloat16", choices=tuple(BYTES))
     parser.add_argument("--budget", type=float, default=230)
     parser.add_argument("--tokens", type=lambda s: tuple(map(int, s.split(","))), default=TOKENS)
     args = parser.parse_args()
@@ -147,19 +158,20 @@ def main() -> None:
     moe = config.moe
     assert moe is not None
     X, K, E, I = moe.num_experts, moe.top_k, config.hidden_size, moe.expert_size  # noqa: E741
-    num_layers = 12 if args.mxfp4 else 3
-    per_expert = 3 * E * I * (17 / 32 if args.mxfp4 else 2)
+    kind = args.weights
+    num_layers = int(6 / BYTES[kind])
+    per_expert = 3 * E * I * BYTES[kind]
     blocks_of = {n: blocks_for(n * K * 16 // X if n > 16 else n) for n in args.tokens}
-    todo = [(n, m, tile) for n in args.tokens for m in blocks_of[n] for tile in candidates(m, args.mxfp4)]
+    todo = [(n, m, tile) for n in args.tokens for m in blocks_of[n] for tile in candidates(m, kind)]
     first: dict[tuple, tuple] = {}
     for n, m, tile in todo:  # one of each kernel
         first.setdefault((n if n <= 16 else 0, m, tile), (n, m, tile))
     kernels = list(first.values())
-    jobs = [(X, E, I, K, args.mxfp4, kernels[i::14]) for i in range(14)]
+    jobs = [(X, E, I, K, kind, kernels[i::14]) for i in range(14)]
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         pool.map(compile_some, jobs)
     print(f"compiled {len(kernels)} in {time.monotonic() - began:.0f} s", flush=True)
-    layers = [make_weights(X, E, I, args.mxfp4) for _ in range(num_layers)]
+    layers = [make_weights(X, E, I, kind) for _ in range(num_layers)]
     results: list[dict] = []
     torch.backends.cuda.matmul.allow_tf32 = False
     for n in args.tokens:
@@ -173,7 +185,7 @@ def main() -> None:
         for m in blocks_of[n]:
             blocks = [ops._Blocks(c, X, m, True) for c in chosen]
             times: list[list[tuple[float, ExpertTile]]] = [[], []]
-            for tile in candidates(m, args.mxfp4):
+            for tile in candidates(m, kind):
                 if time.monotonic() - began > args.budget:
                     break
 
@@ -232,7 +244,7 @@ def main() -> None:
         logits = torch.randn(n, X, dtype=DTYPE, device="cuda")
         for name, run in {"ours": whole, "table": chosen_by_table, "grouped_mm": grouped, "sort": sort,
                           "route": route}.items():  # fmt: skip
-            if name == "grouped_mm" and args.mxfp4:
+            if name == "grouped_mm" and kind != "bfloat16":
                 continue
             try:
                 line[f"{name}_us"] = round(seconds(run, 10) / len(chosen) * 1e6, 2)
@@ -245,7 +257,9 @@ def main() -> None:
         print({k: round(v, 2) if isinstance(v, float) else v for k, v in line.items()}, flush=True)
         assert tokens_of_a_program(n, X, K) > 0
         args.output.write_text(
-            json.dumps({"shape": args.shape, "device": torch.cuda.get_device_name(), "results": results})
+            json.dumps(
+                {"shape": args.shape, "weights": kind, "device": torch.cuda.get_device_name(), "results": results}
+            )
         )
 
 

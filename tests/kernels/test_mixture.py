@@ -16,7 +16,7 @@ from specbatch.kernels import torch as reference
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.torch.mxfp4 import dequantise, quantise
 from specbatch.kernels.triton.mixture import ops
-from specbatch.kernels.triton.mixture.tile import ExpertTile
+from specbatch.kernels.triton.mixture.tile import ExpertTile, fitting, tiles_for
 from tests.kernels.test_gemm import DEVICES, assert_close, normal
 from tests.marks import slow_on_cpu
 
@@ -141,6 +141,16 @@ def test_weights_in_fp8(device: str, block_o: int, block_i: int, num_tokens: int
         if grouped and dtype != torch.float32:
             other = ExpertTile(block_o=128, block_i=32, num_stages=3, num_warps=4)
             assert torch.equal(ops.fused_experts(*given, None, block_m, (other, other)), found)
+
+
+@pytest.mark.parametrize("shared", [64 << 10, 99 << 10, 227 << 10])
+@pytest.mark.parametrize("block_m", [8, 16, 32, 64, 128])
+def test_a_group_of_inputs_is_one_step_on_each_gpu(block_m: int, shared: int) -> None:
+    """Otherwise a token's bits would depend on the number of tokens."""
+    for tile in tiles_for(block_m, torch.float8_e4m3fn):
+        found = fitting(tile, block_m, 2, shared, has_tma=False, block_i=128)
+        assert found.block_i == 128
+        assert 2 * 128 * (found.block_o + block_m) * found.num_stages <= shared
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -235,10 +235,7 @@ def expert_gemm(
         mask = inside[None, :] & (i0 + cols < IN)[:, None] if MASKED else inside[None, :]
         v = tl.load(x_ptrs + i0, mask=mask, other=0.0)
         if FP8:
-            if PACKED:
-                w = bfloat16_operand(w)
-            else:
-                w = exact_operand(w, v)
+            w = bfloat16_operand(w) if PACKED else exact_operand(w, v)
         if GROUPS > 1:
             acc += tl.dot(w, v, input_precision="ieee") * tl.load(scales + i0 // _FP8_GROUP)[:, None]
         else:
