@@ -34,7 +34,12 @@ from specbatch.kernels.triton.model import act_mul
 from specbatch.models.random_weights import geometries
 
 DTYPE = torch.bfloat16
-BYTES = {"bfloat16": 2, "mxfp4": MXFP4_BYTES, "fp8": 1, "fp8_blocks": 1 + 4 / GROUP}  # of an element, with scales
+BYTES = {
+    "bfloat16": 2,
+    "mxfp4": MXFP4_BYTES,
+    "fp8": 1,
+    "fp8_blocks": 1 + 4 / GROUP,
+}  # bytes of an element with its scales
 TOKENS = (1, 4, 16, 64, 256, 1024, 2, 8, 32, 128, 512, 4096, 8192)
 
 

@@ -80,6 +80,7 @@ def test_texts_are_those_of_the_dequantised_checkpoint(section: dict[str, Any], 
     found = texts(f"model.target={model}", "speculation.method=none")
     assert found == texts(f"model.target={plain}", "speculation.method=none")
     assert found == texts(f"model.target={model}", "speculation.method=ngram", "engine.max_batch_size=1")
+    assert found == texts(f"model.target={model}", "speculation.method=draft_model", f"speculation.draft={model}")
     assert len({tuple(text) for text in found}) == 3
 
 
