@@ -34,12 +34,8 @@ from specbatch.kernels.triton.model import act_mul
 from specbatch.models.random_weights import geometries
 
 DTYPE = torch.bfloat16
-BYTES = {
-    "bfloat16": 2,
-    "mxfp4": MXFP4_BYTES,
-    "fp8": 1,
-    "fp8_blocks": 1 + 4 / GROUP,
-}  # bytes of an element with its scales
+# Bytes of an element with its part of the scales.
+BYTES = {"bfloat16": 2, "mxfp4": MXFP4_BYTES, "fp8": 1, "fp8_blocks": 1 + 4 / GROUP}
 TOKENS = (1, 4, 16, 64, 256, 1024, 2, 8, 32, 128, 512, 4096, 8192)
 
 
