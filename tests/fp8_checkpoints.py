@@ -47,7 +47,7 @@ def fp8_checkpoint(folder: Path, section: dict[str, Any], **changes: Any) -> Pat
     state = {}
     for name, tensor in random_state({**RAW, **changes}).items():
         layer = name.removesuffix(".weight")
-        if not (tensor.ndim == 2 and found.covers(layer)):
+        if not (tensor.ndim == 2 and name.endswith(".weight") and found.covers(layer)):
             state[name] = tensor.to(torch.bfloat16)
             continue
         scale = tensor.abs().amax() / 448 if found.weights == "tensor" else quantise_weight(tensor).scale

@@ -175,9 +175,9 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
 
 
 def _decoder_pass(config: ModelConfig, rows: float, quantization: Quantization | None = None) -> Pass:
-    in_fp8 = {}
+    in_fp8 = {}  # without experts, whose bytes `expert_itemsize` counts and whose inputs are not in FP8
     if quantization is not None and quantization.inputs != "none":
-        tensors = expected_tensors(config)
+        tensors = {name: shape for name, shape in expected_tensors(config).items() if ".experts." not in name}
         in_fp8 = {name: tensors[name] for name in tensors if quantization.covers(name.removesuffix(".weight"))}
     return Pass(
         PassWeights.of_model(config),

@@ -15,8 +15,9 @@ from specbatch.kernels.activations import Activation
 
 class ExpertWeights(NamedTuple):
     """Gated feed-forwards of one size. Of `gate_up_XFE`, (X, 2 I, E), the first I rows of an expert are its gate. The
-    biases are None if experts have none. Weights with scales are in MXFP4, uint8, two inputs a byte: see
-    `kernels/torch/mxfp4.py`."""
+    biases are None if experts have none. The dtype of a weight says its format. uint8 is MXFP4, with two inputs a byte,
+    see `kernels/torch/mxfp4.py`. float8_e4m3fn is FP8, whose scales are float32: one for each GROUP of a row's inputs,
+    or one for a row. Other weights have no scales."""
 
     gate_up_XFE: Tensor
     down_XEI: Tensor

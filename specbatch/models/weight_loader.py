@@ -19,7 +19,13 @@ from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights
 from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.experts import Experts, SeparateExperts, StackedExperts, stack_experts, stack_mxfp4
+from specbatch.models.linears.experts import (
+    Experts,
+    SeparateExperts,
+    StackedExperts,
+    stack_experts,
+    stack_quantised,
+)
 from specbatch.models.linears.fp8 import (
     Fp8GatedLinear,
     Fp8Linear,
@@ -159,24 +165,53 @@ class WeightLoader:
     def experts(
         self, names: Sequence[tuple[str, str, str]], activation: Activation, *, has_bias: bool = False
     ) -> Experts:
-        """Make a layer's experts. `names`: those of each one's gate, up and down."""
-        if self.device.type != "cuda" and self._mxfp4 is None:
-            return SeparateExperts(
-                [
-                    (self.gated_linear(gate, up, activation, has_bias), self.linear(down, has_bias=has_bias))
-                    for gate, up, down in names
-                ]
-            )
+        """Make a layer's experts. `names`: those of each one's gate, up and down. Experts in FP8 are dequantised on a
+        CPU. Raise ModelError if only some are in FP8."""
+        if self.device.type == "cuda" or self._mxfp4 is not None:
+            return self.stacked_experts(names, activation, has_bias=has_bias)
+        layers = []
+        for gate, up, down in names:
+            gate_up = self.tensor(f"{gate}.weight"), self.tensor(f"{up}.weight")
+            biases = [self.tensor(f"{name}.bias") if has_bias else None for name in (gate, up, down)]
+            both = None if biases[0] is None or biases[1] is None else (biases[0], biases[1])
+            gated = self.new_gated_linear(*gate_up, both, activation)
+            layers.append((gated, self.new_linear(self.tensor(f"{down}.weight"), biases[2])))
+        return SeparateExperts(layers)
+
+    def stacked_experts(
+        self, names: Sequence[tuple[str, str, str]], activation: Activation, *, has_bias: bool = False
+    ) -> StackedExperts:
+        """Make a layer's experts as a GPU has them: each kind of weight in one tensor, in MXFP4 and FP8, too."""
         gate_up_bias, down_bias = self._stacked(names, "bias") if has_bias else (None, None)
-        if self._mxfp4 is None:
+        gate_up_scales = down_scales = None
+        load = self._fp8_expert if self._mxfp4 is None else self._mxfp4.packed
+        if self._mxfp4 is None and not self._are_in_fp8(names):
             gate_up_XFE, down_XEI = self._stacked(names, "weight")
-            weights = ExpertWeights(gate_up_XFE, down_XEI, activation, gate_up_bias, down_bias)
-            return StackedExperts(weights, self._ops)
-        of_gate_up = [[f"{gate}.weight", f"{up}.weight"] for gate, up, _ in names]
-        gate_up, gate_up_scales = stack_mxfp4(self._mxfp4, of_gate_up, self.device)
-        down, down_scales = stack_mxfp4(self._mxfp4, [[f"{name}.weight"] for *_, name in names], self.device)
-        weights = ExpertWeights(gate_up, down, activation, gate_up_bias, down_bias, gate_up_scales, down_scales)
+        else:
+            both = [[f"{gate}.weight", f"{up}.weight"] for gate, up, _ in names]
+            gate_up_XFE, gate_up_scales = stack_quantised(both, load, self.device)
+            down_XEI, down_scales = stack_quantised([[f"{name}.weight"] for *_, name in names], load, self.device)
+        scales = gate_up_scales, down_scales
+        weights = ExpertWeights(gate_up_XFE, down_XEI, activation, gate_up_bias, down_bias, *scales)
         return StackedExperts(weights, self._ops)
+
+    def _are_in_fp8(self, names: Sequence[tuple[str, str, str]]) -> bool:
+        """Return whether the weights of these experts stay in FP8. Raise ModelError if only some are in FP8."""
+        layers = [name for expert in names for name in expert]
+        covered = [layer for layer in layers if self._is_quantised(layer)]
+        if covered and len(covered) < len(layers):
+            left = next(layer for layer in layers if layer not in covered)
+            raise ModelError(
+                f"{covered[0]} is in FP8, and {left} of the same layer is not", hint="set model.quantization: none"
+            )
+        return bool(covered)
+
+    def _fp8_expert(self, name: str) -> tuple[Tensor, Tensor]:
+        """Load the values (O, I) and scales (O, G) of an expert's weight."""
+        weight = self._fp8_weight(name.removesuffix(".weight"))
+        if bool(weight.values_OI.float().isnan().any()):  # kernels read NaN as 480
+            raise ModelError(f"{name} has values that are no numbers", hint="download the file again")
+        return weight.values_OI, weight.scale
 
     def _stacked(self, names: Sequence[tuple[str, str, str]], kind: str) -> tuple[Tensor, Tensor]:
         """Load one tensor after the other to its place: those of gate and up, and of down. `kind`: weight or bias."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -55,7 +56,19 @@ def resolve_quantization(
     note = f"model.quantization: {found.describe()}; {which}"
     saved = saved_bytes(found, target.config, device, dtype)
     notes.append(f"{note}; {saved / GIB:.1f} GiB less than {DTYPE_NAMES[dtype]}" if saved else note)
+    if found.inputs != "none" and any(".experts." in name for name in covered):
+        notes.append(_note_on_experts(found, device, dtype))
     return found
+
+
+def _note_on_experts(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> str:
+    """Say what differs from other layers in FP8."""
+    inputs = f"inputs of experts stay in {DTYPE_NAMES[dtype]}"
+    if quantization.inputs == "static":
+        inputs += ", and the checkpoint's scales of them are not used"
+    if device.type != "cuda":
+        inputs += f"; the experts are dequantised to {DTYPE_NAMES[dtype]} while loading"
+    return f"model.quantization: {inputs}"
 
 
 def check_norms(name: str, model: Checkpoint, config: Config) -> None:
@@ -101,11 +114,15 @@ def check_experts(name: str, model: Checkpoint, config: Config, device: torch.de
     what = f"{name} has experts ({model.config.model_type}), which run"
     if config.engine.tensor_parallel > 1 and device.type == "cuda":
         raise ConfigError(f"{what} as one rank only on CUDA", hint="leave engine.tensor_parallel out")
-    not_fp8 = f"{what} in their own precision only, not in FP8"
-    if model.quantization is not None:
-        raise ConfigError(not_fp8, hint="use the unquantised checkpoint")
-    if config.model.quantization == "fp8" and name == "model.target":
-        raise ConfigError(not_fp8, hint="leave model.quantization out")
+    found = chosen(config.model.quantization, model.quantization)
+    if name != "model.target" or found is None or found.inputs == "none":
+        return
+    if config.engine.tensor_parallel > 1:
+        raise ConfigError(
+            f"{what} in FP8 as one rank only", hint="leave engine.tensor_parallel out, or set model.quantization: none"
+        )
+    if getattr(model.tensors, "is_packed", False):
+        raise ConfigError(f"{what} in MXFP4 as they are, not in FP8", hint="leave model.quantization out")
 
 
 def quantization_name(
@@ -127,7 +144,21 @@ def saved_bytes(
     emulates FP8."""
     if quantization is None or quantization.inputs == "none" or device.type != "cuda":
         return 0
-    return quantization.num_values(expected_tensors(config)) * (dtype.itemsize - 1)
+    return quantization.saved_bytes(expected_tensors(config), dtype.itemsize)
+
+
+def saved_of_experts(
+    quantization: Quantization | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> float:
+    """Return how many bytes an element of an expert saves by the quantization on average, as `saved_bytes` does."""
+    experts = {name: shape for name, shape in expected_tensors(config).items() if _is_of_expert(name, shape)}
+    if not experts or quantization is None or quantization.inputs == "none" or device.type != "cuda":
+        return 0.0
+    return quantization.saved_bytes(experts, dtype.itemsize) / sum(map(math.prod, experts.values()))
+
+
+def _is_of_expert(name: str, shape: tuple[int, ...]) -> bool:
+    return ".experts." in name and len(shape) == 2
 
 
 def _check_groups(layers: Sequence[str], config: ModelConfig, num_ranks: int) -> None:

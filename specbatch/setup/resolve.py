@@ -50,6 +50,7 @@ from specbatch.setup.model import (
     resolve_quantization,
     saved_by_mxfp4,
     saved_bytes,
+    saved_of_experts,
 )
 from specbatch.setup.sampling import note_on_prompts, resolve_sampling, runs_prompts_as_chat
 from specbatch.setup.speculation import (
@@ -90,8 +91,10 @@ class ResolvedRun:
 
     @property
     def expert_itemsize(self) -> float:
-        """The bytes of an element of one of the target's experts."""
-        return self.dtype.itemsize if self.mxfp4 is None else MXFP4_BYTES
+        """The bytes of an element of one of the target's experts, with its part of the scales."""
+        if self.mxfp4 is not None:
+            return MXFP4_BYTES
+        return self.dtype.itemsize - saved_of_experts(self.quantization, self.target.config, self.device, self.dtype)
 
     @property
     def on_cuda(self) -> bool:

@@ -146,6 +146,65 @@ def test_weights_in_mxfp4(device: str, block_o: int, block_i: int, num_tokens: i
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("num_tokens", "block_m"), [(1, 8), (21, 16), slow_on_cpu(300, 64)])
+@pytest.mark.parametrize(("block_o", "block_i"), [(32, 64), (64, 128)])
+def test_weights_in_fp8(device: str, block_o: int, block_i: int, num_tokens: int, block_m: int, grouped: bool) -> None:
+    """Each number of the weights, too, but NaN. The last group of inputs is cut off. With a scale for each group, the
+    tile changes no bit."""
+    experts_TK, (size, inner) = choices("random", num_tokens, device), (224, 160)
+    tile = ExpertTile(block_o, block_i, num_stages=2, num_warps=4)
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0).to(device)
+
+    def in_fp8(rows: int, cols: int, seed: int) -> tuple[Tensor, Tensor]:
+        values = numbers[torch.randint(256, (X, rows, cols), generator=torch.Generator().manual_seed(seed)).to(device)]
+        scales = normal(X, rows, 2 if grouped else 1, seed=seed, dtype=torch.float32, device=device).abs()
+        return values.to(torch.float8_e4m3fn), scales / 150 / cols**0.5
+
+    gate_up, down = in_fp8(2 * inner, size, 1), in_fp8(size, inner, 2)
+    for dtype in DTYPES[device]:
+        x_TE = normal(num_tokens, size, seed=3, dtype=dtype, device=device)
+        weights_TK = normal(num_tokens, K, seed=5, dtype=dtype, device=device).abs()
+        bias = normal(X, 2 * inner, seed=6, dtype=dtype, device=device)
+        weights = ExpertWeights(gate_up[0], down[0], "silu", bias, None, gate_up[1], down[1])
+        given = x_TE, weights_TK, experts_TK, weights
+        expected = reference.fused_experts(*given)
+        found = ops.fused_experts(*given, None, block_m, (tile, tile))
+        assert_close(found, expected)
+        if grouped and dtype != torch.float32:
+            other = ExpertTile(block_o=128, block_i=32, num_stages=3, num_warps=4)
+            assert torch.equal(ops.fused_experts(*given, None, block_m, (other, other)), found)
+
+
+@pytest.mark.parametrize("shared", [64 << 10, 99 << 10, 227 << 10])
+@pytest.mark.parametrize("block_m", [8, 16, 32, 64, 128])
+def test_a_group_of_inputs_is_one_step_on_each_gpu(block_m: int, shared: int) -> None:
+    """Otherwise a token's bits would depend on the number of tokens."""
+    for tile in tiles_for(block_m, torch.float8_e4m3fn):
+        found = fitting(tile, block_m, 2, shared, has_tma=False, block_i=128)
+        assert found.block_i == 128
+        assert 2 * 128 * (found.block_o + block_m) * found.num_stages <= shared
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_fp8_in_the_reference(device: str, grouped: bool) -> None:
+    """By the definition, in float64: a number of a weight is that of E4M3 times the scale of its row or group."""
+    weight = normal(2, 3, 300, seed=1, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
+    scales = normal(2, 3, 3 if grouped else 1, seed=2, dtype=torch.float32, device=device)
+    x_TI = normal(4, 300, seed=3, dtype=torch.float64, device=device)
+    experts_TK = torch.tensor([[1], [0], [1], [1]], dtype=torch.int32, device=device)
+    spread = torch.cat([scales[..., i // 128 if grouped else 0, None] for i in range(300)], dim=-1)
+    exact = (weight.double() * spread)[:, :2].contiguous()
+    down = torch.eye(3, 1, dtype=torch.float64, device=device).expand(2, 3, 1).contiguous()
+    ones = torch.ones(4, 1, dtype=torch.float64, device=device)
+    given = ExpertWeights(weight[:, :2].contiguous(), down, "silu", None, None, scales[:, :2].contiguous())
+    found = reference.fused_experts(x_TI, ones, experts_TK, given)
+    expected = reference.fused_experts(x_TI, ones, experts_TK, ExpertWeights(exact, down))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("norm", [True, False])
 def test_routing(device: str, norm: bool) -> None:
     """Equal logits, too: the expert with the lower number comes first."""

@@ -290,10 +290,12 @@ def test_dequantised_and_quantised_while_loading(tmp_path: Path) -> None:
 
 
 def test_bytes_that_are_saved() -> None:
-    """Of Llama-3-8B: a byte of two for each weight of its layers, and none of its embedding and head."""
+    """Of Llama-3-8B: a byte of two for each weight of its layers, but for the scales of their outputs, and none of its
+    embedding and head."""
     config, bf16 = random_config("random:llama-3-8b"), torch.bfloat16
     layer = 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
-    assert saved_bytes(ON_LOAD, config, torch.device("cuda"), bf16) == 32 * layer
+    scales = 4 * (4096 * 3 + 1024 * 2 + 14336 * 2)
+    assert saved_bytes(ON_LOAD, config, torch.device("cuda"), bf16) == 32 * (layer - scales)
     assert saved_bytes(chosen("none", ON_LOAD), config, torch.device("cuda"), bf16) == 0
     assert saved_bytes(None, config, torch.device("cuda"), bf16) == saved_bytes(ON_LOAD, config, CPU, bf16) == 0
     rows = Rows(131072, 16, 4, 8192, 8, 1)

@@ -16,18 +16,6 @@ DRAFT = ["speculation.method=draft_model", "speculation.draft=random:tiny-expert
 DENSE = ["model.target=random:tiny", "engine.device=cpu", *DRAFT]
 
 
-@pytest.mark.parametrize(
-    ("options", "name", "hint"),
-    [
-        ([*EXPERTS, "model.quantization=fp8"], "model.target", "leave model.quantization out"),
-    ],
-)
-def test_a_run_that_cannot_compute_experts(options: list[str], name: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} has experts") as caught:
-        resolve(load_config(None, options))
-    assert caught.value.hint == hint
-
-
 @pytest.mark.parametrize("name", ["model.target", "speculation.draft"])
 def test_ranks_with_experts_run_on_a_cpu(name: str) -> None:
     config, model = load_config(None, [*EXPERTS, "engine.tensor_parallel=2"]), resolve(load_config(None, DENSE)).draft

@@ -90,3 +90,10 @@ def scaled_linear(
 def _spread(scale: Tensor, values: Tensor) -> Tensor:
     """Return the scale of each feature from the scales of groups."""
     return scale.repeat_interleave(GROUP, 1)[:, : values.shape[1]]
+
+
+def dequantise_fp8(values_OI: Tensor, scales_OG: Tensor) -> Tensor:
+    """Return a weight (O, I) in float32 from E4M3 numbers and their scales: (O, 1), or one for each GROUP of inputs."""
+    if scales_OG.shape[1] > 1:
+        scales_OG = scales_OG.repeat_interleave(GROUP, 1)[:, : values_OI.shape[1]]
+    return values_OI.float() * scales_OG

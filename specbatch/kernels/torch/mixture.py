@@ -1,7 +1,7 @@
 """Mixtures of experts, in plain torch (Shazeer et al. 2017).
 
-Shape suffixes: T packed tokens, X experts, K experts of a token, G groups of experts, E hidden size, I inner features
-of an expert.
+Shape suffixes: T packed tokens, X experts, K experts of a token, G groups of experts, or of inputs that share a scale,
+E hidden size, O output features, I input features or inner features of an expert.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.kernels.experts import ExpertWeights, Routing
+from specbatch.kernels.torch import mxfp4
+from specbatch.kernels.torch.fp8 import dequantise_fp8
 from specbatch.kernels.torch.model import act_mul, rms_norm
-from specbatch.kernels.torch.mxfp4 import dequantise
 
 
 def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -88,22 +89,26 @@ def fused_experts(
     for number in range(experts.gate_up_XFE.shape[0]):
         index = (chosen_N == number).nonzero()[:, 0]
         if index.numel():
-            gate_up = _of_expert(experts.gate_up_XFE, experts.gate_up_scales_XFG, number, x_TE.dtype)
-            down = _of_expert(experts.down_XEI, experts.down_scales_XEG, number, x_TE.dtype)
-            inner = act_mul(
-                F.linear(x_TE[index // top_k], gate_up, _bias_of(experts.gate_up_bias_XF, number)), experts.activation
-            )
-            y_NE[index] = F.linear(inner, down, _bias_of(experts.down_bias_XE, number))
+            gate_up = experts.gate_up_XFE, experts.gate_up_scales_XFG, experts.gate_up_bias_XF
+            down = experts.down_XEI, experts.down_scales_XEG, experts.down_bias_XE
+            inner = act_mul(_linear(x_TE[index // top_k], *gate_up, number), experts.activation)
+            y_NE[index] = _linear(inner, *down, number)
     return combine(y_NE, weights_TK, residual_TE)
 
 
-def _of_expert(weights_XOI: Tensor, scales_XOG: Tensor | None, number: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight of one expert."""
-    return weights_XOI[number] if scales_XOG is None else dequantise(weights_XOI[number], scales_XOG[number], dtype)
-
-
-def _bias_of(biases_XO: Tensor | None, number: int) -> Tensor | None:
-    return None if biases_XO is None else biases_XO[number]
+def _linear(
+    x_TI: Tensor, weights_XOI: Tensor, scales_XOG: Tensor | None, biases_XO: Tensor | None, number: int
+) -> Tensor:
+    """Return x times the weight of one expert, plus its bias. x is not quantised. An FP8 number times its scale is no
+    number of x's dtype, so it stays wide."""
+    weight_OI, bias_O = weights_XOI[number], None if biases_XO is None else biases_XO[number]
+    if scales_XOG is None:
+        return F.linear(x_TI, weight_OI, bias_O)
+    if weight_OI.dtype == torch.uint8:
+        return F.linear(x_TI, mxfp4.dequantise(weight_OI, scales_XOG[number], x_TI.dtype), bias_O)
+    wide = torch.promote_types(x_TI.dtype, torch.float32)
+    weight_OI = dequantise_fp8(weight_OI, scales_XOG[number]).to(wide)
+    return F.linear(x_TI.to(wide), weight_OI, None if bias_O is None else bias_O.to(wide)).to(x_TI.dtype)
 
 
 def combine(y_NE: Tensor, weights_TK: Tensor, residual_TE: Tensor | None = None) -> Tensor:

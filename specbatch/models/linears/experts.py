@@ -15,7 +15,6 @@ from torch import Tensor
 
 from specbatch.kernels.experts import ExpertWeights
 from specbatch.kernels.torch.mixture import combine
-from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.linears.linear import GatedLinear, Linear
 
 
@@ -34,12 +33,12 @@ class StackedExperts(Experts):
     """Experts in one tensor each of gate and up, and of down. `ops`: the result of `kernels.ops_for`."""
 
     def __init__(self, weights: ExpertWeights, ops: ModuleType) -> None:
-        self._weights, self._ops = weights, ops
+        self.weights, self._ops = weights, ops
 
     def __call__(
         self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TE: Tensor | None = None
     ) -> Tensor:
-        y_TE: Tensor = self._ops.fused_experts(x_TE, weights_TK, experts_TK, self._weights, residual_TE)
+        y_TE: Tensor = self._ops.fused_experts(x_TE, weights_TK, experts_TK, self.weights, residual_TE)
         return y_TE
 
 
@@ -62,19 +61,23 @@ def stack_experts(
     return gate_up, all_down
 
 
-def stack_mxfp4(tensors: PackedReader, names: Sequence[Sequence[str]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Load the weights of the experts of a layer that stay in MXFP4, each expert's straight to its place. Return values
-    (X, O, B) and scales (X, O, G), uint8. `names`: those of each expert's weights, which have the same inputs and whose
-    outputs follow each other, such as gate and up."""
-    values_XOB = scales_XOG = torch.empty(0)
-    for number, own in enumerate(names):
-        values, scales = zip(*(tensors.packed(name) for name in own), strict=True)
-        values_OB, scales_OG = torch.cat(values), torch.cat(scales)
-        if not number:
-            values_XOB = torch.empty((len(names), *values_OB.shape), dtype=torch.uint8, device=device)
-            scales_XOG = torch.empty((len(names), *scales_OG.shape), dtype=torch.uint8, device=device)
-        values_XOB[number], scales_XOG[number] = values_OB, scales_OG
-    return values_XOB, scales_XOG
+def stack_quantised(
+    names: Sequence[Sequence[str]], load: Callable[[str], tuple[Tensor, Tensor]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Load one quantised weight of each expert, each part straight to its place, and return their values and scales,
+    see `ExpertWeights`. `names`: those of each expert's parts, which have equal shapes and whose outputs follow each
+    other, such as gate and up. `load`: returns the values (O, ...) and scales (O, G) of a part by name."""
+    stacked: list[Tensor] = []
+    for number, parts in enumerate(names):
+        for part, name in enumerate(parts):
+            loaded = load(name)
+            stacked = stacked or [
+                torch.empty(len(names), len(parts), *one.shape, dtype=one.dtype, device=device) for one in loaded
+            ]
+            for whole, one in zip(stacked, loaded, strict=True):
+                whole[number, part].copy_(one)
+    values, scales = (whole.flatten(1, 2) for whole in stacked)
+    return values, scales
 
 
 class SeparateExperts(Experts):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.quantised import E4M3_MAX, GROUP
-from specbatch.kernels.torch.fp8 import quantise, quantise_part, scale_of
+from specbatch.kernels.torch.fp8 import dequantise_fp8, quantise, quantise_part, scale_of
 from specbatch.kernels.torch.model import activated, gated
 from specbatch.models.linears.linear import GatedLinear, Linear
 from specbatch.models.linears.quantization import InputScales
@@ -40,10 +40,7 @@ class Fp8Weight:
 
     def dequantised(self) -> Tensor:
         """(O, I) float32."""
-        scale = self.scale
-        if scale.shape[1] > 1:
-            scale = scale.repeat_interleave(GROUP, 1)[:, : self.values_OI.shape[1]]
-        return self.values_OI.float() * scale
+        return dequantise_fp8(self.values_OI, self.scale)
 
 
 def quantise_weight(weight_OI: Tensor) -> Fp8Weight:

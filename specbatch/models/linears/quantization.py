@@ -39,15 +39,21 @@ class Quantization:
     lm_head: bool = False
 
     def covers(self, layer: str) -> bool:
-        """`layer`: such as "model.layers.0.mlp.up_proj"."""
-        if not (layer.endswith("_proj") or (self.lm_head and layer == "lm_head")):
+        """`layer`: such as "model.layers.0.mlp.up_proj". All layers of experts are linear ones; some have names such as
+        "w1"."""
+        is_linear = layer.endswith("_proj") or ".experts." in layer
+        if not (is_linear or (self.lm_head and layer == "lm_head")):
             return False
         return not any(_matches(pattern, layer) for pattern in self.ignored)
 
-    def num_values(self, plain: Mapping[str, tuple[int, ...]]) -> int:
-        """Count the weights that are in FP8. `plain`: the names and shapes of the unquantised model."""
-        covered = (shape for name, shape in plain.items() if self.covers(name.removesuffix(".weight")))
-        return sum(math.prod(shape) for shape in covered)
+    def saved_bytes(self, plain: Mapping[str, tuple[int, ...]], itemsize: int) -> int:
+        """Count the bytes that weights save in FP8, compared with `itemsize` bytes each. In memory each output has a
+        float32 scale, or one for each block of its inputs. `plain`: the names and shapes of the unquantised model."""
+        width = None if self.block is None else self.block[1]
+        matrices = {name: shape for name, shape in plain.items() if len(shape) == 2}
+        covered = [shape for name, shape in matrices.items() if self.covers(name.removesuffix(".weight"))]
+        num_scales = sum(shape[0] * (1 if width is None else -(-shape[1] // width)) for shape in covered)
+        return sum(math.prod(shape) for shape in covered) * (itemsize - 1) - 4 * num_scales
 
     def stored(self, plain: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that a checkpoint has, from those of the unquantised model. A scale of one

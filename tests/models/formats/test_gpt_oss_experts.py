@@ -17,8 +17,8 @@ from specbatch.errors import ModelError
 from specbatch.kernels.torch.mxfp4 import dequantise
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.gpt_oss_experts import GptOssExperts
-from specbatch.models.linears.experts import stack_mxfp4
-from specbatch.models.random_weights import open_random_model
+from specbatch.models.linears.experts import stack_quantised
+from specbatch.models.random_weights import RandomSource, open_random_model
 from specbatch.setup.build import build_decoder
 from specbatch.setup.model import resolve_mxfp4
 from specbatch.setup.resolve import resolve
@@ -116,7 +116,7 @@ def test_experts_that_stay_packed(tmp_path: Path) -> None:
     assert isinstance(tensors, GptOssExperts)
     prefix = "model.layers.0.mlp.experts."
     names = [[f"{prefix}{expert}.{part}_proj.weight" for part in ("gate", "up")] for expert in range(3)]
-    values, scales = stack_mxfp4(tensors, names, torch.device("cpu"))
+    values, scales = stack_quantised(names, tensors.packed, torch.device("cpu"))
     assert values.shape == (3, 128, 16)
     assert values.is_contiguous()
     assert scales.shape == (3, 128, 1)
@@ -185,10 +185,11 @@ def test_where_experts_stay_packed(options: list[str], device: str, stays: bool)
 def test_random_experts_are_about_as_large_as_other_weights() -> None:
     tensors = open_random_model("random:tiny-gpt-oss", torch.float32, torch.device("cpu")).tensors
     names = [[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"] for expert in range(8)]
-    (values, scales), again = (stack_mxfp4(tensors, names, torch.device("cpu")) for _ in range(2))  # type: ignore[arg-type]
-    assert values.shape == (8, 32, 32)
+    assert isinstance(tensors, RandomSource)
+    (values, scales), again = (stack_quantised(names, tensors.packed, torch.device("cpu")) for _ in range(2))
     assert torch.equal(values, again[0])
     found = torch.stack([dequantise(values[expert], scales[expert], torch.float32) for expert in range(8)])
+    assert found.shape == (8, 32, 64)
     assert 0.02 < float(found.std()) < 0.026
     assert abs(float(found.mean())) < 0.002
 

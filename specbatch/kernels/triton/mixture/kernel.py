@@ -7,12 +7,16 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.mxfp4 import MXFP4_GROUP
+from specbatch.kernels.quantised import GROUP
 from specbatch.kernels.triton.parts.elementwise import gate_and_up, scaled_norm
+from specbatch.kernels.triton.parts.fp8 import bfloat16_operand
+from specbatch.kernels.triton.parts.fp8 import operand as exact_operand
 from specbatch.kernels.triton.parts.launch import await_former
 from specbatch.kernels.triton.parts.mxfp4 import load_mxfp4, load_mxfp4_bfloat16
 from specbatch.kernels.triton.skinny.parts import load_weights, rounded
 
 _GROUP = tl.constexpr(MXFP4_GROUP)
+_FP8_GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
@@ -171,14 +175,18 @@ def expert_gemm(
     y, x, weight, scales, bias, operand, experts, block_experts, members, N,
     OUT: tl.constexpr, IN: tl.constexpr, DIVISOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, MXFP4: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr, MXFP4: tl.constexpr, FP8: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr,
+    TMA: tl.constexpr,
     SORTED: tl.constexpr, N_POWER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute y (N, OUT), a row for each choice, from x (N / DIVISOR, IN) and one expert's weight (OUT, IN), or
     (2 OUT, IN) if GATED, and its `bias`. The tile of weights is the first operand, and x transposed is the second.
-    `operand`: the descriptor of all weights if TMA. MXFP4: the weights have `scales`, see `parts/mxfp4.py`; if
-    PACKED, packed instructions make bfloat16 of them. SORTED: `sort_kernel` has made the blocks;
-    otherwise each of the N choices is a block. Grid: blocks * OUT / BLOCK_O; neighbours have the same block."""
+    `operand`: the descriptor of all weights if TMA. MXFP4: the weights have `scales`, see `parts/mxfp4.py`. FP8: a row
+    of the weights has GROUPS of `scales`. With more than one, each belongs to _FP8_GROUP inputs, and so does a step of
+    BLOCK_I, so that the order of the sums is the same with every tile. If PACKED, packed instructions make bfloat16 of
+    quantised weights. SORTED: `sort_kernel` has made the blocks; otherwise each of the N choices is a block. Grid:
+    blocks * OUT / BLOCK_O; neighbours have the same block."""
+    tl.static_assert(GROUPS <= 1 or BLOCK_I == _FP8_GROUP)
     dtype: tl.constexpr = y.dtype.element_ty
     TILES: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O
     MASKED: tl.constexpr = IN % BLOCK_I != 0
@@ -208,6 +216,8 @@ def expert_gemm(
         scales += expert.to(tl.int64) * (PARTS * OUT * IN // _GROUP)
     else:
         w_ptrs = weight + expert.to(tl.int64) * (PARTS * OUT * IN) + (rows * IN)[:, None] + cols[None, :]
+    if FP8:
+        scales += expert.to(tl.int64) * (PARTS * OUT * GROUPS) + rows * GROUPS
     inside = choices < N
     x_ptrs = x + (tl.where(inside, choices, 0) // DIVISOR).to(tl.int64)[None, :] * IN + cols[:, None]
     acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
@@ -225,7 +235,14 @@ def expert_gemm(
             w = load_weights(w_ptrs + i0, (i0 + cols < IN)[None, :], MASKED)
         mask = inside[None, :] & (i0 + cols < IN)[:, None] if MASKED else inside[None, :]
         v = tl.load(x_ptrs + i0, mask=mask, other=0.0)
-        acc = tl.dot(w, v, acc, input_precision="ieee")
+        if FP8:
+            w = bfloat16_operand(w) if PACKED else exact_operand(w, v)
+        if GROUPS > 1:
+            acc += tl.dot(w, v, input_precision="ieee") * tl.load(scales + i0 // _FP8_GROUP)[:, None]
+        else:
+            acc = tl.dot(w, v, acc, input_precision="ieee")
+    if FP8 and GROUPS == 1:
+        acc *= tl.load(scales)[:, None]
     if HAS_BIAS:
         acc += tl.load(bias + expert.to(tl.int64) * (PARTS * OUT) + rows).to(tl.float32)[:, None]
     offs_o = row + tl.arange(0, BLOCK_O)

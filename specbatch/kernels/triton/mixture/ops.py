@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.mxfp4 import MXFP4_GROUP
+from specbatch.kernels.quantised import GROUP
 from specbatch.kernels.triton.mixture.kernel import combine_kernel, expert_gemm, route_kernel, sort_kernel
 from specbatch.kernels.triton.mixture.tile import MAX_UNSORTED, ExpertTile, fitting, tiles_for, tokens_of_a_program
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
@@ -125,7 +126,7 @@ def fused_experts(
         residual_TE = residual_TE.contiguous()
     block_m = block_m or tokens_of_a_program(num_tokens, num_experts, top_k)
     blocks = _Blocks(experts_TK, num_experts, block_m, dependent_launch(x_TE))
-    first, second = tiles or tiles_for(block_m, is_mxfp4=experts.down_scales_XEG is not None)
+    first, second = tiles or tiles_for(block_m, experts.down_XEI.dtype)
     gate_up = experts.gate_up_XFE, experts.gate_up_scales_XFG, experts.gate_up_bias_XF
     inner_NI = _multiply(x_TE.contiguous(), top_k, *gate_up, blocks, first, experts.activation)
     down = experts.down_XEI, experts.down_scales_XEG, experts.down_bias_XE
@@ -143,7 +144,7 @@ def _multiply(
     x: Tensor,  # (N / divisor, I)
     divisor: int,
     weight_XOI: Tensor,  # (X, 2 O, I) with an activation
-    scales_XOG: Tensor | None,  # None: the weight is not in MXFP4
+    scales_XOG: Tensor | None,  # None: the weight is not quantised
     bias_XO: Tensor | None,
     blocks: _Blocks,
     tile: ExpertTile,
@@ -156,13 +157,19 @@ def _multiply(
     parts = 1 if activation is None else 2
     num_out = num_rows // parts
     has_tma = x.is_cuda and like_hopper(x.device) and num_in * weight_XOI.element_size() % 16 == 0
-    tile = fitting(tile, blocks.block_m, x.element_size(), shared_bytes(x), has_tma=has_tma)
+    is_mxfp4, is_fp8 = weight_XOI.dtype == torch.uint8, weight_XOI.dtype == torch.float8_e4m3fn
+    num_groups = scales_XOG.shape[2] if is_fp8 and scales_XOG is not None else 0
+    block_i = GROUP if num_groups > 1 else None
+    tile = fitting(tile, blocks.block_m, x.element_size(), shared_bytes(x), has_tma=has_tma, block_i=block_i)
     block_o = min(tile.block_o // parts, triton.next_power_of_2(num_out))
-    block_i = min(tile.block_i, max(16, triton.next_power_of_2(num_in)))  # tensor cores add 16 inputs at a time
-    assert scales_XOG is None or block_i % MXFP4_GROUP == num_in % MXFP4_GROUP == 0, (block_i, num_in)
+    block_i = block_i or max(16, min(tile.block_i, triton.next_power_of_2(num_in)))
+    assert (is_mxfp4 or is_fp8) == (scales_XOG is not None), weight_XOI.dtype
+    assert not is_mxfp4 or block_i % MXFP4_GROUP == num_in % MXFP4_GROUP == 0, (block_i, num_in)
+    assert num_groups in (0, 1, triton.cdiv(num_in, GROUP)), (num_groups, num_in)
+    assert scales_XOG is None or scales_XOG.is_contiguous(), scales_XOG.stride()
     y_NO = x.new_empty(blocks.num_choices, num_out)
     operand = None
-    if tile.tma and scales_XOG is None:
+    if tile.tma and not is_mxfp4:
         operand = TensorDescriptor.from_tensor(
             weight_XOI.view(num_experts * parts, num_out, num_in), [parts, block_o, block_i]
         )
@@ -172,7 +179,7 @@ def _multiply(
         blocks.num_choices,
         OUT=num_out, IN=num_in, DIVISOR=divisor, BLOCK_M=blocks.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
         STAGES=tile.num_stages, GATED=parts == 2, ACTIVATION=activation or "silu",
-        HAS_BIAS=bias_XO is not None, MXFP4=scales_XOG is not None,
+        HAS_BIAS=bias_XO is not None, MXFP4=is_mxfp4, FP8=is_fp8, GROUPS=num_groups,
         PACKED=x.is_cuda and x.dtype == torch.bfloat16, TMA=operand is not None,
         SORTED=blocks.are_sorted,
         N_POWER=triton.next_power_of_2(blocks.num_choices) if not blocks.are_sorted else 1,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 MAX_UNSORTED = 16  # tokens whose choices each program finds itself
 _SHARED_SPARE = 8_192  # bytes of shared memory for all but the tiles
 
@@ -51,6 +53,16 @@ _MXFP4 = {
 }
 
 
+# The same of weights in FP8. Nobody has measured them. Of few tokens they have as many bytes in flight as bfloat16's.
+_FP8 = {
+    8: (ExpertTile(64, 128, 6, 4), ExpertTile(64, 128, 6, 4)),
+    16: (ExpertTile(64, 128, 6, 4), ExpertTile(64, 128, 6, 4)),
+    32: (ExpertTile(128, 128, 4, 4), ExpertTile(64, 128, 4, 4)),
+    64: (ExpertTile(128, 128, 3, 4), ExpertTile(128, 128, 3, 4)),
+    128: (ExpertTile(128, 128, 3, 8), ExpertTile(128, 128, 3, 8)),
+}
+
+
 def tokens_of_a_program(M: int, X: int, K: int) -> int:
     """Return the number of tokens of one program (block_m), from the mean number of tokens of an expert."""
     mean = M * K / X
@@ -59,15 +71,19 @@ def tokens_of_a_program(M: int, X: int, K: int) -> int:
     return 16 if mean <= 8 else 32 if mean <= 24 else 64 if mean <= 48 else 128
 
 
-def tiles_for(block_m: int, *, is_mxfp4: bool = False) -> tuple[ExpertTile, ExpertTile]:
-    """Choose the tiles of the GEMMs of gate and up, and of down."""
-    return (_MXFP4 if is_mxfp4 else _MEASURED)[block_m]
+def tiles_for(block_m: int, dtype: torch.dtype) -> tuple[ExpertTile, ExpertTile]:
+    """Choose the tiles of the GEMMs of gate and up, and of down. `dtype`: that of the weights."""
+    return {torch.uint8: _MXFP4, torch.float8_e4m3fn: _FP8}.get(dtype, _MEASURED)[block_m]
 
 
-def fitting(tile: ExpertTile, block_m: int, itemsize: int, shared: int, *, has_tma: bool) -> ExpertTile:
-    """Return the tile for weights of `itemsize` bytes and a GPU with `shared` bytes of shared memory."""
+def fitting(
+    tile: ExpertTile, block_m: int, itemsize: int, shared: int, *, has_tma: bool, block_i: int | None = None
+) -> ExpertTile:
+    """Return the tile for weights of `itemsize` bytes and a GPU with `shared` bytes of shared memory. `block_i`: the
+    columns that it must have; None: any number."""
     room = shared - _SHARED_SPARE
-    while _stage_bytes(tile, block_m, itemsize) * 2 > room and tile.block_i > 32:
+    tile = replace(tile, block_i=block_i or tile.block_i)
+    while block_i is None and _stage_bytes(tile, block_m, itemsize) * 2 > room and tile.block_i > 32:
         tile = replace(tile, block_i=tile.block_i // 2)
     while _stage_bytes(tile, block_m, itemsize) > room and tile.block_o > 32:
         tile = replace(tile, block_o=tile.block_o // 2)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Keys and values in FP8 (E4M3) as operands in float16 (Triton).
+"""Keys, values and weights in FP8 (E4M3) as operands in float16 or bfloat16 (Triton).
 
 Hopper converts two E4M3 numbers to float16 in one instruction. It has no such conversion to bfloat16: through float16,
 each number costs one more instruction, on a unit that is slower than the memory. And float16 holds each E4M3 number
@@ -72,3 +72,33 @@ def operand(x, like):
     if _IS_COMPILED and x.dtype.primitive_bitwidth == 8 and wide.dtype.primitive_bitwidth == 16:
         wide = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [wide], dtype=wide.dtype, is_pure=False, pack=2)
     return wide
+
+
+@triton.jit
+def bfloat16_operand(x):
+    """Return E4M3 numbers in bfloat16, which is exact, with two and a half instructions each that are not conversions.
+    NaN becomes 480. As in `operand`, Triton does not see that the numbers were loaded with 8 bits. It is for GPUs of
+    compute capability 8 or later."""
+    # The bits of a number, moved to those of a bfloat16, are 2^-120 of it, also where that is subnormal.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 t, a, b, power, zero;
+        mov.b32 power, 0x7B807B80;
+        mov.b32 zero, 0x80008000;
+        prmt.b32 t, $2, 0, 0x1404;
+        shr.u32 a, t, 4;
+        and.b32 a, a, 0x07F007F0;
+        lop3.b32 b, t, 0x80008000, a, 0xEA;
+        fma.rn.bf16x2 $0, b, power, zero;
+        prmt.b32 t, $2, 0, 0x3424;
+        shr.u32 a, t, 4;
+        and.b32 a, a, 0x07F007F0;
+        lop3.b32 b, t, 0x80008000, a, 0xEA;
+        fma.rn.bf16x2 $1, b, power, zero;
+        }""",
+        "=r,=r,r",
+        [x],
+        dtype=tl.bfloat16,
+        is_pure=False,
+        pack=4,
+    )
