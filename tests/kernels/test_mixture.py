@@ -158,3 +158,17 @@ def test_routing_of_what_is_not_finite(device: str) -> None:
     for routing in ROUTINGS.values():
         _, experts_TK = ops.route(logits.to(device), routing)
         assert all(len(set(row)) == routing.top_k and max(row) < 12 for row in experts_TK.tolist())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("routing", [Routing(2, True, "sigmoid", 3, 2, 1.5), Routing(2, False, "softmax_of_chosen")])
+@pytest.mark.parametrize("has_correction", [False, True])
+def test_an_expert_whose_logit_is_nan_is_not_left_out(device: str, routing: Routing, has_correction: bool) -> None:
+    """Damaged weights of one expert show in the output."""
+    logits = normal(4, 12, seed=1, dtype=torch.float32, device=device)
+    logits[:, 7] = torch.nan
+    correction = torch.zeros(12, device=device) if has_correction else None
+    for kernels in (reference, ops):
+        weights_TK, experts_TK = kernels.route(logits, routing, correction)
+        assert experts_TK[:, 0].tolist() == [7] * 4
+        assert not weights_TK.isfinite().all(dim=1).any()
