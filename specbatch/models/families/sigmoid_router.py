@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from specbatch.errors import ModelError
+from specbatch.models.checks import shown
 from specbatch.models.config import ModelConfig, MoeConfig
 from specbatch.models.families.family import Family
 from specbatch.models.families.hf_config import MAX_EXPERTS, MTP_KEYS, WINDOW_HINT, HfConfig
@@ -101,8 +102,11 @@ def _read_hy_v3(config: HfConfig) -> ModelConfig:
 def _read_minimax_m2(config: HfConfig) -> ModelConfig:
     num_layers, head_dim = config.num_layers(), config.optional_size("head_dim") or 128
     turned = config.optional_size("rotary_dim")
-    if any(kind != 1 for kind in config.raw.get("attn_type_list") or ()):
-        raise ModelError("config.json: attn_type_list has layers without softmax attention, which are not supported")
+    types = config.raw.get("attn_type_list") or []
+    if not isinstance(types, list) or any(kind != 1 for kind in types):
+        raise ModelError(
+            f"config.json: attn_type_list is {shown(types)}; only 1 for each layer, softmax attention, is supported"
+        )
     moe = config.experts(
         ("num_local_experts", "num_experts"),
         config.size("intermediate_size"),
