@@ -69,10 +69,17 @@ def _read_solar_open(config: HfConfig) -> ModelConfig:
 def _read_hy_v3(config: HfConfig) -> ModelConfig:
     num_layers, has_bias = config.num_layers(), config.flag("attention_bias")
     expert_size = config.size("moe_intermediate_size")
+    layers = config.sparse_layers("mlp_layer_types", tuple(layer > 0 for layer in range(num_layers)))
+    # Published files repeat the number of dense layers here, which transformers does not read.
+    first = config.count("first_k_dense_replace", layers.count(False))
+    if config.raw.get("first_k_dense_replace") is not None and layers != tuple(
+        layer >= first for layer in range(num_layers)
+    ):
+        raise ModelError(f"config.json: first_k_dense_replace {first} and mlp_layer_types, or its default, differ")
     moe = config.experts(
         ("num_experts", "num_local_experts"),
         expert_size,
-        config.sparse_layers("mlp_layer_types", tuple(layer > 0 for layer in range(num_layers))),
+        layers,
         norm_topk_prob=True,
         shared_size=config.count("num_shared_experts", 1) * expert_size,
         shared_gate=False,
@@ -205,10 +212,19 @@ HY_V3 = Family(
     keys=frozenset(
         (
             *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts"),
-            *("router_scaling_factor", "mlp_layer_types", "attention_bias", *MTP_KEYS),
+            *("router_scaling_factor", "mlp_layer_types", "first_k_dense_replace", "attention_bias", *MTP_KEYS),
         )
     ),
-    neutral={**_NEUTRAL, "norm_topk_prob": (True,), "enable_moe_fp32_combine": (True, False)},
+    neutral={
+        **_NEUTRAL,
+        "norm_topk_prob": (True,),
+        "enable_moe_fp32_combine": (True, False),
+        # Published files have these, and transformers does not read them.
+        "route_norm": (True,),
+        "moe_router_use_sigmoid": (True,),
+        "moe_router_enable_expert_bias": (True,),
+        "qk_norm": (True,),
+    },
 )
 MINIMAX_M2 = Family(
     architectures=("MiniMaxM2ForCausalLM",),
