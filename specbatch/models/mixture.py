@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.torch.mixture import row_sigmoid
 from specbatch.models.config import ModelConfig
@@ -43,7 +44,7 @@ class MixtureMLP:
             isinstance(self._router, DenseLinear) and not moe.wide_router and weights.device.type == "cuda"
         )
         correction = moe.correction_bias
-        self._correction_X = None if correction is None else weights.wide(f"{block}{correction}")
+        self._correction_X = None if correction is None else _finite(weights.wide(f"{block}{correction}"), block)
         gate, up, down = moe.projections
         names = [(f"{name}.{gate}", f"{name}.{up}", f"{name}.{down}") for name in moe.experts(block)]
         self._experts = weights.experts(names, config.activation, has_bias=moe.expert_bias)
@@ -103,6 +104,16 @@ def mixture_of(config: ModelConfig, layer: int, weights: WeightLoader, prefix: s
     """Make the mixture of experts of a layer; None: it has an MLP. `prefix`: see `MixtureMLP`."""
     has_experts = config.moe is not None and config.moe.layers[layer]
     return MixtureMLP(config, weights, prefix) if has_experts else None
+
+
+def _finite(correction_X: Tensor, block: str) -> Tensor:
+    """Return the correction. Raise ModelError if it is not finite: it would choose experts, and no output show it."""
+    if not bool(correction_X.isfinite().all()):
+        raise ModelError(
+            f"{block.removesuffix('.')}: the correction of its router has a number that is not finite",
+            hint="download the file again",
+        )
+    return correction_X
 
 
 class _SharedExpert:

@@ -19,7 +19,13 @@ END = "<|end|>"  # the end of a message that others follow
 _ENDS = (END, "<|return|>", "<|call|>")
 HARMONY_MARKS = (_START, CHANNEL, MESSAGE, _CONSTRAIN, *_ENDS)
 _ANY_END = re.compile("|".join(map(re.escape, _ENDS)))
-_NAME, _RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
+# The last channel of a header counts.
+_NAME, _RECIPIENT = re.compile(r".*<\|channel\|>\s*(\w+)", re.DOTALL), re.compile(r"\bto=([^\s<]+)")
+# The begin of a header: a role, a channel and a type. It can be cut anywhere.
+_TO = r"(\s+to=[^\s<]*)?"
+_CUT_HEADER = re.compile(rf"\w*{_TO}(<\|channel\|>\s*\w*{_TO}\s*(<\|constrain\|>)?\w*\s*)?")
+# A body up to a channel. The model has left out the begin of that channel's message.
+_BODY_TO_CHANNEL = re.compile(r"(<\|message\|>(?:(?!<\|start\|>).)*?)(?=<\|channel\|>)", re.DOTALL)
 _FUNCTION = "functions."
 
 
@@ -54,22 +60,22 @@ def messages_of(text: str, begin: str) -> list[HarmonyMessage]:
     """Return the messages of an answer. `begin`: see `open_header`. A header that was cut is left out. Text that is in
     no message is one without a channel."""
     found: list[HarmonyMessage] = []
-    for i, part in enumerate(text.split(_START)):
+    for i, part in enumerate(_BODY_TO_CHANNEL.sub(rf"\1{_START}", begin + text).split(_START)):
         header, mark, body = part.partition(MESSAGE)
-        if i == 0 and MESSAGE in begin:  # the prompt has begun the body
-            header, mark, body = begin.partition(MESSAGE)[0], MESSAGE, part
-        elif i == 0:
-            header = begin + header
+        raw = part
+        if i == 0:  # the prompt has written `begin`
+            raw, body = part.removeprefix(begin), body.removeprefix(begin.partition(MESSAGE)[2])
         if not mark:
-            if CHANNEL not in header and i == 0:  # a model that does not write this format
-                found.append(HarmonyMessage(None, None, _ANY_END.sub("", part), part))
+            is_other_format = i == 0 and CHANNEL not in header
+            if is_other_format or not _CUT_HEADER.fullmatch(header):
+                found.append(HarmonyMessage(None, None, _ANY_END.sub("", raw), raw))
             continue
         body, rest = _divided(body)
         name, recipient = _NAME.search(header), _RECIPIENT.search(header)
         function = None
         if recipient is not None and recipient[1].startswith(_FUNCTION):
             function = recipient[1].removeprefix(_FUNCTION)
-        found.append(HarmonyMessage(name and name[1], function, body, part))
+        found.append(HarmonyMessage(name and name[1], function, body, raw))
         if rest.strip():
             found.append(HarmonyMessage(None, None, rest, rest))
     return found

@@ -257,9 +257,24 @@ def test_routing_of_what_is_not_finite(device: str) -> None:
 def test_tiles_fit_into_shared_memory(shared: int, itemsize: int) -> None:
     """Two stages of them, unless a stage has the fewest columns."""
     for block_m in (8, 16, 32, 64, 128):
-        for tile in (*tiles_for(block_m), *tiles_for(block_m, is_mxfp4=True)):
+        dtypes = torch.bfloat16, torch.uint8, torch.float8_e4m3fn
+        for tile in (tile for dtype in dtypes for tile in tiles_for(block_m, dtype)):
             found = fitting(tile, block_m, itemsize, shared, has_tma=False)
             stage = itemsize * found.block_i * (found.block_o + block_m)
             assert found.num_stages * stage <= shared - 8_192
             assert found.num_stages >= 2 or found.block_i == 32
             assert not found.tma
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("routing", [Routing(2, True, "sigmoid", 3, 2, 1.5), Routing(2, False, "softmax_of_chosen")])
+@pytest.mark.parametrize("has_correction", [False, True])
+def test_an_expert_whose_logit_is_nan_is_not_left_out(device: str, routing: Routing, has_correction: bool) -> None:
+    """Damaged weights of one expert show in the output."""
+    logits = normal(4, 12, seed=1, dtype=torch.float32, device=device)
+    logits[:, 7] = torch.nan
+    correction = torch.zeros(12, device=device) if has_correction else None
+    for kernels in (reference, ops):
+        weights_TK, experts_TK = kernels.route(logits, routing, correction)
+        assert experts_TK[:, 0].tolist() == [7] * 4
+        assert not weights_TK.isfinite().all(dim=1).any()

@@ -402,6 +402,12 @@ OTHER = {"n_routed_experts": None, "moe_intermediate_size": None}
             | {"model_type": "hy_v3", "num_experts": 8, "moe_intermediate_size": 24, "mlp_layer_types": ["moe"] * 3},
             ("mlp_layer_types", "moe"),
         ),
+        (
+            OTHER
+            | {"model_type": "hy_v3", "num_experts": 8, "moe_intermediate_size": 24, "mlp_layer_types": [["moe"]] * 3},
+            ("mlp_layer_types", "moe"),
+        ),
+        (OTHER | {"model_type": "minimax_m2", "num_local_experts": 8, "attn_type_list": 1}, ("attn_type_list", "1")),
         (OTHER | {"model_type": "olmoe", "num_experts": 8, "clip_qkv": 8.0}, ("clip_qkv 8.0", "olmoe")),
         (OTHER | {"model_type": "olmoe", "num_experts": 8, "clip_qkv": 0.0}, ("clip_qkv 0.0", "olmoe")),
         ({"model_type": "dots1", "use_sliding_window": False}, ("use_sliding_window", "4096")),

@@ -3,6 +3,7 @@ tokens, and bits of single tokens."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
 from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
 
+from specbatch.errors import ModelError
 from specbatch.kernels.torch.mixture import route
 from specbatch.models.config import ModelConfig, MoeConfig, layer_tensors
 from specbatch.models.mixture import MixtureMLP
@@ -246,3 +248,13 @@ def test_routers_of_transformers(norm: bool, dtype: torch.dtype) -> None:
         assert weights_TK.dtype == expected_TK.dtype
         found, expected = weights_TK.gather(1, order)[~is_tied], expected_TK.gather(1, other)[~is_tied]
         torch.testing.assert_close(found, expected, rtol=2e-6 if found.dtype == torch.float32 else 0.01, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_correction_that_is_not_finite_is_refused(value: float) -> None:
+    """Experts would be chosen by it, and their outputs are finite."""
+    config = config_of(SIGMOID)
+    tensors = RandomTensors(layer_tensors(config, "", has_experts=True), 0)
+    tensors._tensors["mlp.gate.e_score_correction_bias"][3] = value
+    with pytest.raises(ModelError, match=r"^mlp: the correction of its router has a number that is not finite"):
+        MixtureMLP(config, WeightLoader(tensors, torch.float32, CPU), "")

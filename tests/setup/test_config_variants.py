@@ -42,7 +42,8 @@ GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 BASE_OF: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "swiglu_limit": 7.0, "hidden_act": "silu",
-    }
+    },
+    "hy_v3": {**MOE, "head_dim": 12},
 }  # fmt: skip
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "hidden_activation": "gelu_pytorch_tanh"}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -315,6 +316,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "dots1-types": ("dots1", {**ROUTED, "n_shared_experts": 1, "sliding_window": 9, "layer_types": TYPES}, ()),
     "solar-open": ("solar_open", {**ROUTED, **GROUPS, "head_dim": 12}, ()),
     "hy-v3": ("hy_v3", {**MOE, "head_dim": 12}, ()),
+    "hy-v3-published": (
+        "hy_v3",
+        {
+            **MOE, "head_dim": 12, "first_k_dense_replace": 1, "route_norm": True, "qk_norm": True,
+            "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True,
+        },
+        (),
+    ),
+    "hy-v3-2-dense": ("hy_v3", {"first_k_dense_replace": 2}, ("first_k_dense_replace 2", "mlp_layer_types")),
+    "hy-v3-no-norm": ("hy_v3", {"route_norm": False}, ("route_norm", "hy_v3")),
+    "hy-v3-softmax": ("hy_v3", {"moe_router_use_sigmoid": False}, ("moe_router_use_sigmoid", "hy_v3")),
     "hy-v3-types": (
         "hy_v3",
         {**MOE, "head_dim": 12, "mlp_layer_types": ["sparse", "dense", "sparse"], "router_scaling_factor": 0.5},
@@ -335,6 +347,7 @@ NOT_WIDE = {
     *("gemma2-caps", "gemma3", "gemma3-rope-parameters", "gemma2-types-without-window"),
     *("gemma-layer-types", "gemma2-no-window", "gemma3-flat-rope-parameters"),
     *("qwen3-moe-dense-layers", "qwen2-moe", "olmoe-biases", "glm4-moe-groups", "minimax-m2-rotary"),
+    *("hy-v3-published", "hy-v3-2-dense", "hy-v3-no-norm", "hy-v3-softmax"),
     *("gpt-oss", "gpt-oss-no-window", "gpt-oss-limit"),
 }
 

@@ -93,6 +93,15 @@ TWO = message("analysis", "North, so cold.") + START + message("final", "It is c
         (f"{message('final <|constrain|>json', '{}', RETURN)}", None, "{}"),
         (f"It writes no marks.{RETURN}", None, "It writes no marks."),
         (f"{message('final', 'a')} b{RETURN}", None, "a\n b"),
+        # The model leaves out the begin of a message, and the end of the one before.
+        (message("analysis", "a") + message("final", "b", RETURN), "a", "b"),
+        (message("analysis", "a", "") + message("final", "b", RETURN), "a", "b"),
+        (f"<|channel|>analysis{message('final', 'b', RETURN)}", None, "b"),
+        # Text where a header should be is not lost.
+        (f"{message('analysis', 'a')}{START} b c{RETURN}", "a", "assistant b c"),
+        (f"<|channel|>final b c d{RETURN}", None, "<|channel|>final b c d"),
+        (message("final", "a <|start|> b", RETURN), None, "a \n b"),
+        (message("final", "a <|channel|> b c d", RETURN), None, "a \n<|channel|> b c d"),
     ],
 )
 def test_channels(special: bool, answer: str, reasoning: str | None, text: str) -> None:
@@ -107,6 +116,9 @@ def test_channels(special: bool, answer: str, reasoning: str | None, text: str) 
         ("<|channel|>analysis<|message|>cut wi", "cut wi", ""),
         (message("analysis", "a") + "<|start|>assist", "a", ""),
         (message("analysis", "a") + START + "<|channel|>fin", "a", ""),
+        (message("analysis", "a") + START + " to=functions.we", "a", ""),
+        (message("analysis", "a") + START + "<|channel|>commentary to=functions.weather <|constrain|>js", "a", ""),
+        (message("analysis", "a") + "<|channel|>", "a", ""),
         (message("analysis", "a") + START + "<|channel|>final<|message|>b c", "a", "b c"),
     ],
 )
@@ -121,6 +133,7 @@ def test_a_prompt_that_begins_the_answer() -> None:
         ("<|channel|>final<|message|>", f"It is cold.{RETURN}", None, "It is cold."),
         ("<|channel|>analysis", f"<|message|>a<|end|>{START}{message('final', 'b', RETURN)}", "a", "b"),
         ("<|channel|>analysis<|message|>So", f" cold<|end|>{START}{message('final', 'b', RETURN)}", " cold", "b"),
+        ("<|channel|>analysis<|message|>So", f" cold{message('final', 'b', RETURN)}", " cold", "b"),
     ):
         line = model.line(answer, chat_template_kwargs={"header": header})
         assert (line.get("reasoning_content"), line["text"]) == (reasoning, text)
@@ -225,6 +238,9 @@ def test_a_grammar_begins_with_the_final_message() -> None:
     assert takes(model, "<|channel|>final <|constrain|>json<|message|>no", **CHOICE)
     assert not takes(model, message("analysis", "yes", ""), **CHOICE)
     assert model.line(message("final", "yes", RETURN), **CHOICE)["text"] == "yes"
+    for before in ("<|channel|>analysis", message("analysis", "maybe", "")):  # a message that does not end
+        assert takes(model, before + good, **CHOICE)
+        assert model.line(before + message("final", "yes", RETURN), **CHOICE)["text"] == "yes"
     # The prompt has begun the final message, or reasoning is not separated: the grammar begins at once.
     header = {"chat_template_kwargs": {"header": "<|channel|>final<|message|>"}}
     for fields in (header, {"separate_reasoning": False}):

@@ -82,7 +82,8 @@ class HfConfig:
         kinds = self.raw.get(key)
         if kinds is None:
             return default
-        if not isinstance(kinds, list) or len(kinds) != len(default) or not {"dense", "sparse"}.issuperset(kinds):
+        known = ("dense", "sparse")
+        if not isinstance(kinds, list) or len(kinds) != len(default) or any(kind not in known for kind in kinds):
             raise ModelError(
                 f"config.json: {key} must be a list of {len(default)} times 'dense' or 'sparse', not {shown(kinds)}"
             )

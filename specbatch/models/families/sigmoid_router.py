@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from specbatch.errors import ModelError
+from specbatch.models.checks import shown
 from specbatch.models.config import ModelConfig, MoeConfig
 from specbatch.models.families.family import Family
 from specbatch.models.families.hf_config import MAX_EXPERTS, MTP_KEYS, WINDOW_HINT, HfConfig
@@ -68,10 +69,17 @@ def _read_solar_open(config: HfConfig) -> ModelConfig:
 def _read_hy_v3(config: HfConfig) -> ModelConfig:
     num_layers, has_bias = config.num_layers(), config.flag("attention_bias")
     expert_size = config.size("moe_intermediate_size")
+    layers = config.sparse_layers("mlp_layer_types", tuple(layer > 0 for layer in range(num_layers)))
+    # Published files repeat the number of dense layers here, which transformers does not read.
+    first = config.count("first_k_dense_replace", layers.count(False))
+    if config.raw.get("first_k_dense_replace") is not None and layers != tuple(
+        layer >= first for layer in range(num_layers)
+    ):
+        raise ModelError(f"config.json: first_k_dense_replace {first} and mlp_layer_types, or its default, differ")
     moe = config.experts(
         ("num_experts", "num_local_experts"),
         expert_size,
-        config.sparse_layers("mlp_layer_types", tuple(layer > 0 for layer in range(num_layers))),
+        layers,
         norm_topk_prob=True,
         shared_size=config.count("num_shared_experts", 1) * expert_size,
         shared_gate=False,
@@ -101,8 +109,11 @@ def _read_hy_v3(config: HfConfig) -> ModelConfig:
 def _read_minimax_m2(config: HfConfig) -> ModelConfig:
     num_layers, head_dim = config.num_layers(), config.optional_size("head_dim") or 128
     turned = config.optional_size("rotary_dim")
-    if any(kind != 1 for kind in config.raw.get("attn_type_list") or ()):
-        raise ModelError("config.json: attn_type_list has layers without softmax attention, which are not supported")
+    types = config.raw.get("attn_type_list") or []
+    if not isinstance(types, list) or any(kind != 1 for kind in types):
+        raise ModelError(
+            f"config.json: attn_type_list is {shown(types)}; only 1 for each layer, softmax attention, is supported"
+        )
     moe = config.experts(
         ("num_local_experts", "num_experts"),
         config.size("intermediate_size"),
@@ -201,10 +212,19 @@ HY_V3 = Family(
     keys=frozenset(
         (
             *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts"),
-            *("router_scaling_factor", "mlp_layer_types", "attention_bias", *MTP_KEYS),
+            *("router_scaling_factor", "mlp_layer_types", "first_k_dense_replace", "attention_bias", *MTP_KEYS),
         )
     ),
-    neutral={**_NEUTRAL, "norm_topk_prob": (True,), "enable_moe_fp32_combine": (True, False)},
+    neutral={
+        **_NEUTRAL,
+        "norm_topk_prob": (True,),
+        "enable_moe_fp32_combine": (True, False),
+        # Published files have these, and transformers does not read them.
+        "route_norm": (True,),
+        "moe_router_use_sigmoid": (True,),
+        "moe_router_enable_expert_bias": (True,),
+        "qk_norm": (True,),
+    },
 )
 MINIMAX_M2 = Family(
     architectures=("MiniMaxM2ForCausalLM",),

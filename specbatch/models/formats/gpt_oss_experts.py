@@ -21,6 +21,7 @@ from torch import Tensor
 from specbatch.errors import ModelError
 from specbatch.kernels.mxfp4 import MXFP4_GROUP
 from specbatch.kernels.torch.mxfp4 import MAX_SCALE, dequantise
+from specbatch.models.checks import shown
 from specbatch.models.formats.tensor_files import SafetensorsSource, TensorSource, TorchBinSource
 
 _NAME = re.compile(r"(.+\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks)")
@@ -44,7 +45,8 @@ class GptOssExperts(TensorSource):
     """The tensors of `files` under their canonical names, one for each expert."""
 
     def __init__(self, files: SafetensorsSource | TorchBinSource) -> None:
-        """Raise ModelError for blocks of an unknown size, or without scales that fit them."""
+        """Raise ModelError for blocks of an unknown size, or without scales that fit them, and for an expert's tensor
+        that is there twice."""
         self._files, self.kind = files, files.kind
         self._slices: dict[str, _Slice] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -55,7 +57,13 @@ class GptOssExperts(TensorSource):
             if found is not None and len(shape) == _DIMENSIONS[found[3]]:
                 self._add(name, shape, *found.groups())
             elif not (name.endswith("_scales") and _blocks_of(name) in stored):
-                self._shapes[name], self.dtypes[name] = shape, files.dtypes[name]
+                self._add_one(name, shape, files.dtypes[name])
+
+    def _add_one(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        """Add a tensor under its canonical name."""
+        if name in self._shapes:
+            raise ModelError(f"{shown(name)} is there twice: the files have it in two forms")
+        self._shapes[name], self.dtypes[name] = shape, dtype
 
     def _add(self, name: str, shape: tuple[int, ...], prefix: str, projection: str, ending: str) -> None:
         """Add the slices of a stacked tensor."""
@@ -68,8 +76,8 @@ class GptOssExperts(TensorSource):
             size = len(range(*outputs.indices(num_outputs)))
             for expert in range(shape[0]):
                 one = f"{prefix}{expert}.{part}.{'bias' if ending == '_bias' else 'weight'}"
+                self._add_one(one, (size, *inputs), dtype)
                 self._slices[one] = _Slice(name, expert, outputs)
-                self._shapes[one], self.dtypes[one] = (size, *inputs), dtype
 
     @property
     def is_packed(self) -> bool:

@@ -202,6 +202,8 @@ def test_random_experts_are_about_as_large_as_other_weights() -> None:
         ("not uint8", ("down_proj_scales", "float32")),
         ("fewer experts", ("2.down_proj.weight", "missing")),
         ("a stray tensor", ("experts.up_proj_blocks", "unknown")),
+        ("both forms", ("experts.0.down_proj.weight", "twice")),
+        ("one expert", ("experts.1.down_proj.weight", "twice")),
     ],
 )
 def test_damaged_mxfp4(change: str, words: tuple[str, ...], tmp_path: Path) -> None:
@@ -219,6 +221,10 @@ def test_damaged_mxfp4(change: str, words: tuple[str, ...], tmp_path: Path) -> N
     elif change == "fewer experts":
         for ending in ("_blocks", "_scales"):
             state[name + ending] = state[name + ending][:2].contiguous()
+    elif change == "both forms":
+        state[name] = load_file(tmp_path / "wide" / "model.safetensors")[name]
+    elif change == "one expert":
+        state["model.layers.0.mlp.experts.1.down_proj.weight"] = torch.zeros(32, 64)
     else:
         state["model.layers.0.mlp.experts.up_proj_blocks"] = torch.zeros(3, dtype=torch.uint8)
     save_file(state, path / "model.safetensors")

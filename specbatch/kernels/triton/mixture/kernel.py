@@ -90,7 +90,8 @@ def route_kernel(
     choice = scores
     if HAS_CORRECTION:
         choice = choice + tl.load(correction + ids, mask=ids < X, other=0.0)
-    choice = tl.where(choice == choice, choice, float("-inf"))  # NaN is like the lowest score
+    # NaN is like the highest score, as in the reference: its expert is chosen, so that no output hides it.
+    choice = tl.where(choice == choice, choice, float("inf"))
     if GROUPS > 1:
         choice = tl.where(
             _in_best_groups(choice, ids, X, X_POWER, GROUPS, GROUPS_POWER, TOPK_GROUPS), choice, float("-inf")
