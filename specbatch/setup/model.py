@@ -86,11 +86,14 @@ def resolve_mxfp4(
     config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, notes: list[str]
 ) -> PackedReader | None:
     """Decide whether experts in MXFP4 stay so in memory, and return their reader. Otherwise they are dequantised while
-    they are loaded."""
+    they are loaded. They are in a deterministic run: the order in which tensor cores add unpacked numbers depends on
+    the tile (docs/log, 2026-11-27)."""
     tensors = target.tensors
     if not isinstance(tensors, GptOssExperts | RandomSource) or not tensors.is_packed:
         return None
-    keeps = device.type == "cuda" and config.engine.tensor_parallel == 1 and config.model.quantization != "none"
+    engine = config.engine
+    keeps = device.type == "cuda" and engine.tensor_parallel == 1 and not engine.deterministic
+    keeps = keeps and config.model.quantization != "none"
     saved = saved_by_mxfp4(target.config, dtype) / GIB
     name = DTYPE_NAMES[dtype]
     what = f"stay so: {saved:.1f} GiB less than {name}" if keeps else f"are dequantised to {name} while loading"
@@ -114,6 +117,8 @@ def check_experts(name: str, model: Checkpoint, config: Config, device: torch.de
     what = f"{name} has experts ({model.config.model_type}), which run"
     if config.engine.tensor_parallel > 1 and device.type == "cuda":
         raise ConfigError(f"{what} as one rank only on CUDA", hint="leave engine.tensor_parallel out")
+    if config.engine.deterministic and device.type == "cuda":
+        _check_deterministic(what, model, config)
     found = chosen(config.model.quantization, model.quantization)
     if name != "model.target" or found is None or found.inputs == "none":
         return
@@ -123,6 +128,22 @@ def check_experts(name: str, model: Checkpoint, config: Config, device: torch.de
         )
     if getattr(model.tensors, "is_packed", False):
         raise ConfigError(f"{what} in MXFP4 as they are, not in FP8", hint="leave model.quantization out")
+
+
+def _check_deterministic(what: str, model: Checkpoint, config: Config) -> None:
+    """Raise ConfigError for experts whose choice or sum is not known to have the same bits in each batch. Routers of
+    other numbers of outputs than multiples of 8 failed that test on an H200."""
+    moe, deterministic = model.config.moe, f"{what} with engine.deterministic on CUDA"
+    assert moe is not None
+    leave_out = "leave engine.deterministic out"
+    if moe.wide_router:
+        raise ConfigError(f"{deterministic} only if their router computes in model.dtype", leave_out)
+    if moe.num_experts % 8 or (moe.shared_size and moe.shared_gate):
+        why = "only with a multiple of 8 experts, and without a gate of shared experts"
+        raise ConfigError(f"{deterministic} {why}", leave_out)
+    found = chosen(config.model.quantization, model.quantization)
+    if found is not None and found.inputs != "none":
+        raise ConfigError(f"{deterministic} only in their own precision, not in FP8", "set model.quantization: none")
 
 
 def quantization_name(

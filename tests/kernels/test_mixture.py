@@ -141,7 +141,8 @@ def test_weights_in_mxfp4(device: str, block_o: int, block_i: int, num_tokens: i
         expected = reference.fused_experts(*given, whole)
         assert torch.equal(reference.fused_experts(*given, packed), expected)
         found = ops.fused_experts(*given, packed, None, block_m, (tile, tile))
-        assert torch.equal(found, ops.fused_experts(*given, whole, None, block_m, (tile, tile)))
+        if device == "cpu":  # tensor cores add numbers that were unpacked in registers in another order
+            assert torch.equal(found, ops.fused_experts(*given, whole, None, block_m, (tile, tile)))
         assert_close(found, expected)
 
 
