@@ -1,8 +1,8 @@
-from dataclasses import replace
-
 """Runs with a mixture of experts: those that cannot compute it are refused, with advice that helps."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
