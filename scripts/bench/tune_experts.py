@@ -1,6 +1,6 @@
 """Times the GEMMs of a mixture of experts (`specbatch.kernels.triton.mixture`) on a GPU and finds their best tiles.
 
-    python scripts/bench/tune_experts.py -o tune_experts.json [--shape qwen3-30b-a3b] [--mxfp4] [--budget 230]
+    python scripts/bench/tune_experts.py -o tune_experts.json [--shape qwen3-30b-a3b] [--weights fp8] [--budget 230]
 
 For each number of tokens, routed evenly, two things are timed in CUDA-graph replay: both GEMMs with each tile, and then
 the whole mixture with the best tiles, its parts, and torch's grouped GEMM. The weights of the layers together exceed
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.mxfp4 import MXFP4_BYTES, MXFP4_GROUP
+from specbatch.kernels.quantised import GROUP
 from specbatch.kernels.torch.mixture import combine
 from specbatch.kernels.triton.mixture import ops
 from specbatch.kernels.triton.mixture.tile import MAX_UNSORTED, ExpertTile
@@ -41,7 +42,9 @@ DEVICE, DTYPE = "cuda", torch.bfloat16
 TOKENS = (1, 4, 16, 64, 256, 1024, 2, 8, 32, 128, 512, 4096, 8192)  # the most important ones are first
 NUM_ROUTINGS = 12  # routings of the same number of tokens; a timed run computes all of them
 NUM_PROCESSES = 14  # processes that compile kernels
-NUM_LAYERS = {False: 3, True: 12}  # layers whose weights exceed L2; True: in MXFP4
+# Bytes of an element with its part of the scales, by the form of the weights. "fp8" has a scale for each output.
+BYTES = {"bfloat16": 2.0, "mxfp4": MXFP4_BYTES, "fp8": 1.0, "fp8_blocks": 1 + 4 / GROUP}
+NUM_LAYERS = {"bfloat16": 3, "mxfp4": 12, "fp8": 6, "fp8_blocks": 6}  # layers whose weights exceed L2
 BYTES_PER_SECOND = 4.2e12  # the rate at which an H200 reads
 MXFP4_SCALE = 120  # the exponent + 127 of all random weights
 
@@ -49,6 +52,7 @@ MXFP4_SCALE = 120  # the exponent + 127 of all random weights
 MXFP4_TILES = (
     (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8),
 )  # fmt: skip
+FP8_TILES = ((32, 128, 4), (64, 128, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8))
 SMALL_TILES = (
     (16, 256, 1), (32, 256, 2), (32, 256, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8),
 )  # fmt: skip
@@ -61,13 +65,13 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a mixture of experts."""
+    """The sizes of a mixture of experts. `weights`: a key of BYTES."""
 
     num_experts: int
     top_k: int
     hidden_size: int
     inner_size: int
-    is_mxfp4: bool
+    weights: str
 
     @property
     def expert_values(self) -> int:
@@ -75,7 +79,7 @@ class Shape:
 
     @property
     def expert_bytes(self) -> float:
-        return self.expert_values * (MXFP4_BYTES if self.is_mxfp4 else DTYPE.itemsize)
+        return self.expert_values * BYTES[self.weights]
 
     def routed(self, num_tokens: int, seed: int) -> Tensor:
         """Return random experts (T, K) of tokens; all experts are equally likely."""
@@ -87,9 +91,14 @@ class Shape:
         """Return random weights of a layer's experts."""
         num, hidden, inner = self.num_experts, self.hidden_size, self.inner_size
         shapes = (num, 2 * inner, hidden), (num, hidden, inner)
-        if not self.is_mxfp4:
+        if self.weights != "mxfp4":
             gate_up, down = (torch.randn(s, dtype=DTYPE, device=DEVICE) / s[2] ** 0.5 for s in shapes)
-            return ExpertWeights(gate_up, down)
+            if self.weights == "bfloat16":
+                return ExpertWeights(gate_up, down)
+            groups = [-(-s[2] // GROUP) if self.weights == "fp8_blocks" else 1 for s in shapes]
+            ones = (torch.ones(*s[:2], n, device=DEVICE) for s, n in zip(shapes, groups, strict=True))
+            both = gate_up.to(torch.float8_e4m3fn), down.to(torch.float8_e4m3fn)
+            return ExpertWeights(*both, "silu", None, None, *ones)
         gate_up, down = (torch.randint(256, (*s[:2], s[2] // 2), dtype=torch.uint8, device=DEVICE) for s in shapes)
         sizes = [(*s[:2], s[2] // MXFP4_GROUP) for s in shapes]
         scales = (torch.full(size, MXFP4_SCALE, dtype=torch.uint8, device=DEVICE) for size in sizes)
@@ -164,10 +173,15 @@ def blocks_for(shape: Shape, num_tokens: int) -> tuple[int, ...]:
     return (8, 16) if mean <= 4 else (16, 32) if mean <= 16 else (32, 64) if mean <= 32 else (64, 128)
 
 
-def candidates(block_m: int, is_mxfp4: bool) -> Iterator[ExpertTile]:
+def candidates(block_m: int, weights: str) -> Iterator[ExpertTile]:
     """Yield the tiles that are tried."""
-    if is_mxfp4:
+    if weights == "mxfp4":
         yield from (ExpertTile(o, i, stages, warps) for o, i, warps in MXFP4_TILES for stages in (2, 3, 4))
+        return
+    if weights.startswith("fp8"):
+        for o, i, warps in FP8_TILES:
+            for stages in (2, 3, 4, 6):
+                yield from (ExpertTile(o, i, stages, warps, tma=tma) for tma in (False, True))
         return
     is_small = block_m <= MAX_SMALL_BLOCK
     for block_o, block_i, warps in SMALL_TILES if is_small else LARGE_TILES:
@@ -185,7 +199,7 @@ def compile_all(shape: Shape, tokens: Sequence[int]) -> int:
     kernels: dict[tuple[int, int, ExpertTile], tuple[int, int, ExpertTile]] = {}
     for n in tokens:
         for block_m in blocks_for(shape, n):
-            for tile in candidates(block_m, shape.is_mxfp4):
+            for tile in candidates(block_m, shape.weights):
                 kernels.setdefault((n if n <= MAX_UNSORTED else 0, block_m, tile), (n, block_m, tile))
     jobs = list(kernels.values())
     with multiprocessing.get_context("spawn").Pool(NUM_PROCESSES) as pool:
@@ -238,7 +252,7 @@ def measure_tiles(inputs: Inputs, block_m: int, deadline: float) -> list[Result]
     results: list[Result] = []
     for part, gemm in (("gate_up", inputs.gate_up), ("down", inputs.down)):
         times: list[tuple[float, ExpertTile]] = []
-        for tile in candidates(block_m, inputs.shape.is_mxfp4):
+        for tile in candidates(block_m, inputs.shape.weights):
             if time.monotonic() > deadline:
                 break
             us = microseconds(partial(gemm, blocks, tile), f"{part} T {inputs.num_tokens} M {block_m} {tile}")
@@ -265,7 +279,7 @@ def measure_whole(inputs: Inputs, gate_up: Result, down: Result) -> Result:
         "sort": partial(inputs.blocks, block_m),
         "route": inputs.route,
     }
-    if not shape.is_mxfp4:
+    if shape.weights == "bfloat16":
         runs["grouped_mm"] = inputs.grouped_mm
     times = {f"{name}_us": microseconds(run, name) for name, run in runs.items()}
     floor_us = inputs.distinct * shape.expert_bytes / BYTES_PER_SECOND * 1e6
@@ -302,7 +316,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--shape", default="qwen3-30b-a3b", help="a model of random:NAME with experts")
-    parser.add_argument("--mxfp4", action="store_true", help="weights are in MXFP4")
+    parser.add_argument("--weights", choices=tuple(BYTES), default="bfloat16")
     parser.add_argument("--budget", type=float, default=230, help="seconds")
     parser.add_argument("--tokens", type=lambda text: tuple(map(int, text.split(","))), default=TOKENS)
     return parser.parse_args(argv)
@@ -315,9 +329,9 @@ def main() -> None:
     if config.moe is None:
         sys.exit(f"--shape {arguments.shape} has no experts")
     moe = config.moe
-    shape = Shape(moe.num_experts, moe.top_k, config.hidden_size, moe.expert_size, arguments.mxfp4)
+    shape = Shape(moe.num_experts, moe.top_k, config.hidden_size, moe.expert_size, arguments.weights)
     print(f"compiled {compile_all(shape, arguments.tokens)} in {time.monotonic() - began:.0f} s", flush=True)
-    layers = [shape.make_weights() for _ in range(NUM_LAYERS[shape.is_mxfp4])]
+    layers = [shape.make_weights() for _ in range(NUM_LAYERS[shape.weights])]
     file = {"shape": arguments.shape, "device": torch.cuda.get_device_name()}
     results: list[Result] = []
     for num_tokens in arguments.tokens:

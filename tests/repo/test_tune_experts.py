@@ -16,9 +16,9 @@ pytestmark = pytest.mark.usefixtures("scripts")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs on a CPU")
-@pytest.mark.parametrize("mxfp4", [False, True])
+@pytest.mark.parametrize("weights", ["bfloat16", "mxfp4", "fp8", "fp8_blocks"])
 def test_each_number_of_tokens_has_tiles_and_a_whole(
-    mxfp4: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import tune_experts
 
@@ -38,8 +38,15 @@ def test_each_number_of_tokens_has_tiles_and_a_whole(
     monkeypatch.setattr(tune_experts, "compile_all", lambda *_: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "interpreter")
     output = tmp_path / "tiles.json"
-    arguments = ["-o", str(output), "--shape", "tiny-gpt-oss" if mxfp4 else "tiny-experts", "--tokens", "1,20"]
-    monkeypatch.setattr(sys, "argv", ["tune_experts.py", *arguments, *["--mxfp4"] * mxfp4])
+    arguments = [
+        "-o",
+        str(output),
+        "--shape",
+        "tiny-gpt-oss" if weights == "mxfp4" else "tiny-experts",
+        "--tokens",
+        "1,20",
+    ]
+    monkeypatch.setattr(sys, "argv", ["tune_experts.py", *arguments, "--weights", weights])
     tune_experts.main()
 
     results: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))["results"]
@@ -49,7 +56,7 @@ def test_each_number_of_tokens_has_tiles_and_a_whole(
             assert result["ours_us"] > 0
             assert result["table_us"] > 0
             assert 1 <= result["distinct"] <= 8
-            assert ("grouped_mm_us" in result) != mxfp4
+            assert ("grouped_mm_us" in result) == (weights == "bfloat16")
         else:
             assert [tile["block_o"] for tile in result["tiles"]] == [32, 16]
 
@@ -57,12 +64,12 @@ def test_each_number_of_tokens_has_tiles_and_a_whole(
 def test_each_number_of_tokens_has_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     import tune_experts
 
-    shape = tune_experts.Shape(128, 8, 2048, 768, is_mxfp4=False)
+    shape = tune_experts.Shape(128, 8, 2048, 768, "bfloat16")
     found = {n: tune_experts.blocks_for(shape, n) for n in tune_experts.TOKENS}
     assert found[1] == (8,)
     assert found[16] == (16,)
     assert found[256] == (16, 32)
     assert found[8192] == (64, 128)
-    for is_mxfp4 in (False, True):
+    for weights in tune_experts.BYTES:
         for block_m in (8, 16, 32, 64, 128):
-            assert len(set(tune_experts.candidates(block_m, is_mxfp4))) >= 14
+            assert len(set(tune_experts.candidates(block_m, weights))) >= 14
