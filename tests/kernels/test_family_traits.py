@@ -194,7 +194,7 @@ def test_activations(name: Activation, dtype: torch.dtype) -> None:
 
 
 def test_the_clamped_swiglu() -> None:
-    """As transformers computes it; what is not a number stays so."""
+    """Results are those of transformers, and what is not a number stays so."""
     gate, up = random(7, 33, dtype=torch.float32) * 8, random(7, 33, dtype=torch.float32, seed=1) * 8
     gate[0, 0] = up[0, 1] = torch.nan
     g, u = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)

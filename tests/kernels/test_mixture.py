@@ -59,7 +59,7 @@ def test_sums_of_experts(device: str, kind: str, num_tokens: int, block_m: int) 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("num_tokens", "block_m"), [(1, 8), (21, 16)])
 def test_biases_and_another_activation(device: str, num_tokens: int, block_m: int) -> None:
-    """As gpt-oss has them. Features before the activation are large enough for its limits."""
+    """gpt-oss has biases and a clamped SwiGLU. Features before the activation are large enough for its limits."""
     experts_TK = choices("random", num_tokens, device)
     for dtype in DTYPES[device]:
         x_TE = normal(num_tokens, SIZE, seed=3, dtype=dtype, device=device) * 4
@@ -98,7 +98,7 @@ def test_no_tokens(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_that_do_not_follow_each_other(device: str) -> None:
-    """Of the tokens and of the residual."""
+    """Rows of the tokens and of the residual have gaps between them."""
     wide = normal(7, 2 * SIZE, seed=3, dtype=torch.float32, device=device)
     given = normal(7, K, seed=5, dtype=torch.float32, device=device).abs(), choices("random", 7, device)
     weights = make_weights(torch.float32, device)

@@ -53,7 +53,7 @@ def test_one_tensor_at_a_time_goes_to_its_place(kind: str) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_stacked_experts_of_ranks_add_up(size: int) -> None:
-    """As on a GPU, with the reference kernels."""
+    """The stacked experts of a GPU run here with the reference kernels."""
     x_TE = torch.randn(7, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
     weights_TK = torch.rand(7, 2, generator=torch.Generator().manual_seed(2))
     experts_TK = torch.rand(7, 5, generator=torch.Generator().manual_seed(3)).topk(2).indices.int()

@@ -86,7 +86,7 @@ def test_texts_are_those_of_the_dequantised_checkpoint(section: dict[str, Any], 
 
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
 def test_stacked_experts_are_those_of_a_cpu(section: dict[str, Any], tmp_path: Path) -> None:
-    """As on a GPU, with the reference kernels."""
+    """The stacked experts of a GPU run here with the reference kernels."""
     found = open_checkpoint(fp8_checkpoint(tmp_path / "m", section, **SIZES))
     loader = WeightLoader(found.tensors, torch.float32, CPU, quantization=found.quantization)
     compare_experts(loader, keeps_fp8=section is not SECTIONS["weights alone"])

@@ -118,7 +118,7 @@ def test_a_mixture_is_the_sum_of_its_experts(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["tie of all", "tie of two", "one expert takes all"])
 def test_routers_that_decide_alike_for_all_tokens(case: str, kind: str) -> None:
-    """Of equal logits the lowest number is chosen. With large positive inputs some experts have all tokens, and the
+    """Equal logits choose the lowest number. With large positive inputs some experts have all tokens, and the
     others have none."""
     moe = replace(KINDS[kind], correction_bias=None, router_bias=False)
     router = torch.zeros(moe.num_experts, 32, dtype=torch.float64)
@@ -138,7 +138,7 @@ def test_routers_that_decide_alike_for_all_tokens(case: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "tie"])
 def test_weights_that_are_a_softmax_of_the_chosen_logits(kind: str) -> None:
-    """As gpt-oss has them, with biases of the router and of experts."""
+    """gpt-oss has such weights, with biases of the router and of experts."""
     moe = replace(SOFTMAX, scoring="softmax_of_chosen", shared_size=0, router_bias=True, expert_bias=True)
     config = tiny_config(1, moe=moe, activation="clamped_swiglu")
     tensors = RandomTensors(layer_tensors(config, "", has_experts=True), 0)

@@ -290,8 +290,8 @@ def test_dequantised_and_quantised_while_loading(tmp_path: Path) -> None:
 
 
 def test_bytes_that_are_saved() -> None:
-    """Of Llama-3-8B: a byte of two for each weight of its layers, but for the scales of their outputs, and none of its
-    embedding and head."""
+    """Llama-3-8B saves a byte of two for each weight of its layers, less the scales of their outputs. Its embedding and
+    head save nothing."""
     config, bf16 = random_config("random:llama-3-8b"), torch.bfloat16
     layer = 4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)
     scales = 4 * (4096 * 3 + 1024 * 2 + 14336 * 2)
