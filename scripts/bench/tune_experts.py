@@ -52,7 +52,8 @@ MXFP4_SCALE = 120  # the exponent + 127 of all random weights
 MXFP4_TILES = (
     (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8),
 )  # fmt: skip
-FP8_TILES = ((32, 128, 4), (64, 128, 4), (128, 128, 4), (128, 128, 8), (256, 128, 8))
+FP8_SMALL_TILES = ((32, 128, 4), (64, 128, 4), (128, 128, 4), (64, 256, 4), (128, 256, 8))
+FP8_LARGE_TILES = ((128, 128, 4), (128, 128, 8), (256, 128, 8))
 SMALL_TILES = (
     (16, 256, 1), (32, 256, 2), (32, 256, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4), (128, 128, 8),
 )  # fmt: skip
@@ -175,15 +176,17 @@ def blocks_for(shape: Shape, num_tokens: int) -> tuple[int, ...]:
 
 def candidates(block_m: int, weights: str) -> Iterator[ExpertTile]:
     """Yield the tiles that are tried."""
+    is_small = block_m <= MAX_SMALL_BLOCK
     if weights == "mxfp4":
         yield from (ExpertTile(o, i, stages, warps) for o, i, warps in MXFP4_TILES for stages in (2, 3, 4))
         return
     if weights.startswith("fp8"):
-        for o, i, warps in FP8_TILES:
-            for stages in (2, 3, 4, 6):
+        for o, i, warps in FP8_SMALL_TILES if is_small else FP8_LARGE_TILES:
+            if weights == "fp8_blocks" and i != GROUP:
+                continue
+            for stages in (3, 4, 6) if is_small else (2, 3, 4):
                 yield from (ExpertTile(o, i, stages, warps, tma=tma) for tma in (False, True))
         return
-    is_small = block_m <= MAX_SMALL_BLOCK
     for block_o, block_i, warps in SMALL_TILES if is_small else LARGE_TILES:
         for stages in (2, 3, 4, 5, 6) if is_small else (3, 4):
             fits = DTYPE.itemsize * block_o * block_i * stages in STAGE_BYTES or (block_o == 16 and stages > 3)
