@@ -124,7 +124,7 @@ def fused_experts(
         return y_TE
     if residual_TE is not None:
         residual_TE = residual_TE.contiguous()
-    block_m = block_m or tokens_of_a_program(num_tokens, num_experts, top_k)
+    block_m = block_m or tokens_of_a_program(num_tokens, num_experts, top_k, experts.down_XEI.dtype)
     blocks = _Blocks(experts_TK, num_experts, block_m, dependent_launch(x_TE))
     first, second = tiles or tiles_for(block_m, experts.down_XEI.dtype)
     gate_up = experts.gate_up_XFE, experts.gate_up_scales_XFG, experts.gate_up_bias_XF
