@@ -202,3 +202,17 @@ def test_default_configurations(device: str) -> None:
         norm = normal(128, seed=3, dtype=torch.float16, device=device)
         assert_close(ops.norm_linear(x, norm, EPS, w), reference.norm_linear(x, norm, EPS, w))
         assert_close(ops.norm_gated_linear(x, norm, EPS, w), reference.norm_gated_linear(x, norm, EPS, w))
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block_o", [128, 256])
+def test_tiles_read_by_tma_give_the_same_bits_in_each_run(block_o: int, dtype: torch.dtype) -> None:
+    """Two groups of warps read a gated tile from shared memory, while the next one is copied."""
+    x = normal(128, 4096, seed=1, dtype=dtype, device="cuda")
+    w = normal(28672, 4096, seed=2, dtype=dtype, device="cuda") / 64
+    tile = GemmTile("dot", 128, block_o, 64, 3, 8, fuse_norm=False)
+    expected = ops.gated_linear(x, w, tile=tile)
+    for _ in range(10):
+        assert torch.equal(ops.gated_linear(x, w, tile=replace(tile, tma=True)), expected)

@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton")
+
 from specbatch.kernels import ops_for
 from specbatch.kernels import torch as reference
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.torch.mxfp4 import quantise
+from specbatch.kernels.triton.mixture import ops as triton_ops
+from specbatch.kernels.triton.mixture.tile import ExpertTile
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -135,3 +139,18 @@ def test_a_thousand_repeats_of_a_token_give_one_output() -> None:
         index[place] = 7
         same &= (of(index.to(CUDA))[place] == everything[7]).all()
     assert bool(same)
+
+
+@pytest.mark.gpu_memory(8)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_tiles_read_by_tma_give_the_same_bits_in_each_run(dtype: torch.dtype) -> None:
+    """Two groups of warps read the tile of gate and up from shared memory, while the next one is copied."""
+    weights, count = random_weights(QWEN3, dtype), 4096
+    x_TE, residual = torch.randn(2, count, QWEN3[2], device=CUDA).to(dtype).unbind()
+    given = x_TE, *choices(QWEN3, count, 0.0), weights, residual
+    tile = ExpertTile(128, 64, 3, 8)
+    expected = triton_ops.fused_experts(*given, 128, (tile, tile))
+    for block_o in (128, 256):
+        tile = ExpertTile(block_o, 64, 3, 8, tma=True)
+        for _ in range(5):
+            assert torch.equal(triton_ops.fused_experts(*given, 128, (tile, tile)), expected)

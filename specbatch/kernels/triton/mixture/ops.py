@@ -27,6 +27,7 @@ from specbatch.kernels.triton.mixture.kernel import combine_kernel, expert_gemm,
 from specbatch.kernels.triton.mixture.tile import MAX_UNSORTED, ExpertTile, fitting, tiles_for, tokens_of_a_program
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import like_hopper, shared_bytes
+from specbatch.kernels.triton.parts.tma import can_use_tma
 
 _CHUNK = 4096  # choices that are sorted at a time
 
@@ -156,8 +157,9 @@ def _multiply(
     assert weight_XOI.is_contiguous(), weight_XOI.stride()
     parts = 1 if activation is None else 2
     num_out = num_rows // parts
-    has_tma = x.is_cuda and like_hopper(x.device) and num_in * weight_XOI.element_size() % 16 == 0
     is_mxfp4, is_fp8 = weight_XOI.dtype == torch.uint8, weight_XOI.dtype == torch.float8_e4m3fn
+    has_tma = x.is_cuda and like_hopper(x.device) and num_in * weight_XOI.element_size() % 16 == 0
+    has_tma = has_tma and can_use_tma(tile.num_warps, to_registers=parts == 2 or is_fp8)
     num_groups = scales_XOG.shape[2] if is_fp8 and scales_XOG is not None else 0
     block_i = GROUP if num_groups > 1 else None
     tile = fitting(tile, blocks.block_m, x.element_size(), shared_bytes(x), has_tma=has_tma, block_i=block_i)

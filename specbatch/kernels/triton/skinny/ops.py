@@ -28,6 +28,7 @@ from specbatch.kernels.activations import Activation
 from specbatch.kernels.triton.model import rms_norm
 from specbatch.kernels.triton.parts.launch import has_dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
+from specbatch.kernels.triton.parts.tma import can_use_tma
 from specbatch.kernels.triton.skinny.dot import combine_kernel, dot_kernel
 from specbatch.kernels.triton.skinny.fma import fma_kernel
 from specbatch.kernels.triton.skinny.tile import GemmTile, fitting, gemm_tile_for, invariant_tile_for, without_hopper
@@ -154,17 +155,17 @@ def _multiply(
     if tile.splits > 1:
         partial = torch.empty((tile.splits, num_tokens, parts * num_out), dtype=torch.float32, device=x_MI.device)
     operand = None
-    if tile.tma and gated:
-        operand = TensorDescriptor.from_tensor(weight.view(2, num_out, size), [2, block_o, block_i])
-    elif tile.tma:
-        operand = TensorDescriptor.from_tensor(weight, [block_o, block_i])
+    if tile.tma and can_use_tma(tile.num_warps, to_registers=gated):
+        shape, block = ((2, num_out, size), [2, block_o, block_i]) if gated else ((num_out, size), [block_o, block_i])
+        operand = TensorDescriptor.from_tensor(weight.view(shape), block)
     launch(
         dot_kernel, (tiles * tile.splits,),
         y_MO, x_MI, weight, operand, norm_weight_I, bias_O, residual_MO, partial, num_tokens, x_MI.stride(0), eps,
         OUT=num_out, IN=size, BLOCK_M=tile.block_m, BLOCK_O=block_o, BLOCK_I=block_i,
         STAGES=tile.num_stages, SPLITS=tile.splits, NORM=norm_weight_I is not None, GATED=gated, ACTIVATION=activation,
-        HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, TMA=tile.tma, NORM_BLOCK=norm_block,
-        EARLY=tile.early, PREFETCH=prefetch, THREADS=threads, PDL=tile.pdl, num_warps=tile.num_warps, **options,
+        HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, TMA=operand is not None,
+        NORM_BLOCK=norm_block, EARLY=tile.early, PREFETCH=prefetch, THREADS=threads, PDL=tile.pdl,
+        num_warps=tile.num_warps, **options,
     )  # fmt: skip
     if partial is not None:
         launch(
