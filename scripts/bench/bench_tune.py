@@ -112,7 +112,8 @@ def main() -> None:
     run, _ = _resolve_widest(load_config(None, [*sets, f"engine.max_batch_size={max(args.rows)}"]), resolve)
     built = build(run, lambda step: None)
     session = Session(built.engine, built.method, built.parts, "round" if run.on_cuda else "none")
-    work = UniformRows(*args.tokens, vocab_size=run.target.config.vocab_size)
+    tokens_in, tokens_out = args.tokens
+    work = UniformRows(tokens_in, tokens_out, vocab_size=run.target.config.vocab_size)
     session.texts = work.draw(64).prompts
     print(f"engine ready after {time.perf_counter() - began:.0f} s", flush=True)
     context = args.tokens[0] + args.tokens[1] // 2
