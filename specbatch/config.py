@@ -47,6 +47,11 @@ class ModelSection:
         "the linear layers of a checkpoint that is not quantised. Layers in FP8 need CUDA from Ada on, or run on "
         "a CPU, which emulates them. Texts differ from those of `none`.",
     )
+    adapter: str | None = option(
+        None,
+        "A LoRA adapter, named like `target`: a folder that peft wrote. It is merged into the target's weights while "
+        "they are loaded.",
+    )
     generation_config: Literal["auto", "none"] = option(
         "auto",
         "`auto`: sampling options that are left out are those of the model's `generation_config.json`, if it has them. "

@@ -117,6 +117,7 @@ def model_paths(config: Config) -> Mapping[str, Path]:
     from specbatch.models.download import resolve_model
 
     refs = {"model.target": config.model.target, "speculation.draft": config.speculation.draft}
+    refs["model.adapter"] = config.model.adapter
     return {
         option: resolve_model(ref, allow_download=False)
         for option, ref in refs.items()

@@ -17,7 +17,7 @@ from specbatch.models.checks import first_names
 from specbatch.models.config import ModelConfig
 from specbatch.models.download import resolve_model
 from specbatch.models.eagle_config import EagleKind
-from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
+from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint, with_adapter
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
@@ -119,6 +119,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if speculation.section.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     target, tokenizer = _open_model(config.model.target, dtype, device, progress)
+    if config.model.adapter is not None:
+        target = with_adapter(target, resolve_model(config.model.adapter, progress=progress))
     config = replace(config, sampling=resolve_sampling(config, target, notes))
     as_chat = runs_prompts_as_chat(config.data, tokenizer)
     if config.data.prompts_as_chat is None:

@@ -16,6 +16,7 @@ from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown, tensor_problems
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.families.registry import FAMILIES, check_family_keys, hint_of_unsupported, parse_hf_config
+from specbatch.models.formats.adapter import merged_with_adapter
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
 from specbatch.models.formats.gguf_config import gguf_model_config
@@ -95,14 +96,26 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales, generation, ignored)
 
 
+def with_adapter(target: Checkpoint, path: Path) -> Checkpoint:
+    """Return a model with the adapter of a folder, which is merged while the weights are loaded. It raises ModelError
+    if they do not fit, and for models whose weights are quantised."""
+    if target.path is None or target.quantization is not None or isinstance(target.tensors, GgufSource | GptOssExperts):
+        raise ModelError(
+            f"model.adapter cannot be merged into {target.description}",
+            hint="use the model that is not quantised, as safetensors; model.quantization can quantise it after that",
+        )
+    tensors = merged_with_adapter(target.tensors, path)
+    return dataclasses.replace(target, tensors=tensors, description=f"{target.description} with a LoRA adapter")
+
+
 def check_no_adapter(path: Path) -> None:
     """Raises ModelError for a folder with an adapter (LoRA and others). Its base model alone gives other texts."""
     names = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
     found = [name for name in names if is_there(path / name)]
     if found:
         raise ModelError(
-            f"{path} has an adapter ({', '.join(found)}), and adapters are not supported",
-            hint="merge it into its base model (merge_and_unload of peft) and use the merged model; "
+            f"{path} has an adapter ({', '.join(found)})",
+            hint="set model.target to its base model and model.adapter to this folder; "
             "if the weights here are merged already, remove these files",
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -14,6 +15,13 @@ from specbatch.models.formats.files import is_there
 from specbatch.models.formats.gguf import GgufFile
 from specbatch.models.formats.gguf_tokenizer import gguf_tokenizer
 
+# Files that hold a whole tokenizer, with the module and the package that read them.
+_OTHER_FORMATS = {
+    "tokenizer.model": ("sentencepiece", "sentencepiece"),
+    "tekken.json": ("mistral_common", "mistral-common"),
+}
+# Texts that are compared with SentencePiece. None begins with a space, which transformers joins to the first word.
+_PROBES = ("The quick brown fox, 12345 times.", "Ça coûte 3 € – 日本語 😀", "def f(x):\n    return x")
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
@@ -41,6 +49,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     # tokenizer.json is read as it is. AutoTokenizer reads `tokenizer_class`, and transformers 5 rebuilds the pipeline
     # of that class: for SmolLM2 GPT2Tokenizer, which does not split digits, so that numbers become other tokens.
     loader = PreTrainedTokenizerFast if has["tokenizer.json"] else AutoTokenizer
+    other = None if has["tokenizer.json"] or has["vocab.json"] else _other_format(path)
     try:
         tokenizer = loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         tokenizer.encode("a")  # values of a wrong type are noticed only here
@@ -49,9 +58,40 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             f"cannot load a tokenizer from {path}: {_first_line(error)}",
             hint="the directory needs tokenizer.json and tokenizer_config.json",
         ) from error
+    if other == "tokenizer.model":
+        _check_like_sentencepiece(tokenizer, path / other)
     if not isinstance(tokenizer.chat_template, str | dict | None):
         raise ModelError(f"{path}: the chat template must be a text, not {shown(tokenizer.chat_template)}")
     return tokenizer
+
+
+def _other_format(path: Path) -> str | None:
+    """Return the file of `_OTHER_FORMATS` that a folder has. It raises ModelError if the package that reads it is not
+    installed."""
+    for name, (module, package) in _OTHER_FORMATS.items():
+        if is_there(path / name):
+            if find_spec(module) is None:
+                raise ModelError(
+                    f"{path} has its tokenizer as {name}, and {package} is not installed",
+                    hint=f"pip install {package}; or put the tokenizer.json of this model into the folder",
+                )
+            return name
+    return None
+
+
+def _check_like_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Compare a tokenizer that transformers made of a SentencePiece model with the model itself. It raises ModelError
+    if their tokens differ, as those of a class for another kind of model do."""
+    from sentencepiece import SentencePieceProcessor
+
+    own = SentencePieceProcessor(model_file=str(file))
+    for text in _PROBES:
+        if (found := tokenizer.encode(text, add_special_tokens=False)) != (expected := own.encode(text)):
+            raise ModelError(
+                f"{file}: {type(tokenizer).__name__} of transformers gives {text!r} the tokens {shown(found)}, and "
+                f"SentencePiece gives {shown(expected)}",
+                hint="tokenizer_class of tokenizer_config.json does not fit; or use the tokenizer.json of this model",
+            )
 
 
 def _first_line(error: Exception) -> str:
