@@ -106,7 +106,7 @@ def _short_names(text: str) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield the parts of the Jinja template that a short form stands for. Raises ConfigError."""
+    """Yield the parts of the Jinja template of a short form. Raises ConfigError."""
     try:
         parts = list(string.Formatter().parse(text))
     except ValueError as exc:
