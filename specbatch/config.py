@@ -273,7 +273,8 @@ class DataSection:
 
     prompt_template: str | None = option(
         None,
-        'Makes the prompt from the row\'s fields: "Q: {question}\\nA:". {turns[0]} is an item of a list or object. '
+        'Makes the prompt from the row\'s fields, by Jinja: "Q: {{ question }}\\nA:", "{{ subject or \'-\' }}". Short: '
+        '"Q: {question}\\nA:"; {turns[0]} is an item of a list or object. '
         "`@PATH`, and a name that ends with `.txt`, `.jinja` or `.j2`, is read from that file.",
     )
     prompt_column: str | None = option(None, "The field that holds the prompt, if it is not `prompt`.")

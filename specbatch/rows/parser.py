@@ -128,7 +128,7 @@ class RowParser:
         names = self._template.fields
         if names and not any(cells.get(name) for name in names):
             raise RowError("missing_prompt", f"the row has no content in {' and '.join(map(shown_name, names))}")
-        return {name: TemplateCell(cells[name]) for name in names if name in cells}
+        return {name: TemplateCell(cell) for name, cell in cells.items()}
 
     def _check_model(self, named: Any) -> None:
         if named is None or self._model is None:

@@ -1,85 +1,165 @@
-"""The prompt template of a configuration."""
+"""The prompt template of a configuration.
+
+It is a Jinja template over the fields of a row. A text with `{name}` is a short form, in the syntax of Python's
+`str.format`, and becomes one: `{name}` is `{{ name }}`.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import jinja2
+from jinja2 import nodes
 
 from specbatch.errors import ConfigError, RowError
 from specbatch.text.bounds import Bounded
+from specbatch.text.field_template import compiled
+from specbatch.text.template_variables import parsed, variables_of
 
-_HINT = "fields are written {name} or {name[key]}; literal braces are doubled: {{ }}"
-_FIELD = re.compile(r"([^.\[\]]+)(\[[^\]]+\])*")  # no attributes: {x.__class__} would read the interpreter
+_PATH = "data.prompt_template"
+_HINT = "fields are written {name} or {name[key]}, with literal braces doubled, or {{ name }} as in Jinja"
+_FIELD = re.compile(r"([^.\[\]]+)((?:\[[^\]]+\])*)")  # no attributes: {x.__class__} would read the interpreter
 _MAX_WIDTH = 10_000  # characters that a format can ask for
+_ROW = "row"  # the name of the whole row in a template: {{ row["First name"] }}
+_OF_JINJA = re.compile(r"\{[%#]|\{\{-?\s")  # no short form has these
+_SHORT_FIELD = re.compile(r"\{[^\W\d]\w*(\[[^\]{}]+\])*(![rsa])?(:[^{}\n]*)?\}")
 
 
 class PromptTemplate:
-    """data.prompt_template: a prompt made of a row's fields, in the syntax of str.format.
+    """data.prompt_template: a prompt made of a row's fields.
 
-    Raises ConfigError for what no row can fill: wrong syntax, fields without a name, unknown conversions and formats;
-    and for a template without fields.
+    A null is written as nothing, and `{{ name or "-" }}` is text for it. Raises ConfigError for what no row can fill
+    (wrong syntax, fields without a name, unknown filters, conversions and formats), for a template without fields, and
+    for one that mixes both forms.
     """
 
     def __init__(self, text: str) -> None:
-        self._text = text
-        self._has_nested = False
-        self.fields = tuple(dict.fromkeys(self._checked(text)))  # names of the row's fields that the template uses
-        if not self.fields:
-            raise ConfigError(
-                "data.prompt_template names no field, so all rows would have the same prompt", _hint(text)
-            )
+        is_jinja = _is_jinja(text)
+        source = text if is_jinja else "".join(_parts(text))
+        self._bounded = Bounded()
+        self._template = compiled(_PATH, source, {"format_as": _format_as}, _written)
+        names = _jinja_names(text) if is_jinja else _short_names(text)
+        self.fields = tuple(dict.fromkeys(names))  # names of the row's fields that the template needs
+        if not self.fields and not (is_jinja and variables_of(text)):
+            raise ConfigError(f"{_PATH} names no field, so all rows would have the same prompt", _hint(text))
 
     def fill(self, row: Mapping[str, Any]) -> str:
         """The prompt of a row. Raises RowError."""
         for name in self.fields:
-            if row.get(name) is None:
-                raise RowError("missing_prompt", f"the row has no {name!r}, which data.prompt_template uses")
+            if name not in row:
+                raise RowError("missing_prompt", f"the row has no {name!r}, which {_PATH} uses")
+        if self.fields and all(row[name] is None for name in self.fields):
+            raise RowError("missing_prompt", f"the row has no content in {' and '.join(map(repr, self.fields))}")
         try:
-            # A format that the row gives ({x:{width}}) can ask for gigabytes.
-            with Bounded() if self._has_nested else contextlib.nullcontext():
-                return self._text.format_map(row)
-        except Exception as exc:  # a lookup or format that this row's value does not support
-            raise RowError("missing_prompt", f"data.prompt_template does not fit the row: {exc!r}") from exc
+            with self._bounded:  # a format that the row gives can ask for gigabytes
+                return self._template.render({_ROW: row, **row})
+        except Exception as exc:  # a lookup, filter or format that this row's value does not support
+            raise RowError("missing_prompt", f"{_PATH} does not fit the row: {exc}") from exc
 
-    def _checked(self, text: str) -> list[str]:
-        try:
-            parts = list(string.Formatter().parse(text))
-        except ValueError as exc:
-            raise ConfigError(f"data.prompt_template is not a valid template: {exc}", _HINT) from exc
-        names: list[str] = []
-        for _, field, spec, conversion in parts:
-            if field is None:
-                continue
-            matched = _FIELD.fullmatch(field)
-            if matched is None or matched[1].isdigit():
-                raise ConfigError(f"data.prompt_template: {{{field}}} does not name a field of the row", _HINT)
-            names.append(matched[1])
-            if conversion not in (None, "r", "s", "a"):
-                shown = f"{{{field}!{conversion}}}"
-                raise ConfigError(f"data.prompt_template: {shown} has an unknown conversion; use !r, !s or !a")
-            if spec and "{" in spec:
-                self._has_nested = True
-                names += self._checked(spec)
-            elif spec:
-                _check_spec(field, spec, text_only=conversion is not None)
-        return names
+
+def _written(value: Any) -> Any:
+    return "" if value is None else value
+
+
+def _is_jinja(text: str) -> bool:
+    """Return whether a template is Jinja, and not the short form. Raises ConfigError if it mixes both."""
+    if not _OF_JINJA.search(text) and ("{{" not in text or any(field for field, _, _ in _fields(text))):
+        return False
+    try:
+        literals = [value for _, kind, value in jinja2.Environment().lex(text) if kind == "data"]
+    except jinja2.TemplateError as exc:
+        raise ConfigError(f"{_PATH} is not a valid template: {exc}", _HINT) from exc
+    if short := next((found[0] for part in literals if (found := _SHORT_FIELD.search(part))), None):
+        raise ConfigError(
+            f"{_PATH} is a Jinja template, in which {short} is no field",
+            "write {{ name }} for a field in it, and {{ '{name}' }} for text in braces",
+        )
+    return True
+
+
+def _jinja_names(text: str) -> Iterator[str]:
+    """Yield the fields that a template reads, but for those that it can do without."""
+    tree = parsed(text)
+    tests = [node.node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")]
+    tests += [node.node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
+    optional = {node.name for node in tests if isinstance(node, nodes.Name)}
+    yield from sorted(variables_of(text) - optional - {_ROW})
+
+
+def _fields(text: str) -> list[tuple[str | None, str, str | None]]:
+    """Return the fields of a short form: name, format and conversion. It is empty if the text is none."""
+    try:
+        return [(field, spec or "", to) for _, field, spec, to in string.Formatter().parse(text) if field is not None]
+    except ValueError:
+        return []
+
+
+def _short_names(text: str) -> Iterator[str]:
+    for field, spec, _ in _fields(text):
+        yield _matched(field)[1]
+        yield from _short_names(spec)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Yield the parts of the Jinja template of a short form. Raises ConfigError."""
+    try:
+        parts = list(string.Formatter().parse(text))
+    except ValueError as exc:
+        raise ConfigError(f"{_PATH} is not a valid template: {exc}", _HINT) from exc
+    for literal, field, spec, conversion in parts:
+        if literal:
+            yield f"{{{{ {json.dumps(literal)} }}}}"
+        if field is None:
+            continue
+        matched = _matched(field)
+        if conversion not in (None, "r", "s", "a"):
+            shown = f"{{{field}!{conversion}}}"
+            raise ConfigError(f"{_PATH}: {shown} has an unknown conversion; use !r, !s or !a")
+        if spec and "{" not in spec:
+            _check_spec(field, spec, text_only=conversion is not None)
+        value = f"{_ROW}[{json.dumps(matched[1])}]" + "".join(map(_key, re.findall(r"\[([^\]]+)\]", matched[2])))
+        if spec or conversion:
+            value += f"|format_as({json.dumps(conversion or '')}, {_spec(spec or '')})"
+        yield f"{{{{ {value} }}}}"
+
+
+def _spec(text: str) -> str:
+    """Return the expression of a format, which can have fields."""
+    parts = [part[2:-2].strip() for part in _parts(text)] if "{" in text else [json.dumps(text)]
+    return " ~ ".join(["''", *(f"({part})" for part in parts)])
+
+
+def _key(key: str) -> str:
+    return f"[{int(key)}]" if key.isdigit() else f"[{json.dumps(key)}]"
+
+
+def _matched(field: str | None) -> re.Match[str]:
+    matched = _FIELD.fullmatch(field or "")
+    if matched is None or matched[1].isdigit():
+        raise ConfigError(f"{_PATH}: {{{field}}} does not name a field of the row", _HINT)
+    return matched
+
+
+def _format_as(value: Any, conversion: str, spec: str) -> str:
+    """Apply a conversion and a format of `str.format`."""
+    converted = {"r": repr, "s": str, "a": ascii}[conversion](value) if conversion else value
+    return "" if value is None and not conversion else format(converted, spec)
 
 
 def _hint(text: str) -> str:
-    if "{{" in text:
-        return f"it is not a Jinja template: {_HINT}"
-    if len(text) < 256 and os.path.exists(text):
+    if len(text) < 256 and "{" not in text and os.path.exists(text):
         return f"@{text} reads the file"
     return f"{_HINT}; @PATH reads a file"
 
 
 def _check_spec(field: str, spec: str, *, text_only: bool) -> None:
     """Raises ConfigError if no value can have this format: text or a number, or a date if it has a `%`."""
-    shown = f"data.prompt_template: {{{field}:{spec[:60]}}}"
+    shown = f"{_PATH}: {{{field}:{spec[:60]}}}"
     if any(int(number[:9]) > _MAX_WIDTH for number in re.findall(r"[1-9]\d*", spec)):
         raise ConfigError(f"{shown} asks for more than {_MAX_WIDTH:,} characters")
     samples: tuple[Any, ...] = ("",) if text_only else ("", 0, 0.0)

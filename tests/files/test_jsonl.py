@@ -224,7 +224,8 @@ def test_prompt_template() -> None:
     assert prompt.content == "Q: why t\nA:"
     assert prompt.params.max_tokens == 2
     assert info.metadata == {"question": "why", "turns": ["t"], "prompt": "ignored", "suffix": "data here"}
-    for bad in ({"turns": ["t"]}, {"question": None, "turns": ["t"]}, {"question": "why", "turns": []}):
+    assert prompt_of({"question": None, "turns": ["t"]}, data).content == "Q:  t\nA:"
+    for bad in ({"turns": ["t"]}, {"question": None, "turns": None}, {"question": "why", "turns": []}):
         _, error = parse(bad, data)
         assert isinstance(error, RowError)
         assert error.type == "missing_prompt"

@@ -58,7 +58,7 @@ def test_a_prompt_template_without_a_field(tmp_path: Path, monkeypatch: pytest.M
         ("Hello", "@PATH reads a file"),
         ("", "written {name}"),
         ("prompts", "@prompts reads the file"),
-        ("Q: {{ question }}", "not a Jinja template"),
+        ("Q: {% raw %}{{ question }}{% endraw %}", "@PATH reads a file"),
     ):
         with pytest.raises(ConfigError, match=r"names no field, so all rows would have the same prompt") as caught:
             PromptTemplate(text)

@@ -144,6 +144,60 @@ def test_a_broken_template_that_nothing_uses_is_no_hindrance() -> None:
     assert TextProcessor(tokenizer, DataSection(chat_template=TEXTS)).chat_text(MESSAGES) == "hiho"
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ subject or '-' }}: {{ body }}", "-: it broke"),
+        ("{{subject}}{{body}}", "it broke"),
+        ("{% if subject %}{{ subject }}{% endif %}{{ body|upper }} {{ tags|join(', ') }}", "IT BROKE a, b"),
+        ("{{ row['First name'] }} {{ body }}", "Ada it broke"),
+        ("{{ missing|default('none') }} {{ body }}", "none it broke"),
+        ("{% if missing is defined %}x{% endif %}{{ body }}", "it broke"),
+        ('Answer as {"label": ...}: {{ body }}', 'Answer as {"label": ...}: it broke'),
+        ("{First name} {tags[1]} {n:04d} {body!r} {subject}.", "Ada b 0007 'it broke' ."),
+        ("\\boxed{{x}} {body}", "\\boxed{x} it broke"),
+        ('{{"a": 1}} {body}\n', '{"a": 1} it broke\n'),
+        ("{{ body }}\n", "it broke\n"),
+    ],
+)
+def test_prompts_of_fields(template: str, text: str) -> None:
+    row = {"subject": None, "body": "it broke", "tags": ["a", "b"], "First name": "Ada", "n": 7}
+    assert PromptTemplate(template).fill(row) == text
+
+
+def test_fields_that_a_row_must_have() -> None:
+    template = PromptTemplate("{{ subject or '-' }} {{ body }} {{ note|default('') }} {{ row['x'] }}")
+    assert template.fields == ("body", "subject")
+    for row, message in (
+        ({"subject": "a", "x": 1}, "the row has no 'body'"),
+        ({"subject": None, "body": None, "x": 1}, "no content in 'body' and 'subject'"),
+        ({"subject": "a", "body": "b"}, "has no attribute 'x'"),
+    ):
+        with pytest.raises(RowError, match=message):
+            template.fill(row)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ subject }} {body}", r"a Jinja template, in which \{body\} is no field"),
+        ("{% if a %}{body:>10}{% endif %}", r"in which \{body:>10\} is no field"),
+        ("{{ body|nofilter }}", "No filter named 'nofilter'"),
+        ("{% for x in a %}{{ x }}", "not a valid template"),
+        ("{{ 'x' }}", "names no field"),
+    ],
+)
+def test_prompt_templates_that_cannot_work(template: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PromptTemplate(template)
+
+
+def test_prompt_templates_do_not_see_the_interpreter() -> None:
+    for template in ("{{ body.__class__.__mro__ }}", "{{ body|attr('__class__') }}", "{body[__class__]}"):
+        with pytest.raises(RowError, match="does not fit the row"):
+            PromptTemplate(template).fill({"body": "x"})
+
+
 def test_text_that_cannot_fit_is_not_tokenized() -> None:
     class Tokenizer:
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
