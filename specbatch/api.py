@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import json
 import time
@@ -31,6 +30,7 @@ from specbatch.job.failures import MaxFailed
 from specbatch.job.output import with_first_day
 from specbatch.job.pool import WorkerPool
 from specbatch.job.runner import failed_row
+from specbatch.other_names import option_meant
 from specbatch.rows.memory_rows import raw_rows
 from specbatch.rows.parser import RowParser
 from specbatch.rows.shard import Shard
@@ -258,8 +258,8 @@ def _full_name(name: str) -> str:
     if ends:
         both = " and ".join(ends)
         raise ConfigError(f"the option {name} could be {both}", f'give the whole name: **{{"{ends[0]}": ...}}')
-    near = difflib.get_close_matches(name, [*paths, *(path.rpartition(".")[2] for path in paths)], n=1)
-    raise ConfigError(f"there is no option {name}", f"did you mean {near[0]}?" if near else "see docs/options.md")
+    near = option_meant(name.rpartition(".")[2], paths)
+    raise ConfigError(f"there is no option {name}", f"did you mean {near}?" if near else "see docs/options.md")
 
 
 def _decoded(lines: Generator[bytes, None, None]) -> Iterator[dict[str, Any]]:

@@ -27,6 +27,7 @@ from specbatch.cli.options import (
     with_config_options,
 )
 from specbatch.cli.streams import guard_streams, print_data
+from specbatch.cli.unknown_options import HintingTyper
 from specbatch.errors import InputError, without_secrets
 from specbatch.startup import allow_open_files, import_engine, prepare_libraries, resolving
 
@@ -46,7 +47,7 @@ def examples(*commands: str) -> str:
     return "\n".join(["Examples:" if len(commands) > 1 else "Example:", *(f"  {line}" for line in commands)])
 
 
-app = typer.Typer(
+app = HintingTyper(
     name="specbatch",
     help="Offline batch inference with large language models: a file of prompts in, a file of answers out. "
     "Lossless speculative decoding makes it faster.",

@@ -23,6 +23,9 @@ _SHORT_CUTS = {  # fields of `ConfigOptions`, and the options that they set
     "method": "speculation.method",
     "max_tokens": "sampling.max_tokens",
     "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "seed": "sampling.seed",
+    "system": "data.system_prompt",
     "certificate": "output.certificate",
     "workers": "cluster.workers",
     "cluster": "cluster.address",
@@ -101,6 +104,13 @@ class ConfigOptions:
     ] = None
     max_tokens: Annotated[int | None, _option(metavar="N", help="sampling.max_tokens: the longest completion.")] = None
     temperature: Annotated[float | None, _option(metavar="T", help="sampling.temperature: 0 is greedy.")] = None
+    top_p: Annotated[float | None, _option(metavar="P", help="sampling.top_p: the likeliest tokens of this share.")] = (
+        None
+    )
+    seed: Annotated[int | None, _option(metavar="N", help="sampling.seed of rows that are sampled.")] = None
+    system: Annotated[
+        str | None, _option(metavar="TEXT", help="data.system_prompt: a system message for rows that have none.")
+    ] = None
     certificate: Annotated[
         bool | None,
         _option(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
 from specbatch.errors import ConfigError, FieldError, cut, shown
+from specbatch.other_names import option_meant
 from specbatch.strict.yaml import YamlProblem, load_yaml
 
 _KINDS: Mapping[Any, str] = {
@@ -133,11 +134,12 @@ class Reader:
         name = cut(str(key))
         full = join(path, name)
         hint = self._explain(path, options, name, value) if self._explain is not None else None
-        if hint is None and (near := nearest(name, options)):
-            hint = f"did you mean {join(path, near)}?"
-        if hint is None:  # the right option in the wrong section is the next likeliest mistake
-            elsewhere = [p for p in option_paths(self._root) if p.rsplit(".", 1)[-1] == name]
-            hint = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(options) or 'none'}"
+        if hint is None:
+            paths, near = option_paths(self._root), nearest(name, options)
+            # The name of an option of another section or of another tool is likelier than one that is only like it.
+            meant = option_meant(name, paths, similarity=1.0) or (join(path, near) if near else None)
+            meant = meant or option_meant(name, paths)
+            hint = f"did you mean {meant}?" if meant else f"known here: {', '.join(options) or 'none'}"
         raise ConfigError(f"unknown option {full}", hint)
 
     def _one(self, option: Option, value: Any, path: str) -> Any:

@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from specbatch.cli import app
 from specbatch.cli.options import ConfigOptions
-from specbatch.config_load import default_config_text, load_config
+from specbatch.config_load import default_config_text, load_config, option_paths
 from specbatch.errors import ConfigError
+from specbatch.other_names import _OTHER_NAMES
 from tests.cli.test_cli import ROOT, environment
 from tests.stub_engine import stub_modules
 
@@ -82,7 +83,9 @@ SHORT_CUTS += ["--certificate"]
 
 def test_short_cuts_set_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = ConfigOptions(None, "m", "d", "eagle", 7, 1e-7, True, 8, "auto", ["engine.seed=3"])
+    given = ConfigOptions(
+        None, "m", "d", "eagle", 7, 1e-7, certificate=True, workers=8, cluster="auto", set=["engine.seed=3"]
+    )
     config = given.load()
     assert (config.model.target, config.speculation.draft, config.speculation.method) == ("m", "d", "eagle")
     assert (config.sampling.max_tokens, config.sampling.temperature, config.engine.seed) == (7, 1e-7, 3)
@@ -152,3 +155,45 @@ def test_init_writes_the_template_and_overwrites_nothing(tmp_path: Path, monkeyp
     assert CliRunner().invoke(app, ["init", "no/such.yaml"]).exit_code == 2
     assert CliRunner().invoke(app, ["init", "other.yaml"]).exit_code == 0
     assert Path("other.yaml").read_text(encoding="utf-8") == written
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--device", "Did you mean --set engine.device=VALUE?"),
+        ("--batch-size", "Did you mean --set engine.max_batch_size=VALUE?"),
+        ("--max-num-seqs", "Did you mean --set engine.max_batch_size=VALUE?"),
+        ("--gpu-memory-utilization", "Did you mean --set engine.memory_fraction=VALUE?"),
+        ("--quantization", "Did you mean --set model.quantization=VALUE?"),
+        ("--frequency-penality", "Did you mean --set sampling.frequency_penalty=VALUE?"),
+        ("--temprature", "(Possible options: --temperature)"),
+        ("--retry_errors", "(Possible options: --retry-errors)"),
+        ("--output-file", "(Possible options: --output)"),
+    ],
+)
+def test_an_unknown_option_names_the_one_that_is_meant(option: str, text: str) -> None:
+    result = CliRunner().invoke(app, ["generate", "data.jsonl", option, "3"], env=WIDE)
+    assert result.exit_code == 2
+    assert f"No such option: {option}" in result.output
+    assert text in result.output
+
+
+def test_a_command_without_configuration_has_no_such_hint() -> None:
+    result = CliRunner().invoke(app, ["models", "list", "--device", "cpu"], env=WIDE)
+    assert "No such option: --device" in result.output
+    assert "--set" not in result.output
+
+
+def test_short_cuts_of_sampling_and_system_message() -> None:
+    config = ConfigOptions(top_p=0.5, seed=7, system="Answer: yes, or no # please").load()
+    assert (config.sampling.top_p, config.sampling.seed) == (0.5, 7)
+    assert config.data.system_prompt == "Answer: yes, or no # please"
+
+
+def test_names_of_other_tools_are_options_here() -> None:
+    paths = option_paths()
+    for name, meant in _OTHER_NAMES.items():
+        assert meant in paths
+        with pytest.raises(ConfigError, match="unknown option") as caught:
+            load_config(None, [f"engine.{name}=1"])
+        assert meant.rpartition(".")[2] in str(caught.value.hint)
