@@ -84,6 +84,10 @@ def option_paths(cls: Any, prefix: str = "") -> list[str]:
     return paths
 
 
+# What people write for true and false. The YAML reader leaves it text, as YAML 1.2 does.
+_SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
+
+
 class Reader:
     """A reader of mappings into the dataclass `root` and the dataclasses in it."""
 
@@ -108,6 +112,8 @@ class Reader:
         for key, value in tree.items():
             if key not in options:
                 self.refuse(cls, path, key, value)
+            if options[key].kind is bool and isinstance(value, str):
+                value = _SWITCHES.get(value.lower(), value)
             values[key] = self.value(options[key], value, join(path, str(key)))
         missing = [join(path, name) for name, option in options.items() if option.is_required and name not in values]
         if missing:
@@ -174,7 +180,7 @@ def choose(choices: Iterable[str], value: Any, path: str) -> str:
     names = list(choices)
     if isinstance(value, str) and value in names:
         return value
-    if value is False and "off" in names:  # YAML reads off as false
+    if value is False and "off" in names:  # as JSON and older YAML have it
         return "off"
     near = nearest(cut(str(value)).lower(), names)
     raise FieldError(

@@ -14,6 +14,8 @@ from specbatch.errors import shown
 _MAX_DEPTH, _MAX_NODES, _MAX_DIGITS = 50, 100_000, 100
 _MAX_MESSAGE = 300  # characters
 _MERGE = "tag:yaml.org,2002:merge"
+_BOOL = "tag:yaml.org,2002:bool"
+_TRUE_FALSE = re.compile(r"(true|True|TRUE|false|False|FALSE)$")  # as in YAML 1.2: yes, no, on and off are texts
 _TEXT_TAGS = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")  # dates and "=": no option takes either
 
 
@@ -41,7 +43,7 @@ class _StrictLoader(yaml.SafeLoader):
     """A SafeLoader that refuses keys that are given twice, and structures that only an attack or an accident makes."""
 
     yaml_implicit_resolvers: ClassVar[Any] = {  # type: ignore[misc]
-        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _TEXT_TAGS]
+        first: [(tag, _TRUE_FALSE if tag == _BOOL else pattern) for tag, pattern in resolvers if tag not in _TEXT_TAGS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 

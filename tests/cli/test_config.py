@@ -201,3 +201,14 @@ def test_missing_file_suggests_its_neighbour() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("fats.yaml")
     assert "fast.yaml" in (caught.value.hint or "")
+
+
+def test_yes_and_no_are_texts_where_texts_are_wanted(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("sampling: {choice: [yes, no], ignore_eos: yes}\nengine: {deterministic: Off, compile: off}\n")
+    config = load_config(file)
+    assert config.sampling.choice == ("yes", "no")
+    assert (config.sampling.ignore_eos, config.engine.deterministic, config.engine.compile) == (True, False, "off")
+    assert load_config(None, ["sampling.choice=[on, off]"]).sampling.choice == ("on", "off")
+    with pytest.raises(ConfigError, match="ignore_eos must be true or false, not 'maybe'"):
+        load_config(None, ["sampling.ignore_eos=maybe"])

@@ -105,7 +105,7 @@ deep: [[[[[[[[[[1]]]]]]]]]]
     assert nested["c"] == {"kk": 2, "ll": 1, "mm": 5, "nn": 3, "oo": 4}
     assert nested["b"] == {"kk": 2, "ll": 1, "mm": 2}
     assert load_yaml("x: {<<: {<<: [], n: 1}, m: 2}") == {"x": {"n": 1, "m": 2}}
-    assert found["stop"] == ["2024-01-01", "=", 0.001, 1000, 16, True, "no", None]
+    assert found["stop"] == ["2024-01-01", "=", 0.001, 1000, 16, "yes", "no", None]
     (tmp_path / "x.yaml").write_text("sampling: {stop: [2024-01-01, 2024-13-45]}")
     assert load_config(tmp_path / "x.yaml").sampling.stop == ("2024-01-01", "2024-13-45")
 
