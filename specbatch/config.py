@@ -278,6 +278,7 @@ class DataSection:
         "`@PATH`, and a name that ends with `.txt`, `.jinja` or `.j2`, is read from that file.",
     )
     prompt_column: str | None = option(None, "The field that holds the prompt, if it is not `prompt`.")
+    id_column: str | None = option(None, "The field that holds a row's id, if it is not `id`.")
     split: str = option("train", "The split of a hub data set.")
     subset: str | None = option(None, "The subset of a hub data set.")
     chat_template: str | None = option(

@@ -63,12 +63,19 @@ class RowParser:
         self.makes_prompts = data.prompt_template is not None or data.prompt_column is not None
         self._template = PromptTemplate(data.prompt_template) if data.prompt_template is not None else None
         self._column = data.prompt_column
+        self._id_column = data.id_column
         self._kwargs = data.chat_template_kwargs or {}
         self._last_format: tuple[str | None, bool] = None, False
 
     @property
     def needs(self) -> dict[str, tuple[str, ...]]:
-        """The sources of prompts, in words, each with the fields of which a row must have one."""
+        """The sources of prompts and ids, in words, each with the fields of which a row must have one."""
+        needs = self._prompt_needs()
+        if self._id_column is not None:
+            needs[f"{self._id_column!r}, which data.id_column names"] = (self._id_column,)
+        return needs
+
+    def _prompt_needs(self) -> dict[str, tuple[str, ...]]:
         if self._template is not None:
             return {f"{name!r}, which data.prompt_template uses": (name,) for name in self._template.fields}
         if self._column is not None:
@@ -91,7 +98,8 @@ class RowParser:
 
     def _native(self, fields: dict[str, Any], row: Row, is_line: bool) -> None:
         columns_are_data = self.makes_prompts and not is_line
-        used = {"id"}
+        id_name = self._id_column or "id"
+        used = {id_name}
         if not columns_are_data:
             used.update(SAMPLING_NAMES)
         if self._column is not None:
@@ -102,7 +110,7 @@ class RowParser:
             used.update(CHAT_FIELDS, [CHOICES])
         extra = {k: v for k, v in fields.items() if k not in used}
         row.metadata = _metadata(extra)
-        row.id = _scalar_id(fields.get("id"))
+        row.id = _scalar_id(id_name, fields.get(id_name))
         if isinstance(fields, Cells):
             row.id = row.id or None
             fields = self._of_cells(fields)
@@ -266,9 +274,9 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _scalar_id(value: Any) -> Any:
+def _scalar_id(name: str, value: Any) -> Any:
     if isinstance(value, dict | list):
-        raise RowError("invalid_type", f"id must be text, a number, true, false or null, not {json_type(value)}")
+        raise RowError("invalid_type", f"{name} must be text, a number, true, false or null, not {json_type(value)}")
     return value
 
 

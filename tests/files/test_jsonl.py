@@ -241,6 +241,16 @@ def test_prompt_column() -> None:
         assert error.type == type
 
 
+def test_id_column() -> None:
+    data = DataSection(prompt_column="q", id_column="ticket")
+    info, prompt = parse({"q": "x", "ticket": 7, "id": "data", "note": 1}, data)
+    assert isinstance(prompt, Row)
+    assert (info.id, info.metadata) == (7, {"id": "data", "note": 1})
+    _, error = parse({"q": "x", "ticket": [7]}, data)
+    assert isinstance(error, RowError)
+    assert error.message.startswith("ticket must be text, a number")
+
+
 def test_columns_of_a_table_are_data_under_a_template() -> None:
     parser = RowParser(DEFAULTS, DataSection(prompt_template="{city}"))
     info, prompt = asked(parser.parse(RawRow(0, {"city": "Oslo", "temperature": -4.0, "n": "many"})))

@@ -40,6 +40,12 @@ def refusal(path: Path, data: DataSection) -> InputError:
     [
         (TEMPLATE, [{"Question": "q", "hint": "h"}] * 3, "none of the first 3 rows", "did you mean Question?"),
         (TEMPLATE, [{"question": "q", "hints": "h"}], "has no 'hint', which data.prompt_template", "mean hints?"),
+        (
+            DataSection(id_column="key"),
+            [{"prompt": "x", "keys": 1}],
+            "has no 'key', which data.id_column",
+            "mean keys?",
+        ),
         (DataSection(prompt_column="q"), [{"text": "x"}] * 2, "'q', which data.prompt_column", "fields found: text"),
         (DataSection(), [{"promt": "x"}], "has no prompt, messages or prompt_token_ids", "did you mean promt?"),
         (DataSection(), [{"question": "x"}] * 500, "none of the first 100 rows", "data.prompt_column"),
