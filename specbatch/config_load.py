@@ -88,12 +88,12 @@ def default_config_text() -> str:
     return (configs_folder() / "default.yaml").read_text(encoding="utf-8")
 
 
-def write_template(path: Path) -> None:
-    """Write the packaged default.yaml as a file to edit. It raises ConfigError if the file exists or cannot be
+def write_template(path: Path, text: str) -> None:
+    """Write a configuration as a file to edit. It raises ConfigError if the file exists or cannot be
     written."""
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(default_config_text())
+            file.write(text)
     except FileExistsError as exc:
         raise ConfigError(f"{path} exists already", "specbatch init OTHER.yaml writes elsewhere") from exc
     except OSError as exc:
@@ -148,9 +148,9 @@ def _set_value(item: str, text: str, option: Option) -> Any:
         if takes_text:
             return text
         raise ConfigError(f"--set {cut(item)}: the value is not valid YAML: {exc}") from exc
-    if takes_text and not isinstance(value, str) and not (value is None and text.strip() in ("null", "~")):
-        return text
-    return value
+    is_null = value is None and text.strip() in ("null", "~")
+    is_read = option.read is not None and isinstance(value, dict)
+    return text if takes_text and not (isinstance(value, str) or is_null or is_read) else value
 
 
 def _of_vllm(path: str, options: Mapping[str, Option], key: str, value: Any) -> str | None:

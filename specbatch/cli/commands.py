@@ -301,16 +301,16 @@ def _note_one_engine(config: Config, console: Console) -> None:
 @with_config_options
 def show_config(
     given: ConfigOptions,
-    schema: Annotated[
-        bool, flag("--schema", help="Print JSON Schemas of configurations, result lines and stats.json.")
+    schemas: Annotated[
+        bool, flag("--schemas", help="Print JSON Schemas of configurations, result lines and stats.json.")
     ] = False,
 ) -> None:
     """Print the configuration with every `auto` decided. The reasons go to stderr."""
     with user_errors() as console:
-        if schema:
-            from specbatch.results.schema import schemas
+        if schemas:
+            from specbatch.results.schema import schemas as json_schemas
 
-            print_data(f"{json.dumps(schemas(), indent=2)}\n")
+            print_data(f"{json.dumps(json_schemas(), indent=2)}\n")
             return
         from specbatch.config_load import dump_config
         from specbatch.job.terminal import print_notes
@@ -322,13 +322,43 @@ def show_config(
         print_data(dump_config(run.config))
 
 
-@app.command(epilog=examples("specbatch init"))
+@app.command(
+    epilog=examples("specbatch init", 'specbatch init --for tickets.csv --schema "label: one of billing, bug, other"')
+)
 def init(
     path: Annotated[Path, path_argument(metavar="PATH", help="The file to write.")] = Path("specbatch.yaml"),
+    data: Annotated[
+        str | None,
+        typer.Option("--for", metavar="INPUT", help="Write a short one for this file: a template of its columns."),
+    ] = None,
+    schema: Annotated[
+        str | None,
+        typer.Option(
+            "--schema",
+            metavar="SCHEMA",
+            help="With --for: a file with a JSON Schema, or fields such as "
+            '"label: one of billing, bug, other; urgent: bool".',
+        ),
+    ] = None,
 ) -> None:
     """Write the default configuration with its comments, to edit. All commands read ./specbatch.yaml."""
     with user_errors() as console:
-        from specbatch.config_load import write_template
+        from specbatch.config_load import default_config_text, write_template
+        from specbatch.schemas.short_schema import response_format_of
 
-        write_template(path)
+        if data is None and schema is not None:
+            raise InputError("--schema needs --for", "specbatch init --for data.csv --schema ...")
+        if data is None:
+            write_template(path, default_config_text())
+        else:
+            from specbatch.rows.suggested_config import suggested_config
+
+            wanted = None if schema is None else response_format_of(schema)
+            write_template(path, suggested_config(data, wanted))
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
+        if data is not None:
+            console.print(
+                f"say in its prompt_template what you want to know; then: specbatch generate {data}",
+                markup=False,
+                soft_wrap=True,
+            )

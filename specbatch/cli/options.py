@@ -15,6 +15,7 @@ import typer
 from specbatch.config import Config, SpeculationSection
 from specbatch.config_load import find_config, load_config, option_paths, packaged_tasks
 from specbatch.errors import ConfigError
+from specbatch.schemas.short_schema import response_format_of
 
 _option = functools.partial(typer.Option, rich_help_panel="Configuration")
 _SHORT_CUTS = {  # fields of `ConfigOptions`, and the options that they set
@@ -26,6 +27,7 @@ _SHORT_CUTS = {  # fields of `ConfigOptions`, and the options that they set
     "top_p": "sampling.top_p",
     "seed": "sampling.seed",
     "system": "data.system_prompt",
+    "schema": "sampling.response_format",
     "certificate": "output.certificate",
     "workers": "cluster.workers",
     "cluster": "cluster.address",
@@ -111,6 +113,14 @@ class ConfigOptions:
     system: Annotated[
         str | None, _option(metavar="TEXT", help="data.system_prompt: a system message for rows that have none.")
     ] = None
+    schema: Annotated[
+        str | None,
+        _option(
+            metavar="SCHEMA",
+            help="sampling.response_format: a file with a JSON Schema, or fields such as "
+            '"label: one of billing, bug, other; urgent: bool".',
+        ),
+    ] = None
     certificate: Annotated[
         bool | None,
         _option(
@@ -146,7 +156,7 @@ class ConfigOptions:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} and --set {path} are both given", "give one of the two")
             if value is not None:
-                sets.append(f"{path}={value}")
+                sets.append(f"{path}={response_format_of(value) if name == 'schema' else value}")
         return sets
 
     def load(self) -> Config:

@@ -22,7 +22,7 @@ _KEYWORDS = {">=": "minimum", "<=": "maximum", ">": "exclusiveMinimum", "<": "ex
 
 
 def schemas() -> dict[str, Any]:
-    """Return what `specbatch config --schema` prints: schemas for a YAML file, a line of results and stats.json."""
+    """Return what `specbatch config --schemas` prints: schemas for a YAML file, a line of results and stats.json."""
     return {
         "schema_version": SCHEMA_VERSION,
         "config": {"$schema": _DRAFT, "title": "specbatch configuration", **_section(Config)},
