@@ -48,7 +48,7 @@ def test_a_file_runs_with_the_configuration_that_is_made_for_it(tmp_path: Path) 
         ("a.jsonl", '{"prompt": "x"}\n', "has prompt, so it needs no template"),
         ("a.csv", "id\n1\n2\n", "no column but id"),
         ("a.jsonl", "[1]\n", "no row with fields"),
-        ("a.csv", "", "no row with fields"),
+        ("a.csv", "", r"a\.csv is empty"),
     ],
 )
 def test_files_without_columns_for_a_template(tmp_path: Path, name: str, text: str, words: str) -> None:
