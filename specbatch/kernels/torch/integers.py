@@ -1,0 +1,52 @@
+"""Linear layers with weights of whole numbers (see `kernels/integers.py`), in plain torch.
+
+Shape suffixes: T packed tokens, I input features, O output features, G groups of inputs, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specbatch.kernels.integers import UNIT, IntegerWeight
+from specbatch.kernels.torch.gemm import linear
+
+
+def pack_integers(numbers_OI: Tensor, bits: int) -> Tensor:
+    """Return `values_OB` of uint8 numbers."""
+    padded = F.pad(numbers_OI, (0, -numbers_OI.shape[1] % UNIT))
+    if bits == 8:
+        return padded.contiguous()
+    low, high = padded.unflatten(1, (-1, 2, UNIT // 2)).unbind(2)
+    return (low | (high << 4)).flatten(1)
+
+
+def unpack_integers(weight: IntegerWeight) -> Tensor:
+    """Return the numbers (O, I) as uint8."""
+    values = weight.values_OB
+    if weight.bits == 4:
+        halves = values.unflatten(1, (-1, UNIT // 2))
+        values = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
+    return values[:, : weight.num_in]
+
+
+def dequantise_integers(weight: IntegerWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weight (O, I): exact differences times scales in float32 at least, rounded once."""
+    wide = torch.promote_types(dtype, torch.float32)
+    numbers = unpack_integers(weight).to(wide)
+    zeros = 1 << (weight.bits - 1) if weight.zeros_GO is None else _spread(weight.zeros_GO.to(wide), weight)
+    return ((numbers - zeros) * _spread(weight.scales_GO.to(wide), weight)).to(dtype)
+
+
+def integer_linear(
+    x_TI: Tensor, weight: IntegerWeight, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
+) -> Tensor:
+    """Return x W^T + bias, rounded to x's dtype, then + residual, rounded again; (T, O). The sum may be written over
+    the residual."""
+    return linear(x_TI, dequantise_integers(weight, x_TI.dtype), bias_O, residual_TO)
+
+
+def _spread(of_groups_GO: Tensor, weight: IntegerWeight) -> Tensor:
+    """Return (O, I) from what the inputs of a group share."""
+    return of_groups_GO.T.repeat_interleave(weight.group, 1)[:, : weight.num_in]
