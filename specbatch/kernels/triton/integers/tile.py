@@ -1,0 +1,81 @@
+"""The division of GEMMs with weights of whole numbers (`ops.py`) into programs.
+
+It depends on the shape alone, so that a model's shapes decide its bits. This module does not import Triton.
+
+Shape letters: M tokens, O output features, I input features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from specbatch.kernels.integers import UNIT
+
+# Above this number of tokens a weight is dequantised to memory, and the library multiplies.
+MAX_TOKENS = 512
+_SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
+_MULTIPROCESSORS = 132  # the number of an H100 and an H200
+
+
+@dataclass(frozen=True)
+class IntegerTile:
+    """One way to cut y = x W^T into programs. Sizes are in elements unless they say otherwise.
+
+    block_m, block_o: tokens and output features of one program. step: bytes of a row of the weight that are read at
+        once; with 4 bits at most half of a UNIT. num_stages: tiles in flight of one program. num_warps: 32 threads each.
+    splits: parts of the input features, summed afterwards in fixed order.
+    scale_sums: scales multiply the float32 sums of a group, which is exact. Otherwise they multiply the weights, which
+        are rounded: that takes fewer registers with many tokens.
+    """
+
+    block_m: int
+    block_o: int
+    step: int
+    num_stages: int
+    num_warps: int
+    splits: int = 1
+    scale_sums: bool = True
+
+    def __post_init__(self) -> None:
+        for size in (self.block_m, self.block_o, self.step, self.num_warps):
+            assert size.bit_count() == 1, self  # a power of two
+        assert self.step <= UNIT // 2, self
+        assert min(self.num_stages, self.splits) >= 1, self
+
+
+# (O, I) of the weight with 4 bits: for up to M tokens, the best measured tile, or None if it was faster to dequantise
+# the weight. `scripts/bench/tune_integers.py --table` prints it.
+_MEASURED: dict[tuple[int, int], dict[int, IntegerTile | None]] = {}
+
+
+def integer_tile_for(M: int, O: int, I: int, bits: int, group: int) -> IntegerTile | None:  # noqa: E741
+    """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory."""
+    bounds = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
+    tile = _MEASURED[O, I][min(bounds)] if bounds and bits == 4 else guess(M, O)
+    return None if tile is None else replace(tile, step=step_for(tile.step, I, group))
+
+
+def step_for(step: int, I: int, group: int) -> int:  # noqa: E741
+    """Return the bytes of a step such that it lies in one group of inputs, or two with 4 bits."""
+    return step if group >= I else min(step, group & -group)
+
+
+def fitting(tile: IntegerTile, bits: int, shared: int) -> IntegerTile:
+    """Return the tile for a GPU with `shared` bytes of shared memory. It can have fewer stages, which changes no
+    bit."""
+    inputs = tile.step * 8 // bits
+    stage = tile.step * tile.block_o + 2 * inputs * tile.block_m
+    return replace(tile, num_stages=max(1, min(tile.num_stages, (shared - _SHARED_SPARE) // stage)))
+
+
+def guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
+    """Choose a tile for sizes that were not measured."""
+    if M > MAX_TOKENS:
+        return None
+    block_m = max(8, 1 << (M - 1).bit_length())
+    if block_m == 8:
+        return IntegerTile(8, 16, 128, 5, 1) if O <= 8192 else IntegerTile(8, 32, 128, 4, 2)
+    if block_m <= 64:
+        splits = next(n for n in (4, 2, 1) if n * -(-O // 64) <= 2 * _MULTIPROCESSORS or n == 1)
+        return IntegerTile(block_m, 64, 128 if block_m <= 32 else 64, 5, 4, splits=splits)
+    return IntegerTile(128, 128, 64, 4, 8, scale_sums=False)
