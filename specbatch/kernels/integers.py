@@ -12,13 +12,13 @@ UNIT = 256  # inputs that are packed together; a row of a weight is padded to a 
 class IntegerWeight(NamedTuple):
     """A weight of O outputs and I inputs, packed for kernels: element (o, i) is (number - zero) * scale.
 
-    `values_OB`: uint8. With 8 bits a row has one byte for each input. With 4 bits, byte b of each UNIT of a row has
-    input b in its low four bits, and input b + UNIT / 2 in the others: a kernel gets two tiles of neighbours from one.
+    `words_OW`: int16. A word holds P = 16 / `bits` numbers, the first one in the lowest bits. Word w of each UNIT of a
+    row has the inputs w, w + UNIT / P, w + 2 UNIT / P and so on: a kernel gets P tiles of neighbours from one.
     `scales_GO`: floating-point numbers, one for each `group` inputs. `zeros_GO`: uint8; None: all are half of the
     range, 8 or 128.
     """
 
-    values_OB: Tensor
+    words_OW: Tensor
     scales_GO: Tensor
     zeros_GO: Tensor | None
     bits: int

@@ -17,7 +17,7 @@ from specbatch.kernels.triton.integers.tile import IntegerTile, fitting, guess, 
 from tests.kernels.batches import CUDA, DEVICE
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
-TILE = IntegerTile(8, 16, 128, 2, 1)
+TILE = IntegerTile(8, 16, 64, 2, 1)
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # the interpreter neither rounds to bfloat16 nor multiplies it
 
 
@@ -47,7 +47,7 @@ def inputs(num_tokens: int, num_in: int, dtype: torch.dtype = DTYPE) -> torch.Te
 
 def check(x: torch.Tensor, weight: IntegerWeight, tile: IntegerTile, *, extra: bool = False) -> None:
     """Compare with float64. `extra`: with a bias and a residual."""
-    num_out = len(weight.values_OB)
+    num_out = len(weight.words_OW)
     bias, residual = (
         (inputs(1, num_out, x.dtype)[0], inputs(len(x) + 1, num_out, x.dtype)[1:]) if extra else (None,) * 2
     )
@@ -64,7 +64,7 @@ def check(x: torch.Tensor, weight: IntegerWeight, tile: IntegerTile, *, extra: b
 def test_numbers_are_packed_and_unpacked(bits: int) -> None:
     numbers = torch.randint(0, 1 << bits, (5, 600), dtype=torch.uint8)
     weight = IntegerWeight(pack_integers(numbers, bits), torch.ones(1, 5), None, bits, 600, 600)
-    assert weight.values_OB.shape == (5, 768 * bits // 8)
+    assert weight.words_OW.shape == (5, 768 * bits // 16)
     assert torch.equal(unpack_integers(weight), numbers)
     assert torch.equal(dequantise_integers(weight, torch.float32), numbers.float() - (1 << (bits - 1)))
 

@@ -1,6 +1,6 @@
 """Linear layers with weights of whole numbers (see `kernels/integers.py`), in plain torch.
 
-Shape suffixes: T packed tokens, I input features, O output features, G groups of inputs, B bytes of a row.
+Shape suffixes: T packed tokens, I input features, O output features, G groups of inputs, W words of a row.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from specbatch.kernels.torch.gemm import linear
 
 
 def pack_integers(numbers_OI: Tensor, bits: int) -> Tensor:
-    """Return `values_OB` of uint8 numbers."""
-    padded = F.pad(numbers_OI, (0, -numbers_OI.shape[1] % UNIT))
-    if bits == 8:
-        return padded.contiguous()
-    low, high = padded.unflatten(1, (-1, 2, UNIT // 2)).unbind(2)
-    return (low | (high << 4)).flatten(1)
+    """Return `words_OW` of uint8 numbers."""
+    parts = 16 // bits
+    padded = F.pad(numbers_OI, (0, -numbers_OI.shape[1] % UNIT)).unflatten(1, (-1, parts, UNIT // parts))
+    words = sum(padded[:, :, part].int() << (bits * part) for part in range(parts))
+    assert isinstance(words, Tensor)
+    return words.flatten(1).to(torch.int16)
 
 
 def unpack_integers(weight: IntegerWeight) -> Tensor:
     """Return the numbers (O, I) as uint8."""
-    values = weight.values_OB
-    if weight.bits == 4:
-        halves = values.unflatten(1, (-1, UNIT // 2))
-        values = torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
-    return values[:, : weight.num_in]
+    parts = 16 // weight.bits
+    words = weight.words_OW.unflatten(1, (-1, UNIT // parts))
+    numbers = torch.stack([words >> (weight.bits * part) for part in range(parts)], dim=2) & ((1 << weight.bits) - 1)
+    return numbers.to(torch.uint8).flatten(1)[:, : weight.num_in]
 
 
 def dequantise_integers(weight: IntegerWeight, dtype: torch.dtype) -> Tensor:

@@ -71,8 +71,8 @@ class IntegerNumbers:
         """Return the weight as kernels read it. `order_I`: see `order`."""
         numbers_OI = self.numbers_OI if order_I is None else self.numbers_OI[:, order_I]
         zeros = None if self.zeros_OG is None else self.zeros_OG.T.contiguous()
-        values, scales = pack_integers(numbers_OI, self.bits), self.scales_OG.T.contiguous()
-        return IntegerWeight(values, scales, zeros, self.bits, numbers_OI.shape[1], self.group)
+        words, scales = pack_integers(numbers_OI, self.bits), self.scales_OG.T.contiguous()
+        return IntegerWeight(words, scales, zeros, self.bits, numbers_OI.shape[1], self.group)
 
 
 def quantise_integers(weight_OI: Tensor, bits: int, group: int) -> IntegerNumbers:
@@ -102,7 +102,7 @@ def joined_integers(weights: Sequence[IntegerNumbers], orders: Sequence[Tensor |
         return packed[0]
     zeros = [one.zeros_GO for one in packed if one.zeros_GO is not None]
     return packed[0]._replace(
-        values_OB=torch.cat([one.values_OB for one in packed]),
+        words_OW=torch.cat([one.words_OW for one in packed]),
         scales_GO=torch.cat([one.scales_GO for one in packed], dim=1),
         zeros_GO=torch.cat(zeros, dim=1) if zeros else None,
     )

@@ -1,5 +1,9 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""The kernels of `ops.py`, on the tensor cores. Shape suffixes as there."""
+"""The kernels of `ops.py`, on the tensor cores. Shape suffixes as there.
+
+A step reads STEP words of each row. Its parts are the tiles of numbers that are in the same bits of the words: four
+with 4 bits, two with 8. Part p has STEP neighbouring inputs; those of part p + 1 are WORDS later.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,9 @@ _GROUP_TILES = tl.constexpr(8)  # tiles of tokens whose inputs stay in L2 while 
 
 
 @triton.jit
-def _inputs_of(step, STEP: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr):
-    """Return the first input of the low numbers of a step. With 4 bits, those of the high ones are UNIT / 2 later."""
-    if BITS == 8:
-        return step * STEP
-    return step * STEP // (UNIT // 2) * UNIT + step * STEP % (UNIT // 2)
+def _first_input(step, STEP: tl.constexpr, UNIT: tl.constexpr, WORDS: tl.constexpr):
+    """Return the first input of part 0 of a step. WORDS: words of a UNIT."""
+    return step * STEP // WORDS * UNIT + step * STEP % WORDS
 
 
 @triton.jit
@@ -29,10 +31,16 @@ def _of_group(pointer, first, rows, OUT: tl.constexpr, GROUP: tl.constexpr, GROU
 
 
 @triton.jit
+def _scale_of(scales, first, rows, OUT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    return _of_group(scales, first, rows, OUT, GROUP, GROUPS).to(tl.float32)
+
+
+@triton.jit
 def _zeros_of(
     zeros, first, rows, OUT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
+    """Return zero points (BLOCK_O, 1)."""
     if HAS_ZEROS:
         found = _of_group(zeros, first, rows, OUT, GROUP, GROUPS)
     else:
@@ -46,20 +54,43 @@ def _x_tile(x_ptrs, first, offs, ok_m, IN: tl.constexpr, MASKED: tl.constexpr):
     return tl.load(x_ptrs + first, mask=mask, other=0.0)
 
 
+@triton.jit
+def _add_parts(
+    acc, one, other, one_x, other_x, one_scale, other_scale,
+    ONE_GROUP: tl.constexpr, SHARED: tl.constexpr, SCALE_SUMS: tl.constexpr,
+):  # fmt: skip
+    """Add two parts. ONE_GROUP: an output has one scale, which the caller applies. SHARED: both have the same
+    scales."""
+    if ONE_GROUP:
+        acc = tl.dot(one, one_x, acc)
+        acc = tl.dot(other, other_x, acc)
+    elif SCALE_SUMS and SHARED:
+        acc += tl.dot(other, other_x, tl.dot(one, one_x)) * one_scale[:, None]
+    elif SCALE_SUMS:
+        acc += tl.dot(one, one_x) * one_scale[:, None]
+        acc += tl.dot(other, other_x) * other_scale[:, None]
+    else:
+        acc = tl.dot(one * one_scale.to(one.dtype)[:, None], one_x, acc)
+        acc = tl.dot(other * other_scale.to(one.dtype)[:, None], other_x, acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def integer_kernel(
-    y, x, values, scales, zeros, bias, residual, partial, M, stride_x,
-    OUT: tl.constexpr, IN: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, SCALE_SUMS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    y, x, words, scales, zeros, bias, residual, partial, M, stride_x,
+    OUT: tl.constexpr, IN: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    SCALE_SUMS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1. The tile of weights is the first operand,
     and x transposed is the second. Grid: (tiles of outputs x tiles of tokens, SPLITS)."""
     dtype: tl.constexpr = y.dtype.element_ty
-    ROW: tl.constexpr = (IN + UNIT - 1) // UNIT * UNIT * BITS // 8  # bytes of a row of the weight
+    WORDS: tl.constexpr = UNIT * BITS // 16
+    ROW: tl.constexpr = (IN + UNIT - 1) // UNIT * WORDS
     MASKED: tl.constexpr = IN % UNIT != 0
-    HALF: tl.constexpr = UNIT // 2
     GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
+    SHARED: tl.constexpr = GROUP % (2 * WORDS) == 0
     STEPS: tl.constexpr = ROW // STEP
     STEPS_PER_SPLIT: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
     TILES_O: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O
@@ -76,47 +107,51 @@ def integer_kernel(
     offs = tl.arange(0, STEP)
     rows = row + tl.arange(0, BLOCK_O)
     ok_o = rows < OUT
-    safe_rows = rows if OUT % BLOCK_O == 0 else tl.minimum(rows, OUT - 1)
-    w_ptrs = values + safe_rows.to(tl.int64)[:, None] * ROW + offs[None, :]
+    safe = rows if OUT % BLOCK_O == 0 else tl.minimum(rows, OUT - 1)
+    w_ptrs = words + safe.to(tl.int64)[:, None] * ROW + offs[None, :]
     # Scales of a step are loaded during the one before it: these loads are not in the pipeline of the tiles.
-    first = _inputs_of(begin, STEP, BITS, UNIT)
-    low_scale = _of_group(scales, first, safe_rows, OUT, GROUP, GROUPS).to(tl.float32)
-    high_scale = _of_group(scales, first + HALF, safe_rows, OUT, GROUP, GROUPS).to(tl.float32) if BITS == 4 else 0.0
+    first = _first_input(begin, STEP, UNIT, WORDS)
+    s0 = _scale_of(scales, first, safe, OUT, GROUP, GROUPS)
+    s1 = s0 if SHARED else _scale_of(scales, first + WORDS, safe, OUT, GROUP, GROUPS)
+    s2 = s0
+    s3 = s0
+    if BITS == 4:
+        s2 = _scale_of(scales, first + 2 * WORDS, safe, OUT, GROUP, GROUPS)
+        s3 = s2 if SHARED else _scale_of(scales, first + 3 * WORDS, safe, OUT, GROUP, GROUPS)
     await_former(PDL)
     tokens = token + tl.arange(0, BLOCK_M)
     ok_m = tokens < M
     x_ptrs = x + tokens.to(tl.int64)[None, :] * stride_x + offs[:, None]
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
-        first = _inputs_of(step, STEP, BITS, UNIT)
+        first = _first_input(step, STEP, UNIT, WORDS)
         w = load_weights(w_ptrs + step * STEP, None, False)
-        low_x = _x_tile(x_ptrs, first, offs, ok_m, IN, MASKED)
-        low_zeros = _zeros_of(zeros, first, safe_rows, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+        x0 = _x_tile(x_ptrs, first, offs, ok_m, IN, MASKED)
+        x1 = _x_tile(x_ptrs, first + WORDS, offs, ok_m, IN, MASKED)
+        z0 = _zeros_of(zeros, first, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+        z1 = z0 if SHARED else _zeros_of(zeros, first + WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
         if BITS == 4:
-            high_x = _x_tile(x_ptrs, first + HALF, offs, ok_m, IN, MASKED)
-            high_zeros = _zeros_of(zeros, first + HALF, safe_rows, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
-            low, high = unpack_nibbles(w, low_zeros, high_zeros, dtype)
+            x2 = _x_tile(x_ptrs, first + 2 * WORDS, offs, ok_m, IN, MASKED)
+            x3 = _x_tile(x_ptrs, first + 3 * WORDS, offs, ok_m, IN, MASKED)
+            z2 = _zeros_of(zeros, first + 2 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+            z3 = z2 if SHARED else _zeros_of(zeros, first + 3 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+            p0, p1, p2, p3 = unpack_nibbles(w, z0, z1, z2, z3, dtype)
         else:
-            low = unpack_bytes(w, low_zeros, dtype)
-        after = _inputs_of(tl.minimum(step + 1, end - 1), STEP, BITS, UNIT)
-        next_low = _of_group(scales, after, safe_rows, OUT, GROUP, GROUPS).to(tl.float32)
-        if SCALE_SUMS and GROUPS == 1:
-            acc = tl.dot(low, low_x, acc)
-            if BITS == 4:
-                acc = tl.dot(high, high_x, acc)
-        elif SCALE_SUMS:
-            acc += tl.dot(low, low_x) * low_scale[:, None]
-            if BITS == 4:
-                acc += tl.dot(high, high_x) * high_scale[:, None]
-        else:
-            acc = tl.dot(low * low_scale.to(dtype)[:, None], low_x, acc)
-            if BITS == 4:
-                acc = tl.dot(high * high_scale.to(dtype)[:, None], high_x, acc)
-        low_scale = next_low
+            p0, p1 = unpack_bytes(w, z0, z1, dtype)
+        after = _first_input(tl.minimum(step + 1, end - 1), STEP, UNIT, WORDS)
+        n0 = _scale_of(scales, after, safe, OUT, GROUP, GROUPS)
+        n1 = n0 if SHARED else _scale_of(scales, after + WORDS, safe, OUT, GROUP, GROUPS)
+        acc = _add_parts(acc, p0, p1, x0, x1, s0, s1, GROUPS == 1, SHARED, SCALE_SUMS)
+        s0 = n0
+        s1 = n1
         if BITS == 4:
-            high_scale = _of_group(scales, after + HALF, safe_rows, OUT, GROUP, GROUPS).to(tl.float32)
-    if SCALE_SUMS and GROUPS == 1:
-        acc = acc * low_scale[:, None]
+            n2 = _scale_of(scales, after + 2 * WORDS, safe, OUT, GROUP, GROUPS)
+            n3 = n2 if SHARED else _scale_of(scales, after + 3 * WORDS, safe, OUT, GROUP, GROUPS)
+            acc = _add_parts(acc, p2, p3, x2, x3, s2, s3, GROUPS == 1, SHARED, SCALE_SUMS)
+            s2 = n2
+            s3 = n3
+    if GROUPS == 1:
+        acc = acc * _scale_of(scales, 0, safe, OUT, GROUP, GROUPS)[:, None]
     mask = ok_o[:, None] & ok_m[None, :]
     wide_tokens = tokens.to(tl.int64)[None, :]
     if SPLITS > 1:
@@ -133,33 +168,43 @@ def integer_kernel(
 
 
 @triton.jit
+def _store_part(
+    y_ptrs, part, scales, first, rows, offs, OUT: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Store one part of the weight times its scales."""
+    scale = _scale_of(scales, first, tl.minimum(rows, OUT - 1), OUT, GROUP, GROUPS)
+    mask = (rows < OUT)[:, None] & (first + offs < IN)[None, :]
+    tl.store(y_ptrs + first, (part.to(tl.float32) * scale[:, None]).to(y_ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def dequantise_kernel(
-    y, values, scales, zeros, OUT: tl.constexpr, IN: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
+    y, words, scales, zeros, OUT: tl.constexpr, IN: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_O: tl.constexpr, STEP: tl.constexpr, HAS_ZEROS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store the weight (OUT, IN). Grid: (OUT / BLOCK_O, bytes of a row / STEP)."""
+    """Store the weight (OUT, IN). Grid: (OUT / BLOCK_O, words of a row / STEP)."""
     dtype: tl.constexpr = y.dtype.element_ty
-    ROW: tl.constexpr = (IN + UNIT - 1) // UNIT * UNIT * BITS // 8
-    HALF: tl.constexpr = UNIT // 2
+    WORDS: tl.constexpr = UNIT * BITS // 16
+    ROW: tl.constexpr = (IN + UNIT - 1) // UNIT * WORDS
     GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
     rows = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    safe = tl.minimum(rows, OUT - 1)
     step = tl.program_id(1)
     offs = tl.arange(0, STEP)
-    first = _inputs_of(step, STEP, BITS, UNIT)
-    ok = rows < OUT
-    rows = tl.minimum(rows, OUT - 1)
-    at = rows.to(tl.int64)[:, None] * IN + offs[None, :] + first
-    w = load_weights(values + rows.to(tl.int64)[:, None] * ROW + step * STEP + offs[None, :], None, False)
-    low_scale = _of_group(scales, first, rows, OUT, GROUP, GROUPS).to(tl.float32)[:, None]
-    low_zeros = _zeros_of(zeros, first, rows, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+    first = _first_input(step, STEP, UNIT, WORDS)
+    w = load_weights(words + safe.to(tl.int64)[:, None] * ROW + step * STEP + offs[None, :], None, False)
+    z0 = _zeros_of(zeros, first, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+    z1 = _zeros_of(zeros, first + WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+    y_ptrs = y + rows.to(tl.int64)[:, None] * IN + offs[None, :]
     await_former(PDL)  # another kernel may still read the memory of y
-    mask = ok[:, None] & (first + offs < IN)[None, :]
     if BITS == 4:
-        high_scale = _of_group(scales, first + HALF, rows, OUT, GROUP, GROUPS).to(tl.float32)[:, None]
-        high_zeros = _zeros_of(zeros, first + HALF, rows, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
-        low, high = unpack_nibbles(w, low_zeros, high_zeros, dtype)
-        high_mask = ok[:, None] & (first + HALF + offs < IN)[None, :]
-        tl.store(y + at + HALF, (high.to(tl.float32) * high_scale).to(dtype), mask=high_mask)
+        z2 = _zeros_of(zeros, first + 2 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+        z3 = _zeros_of(zeros, first + 3 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+        p0, p1, p2, p3 = unpack_nibbles(w, z0, z1, z2, z3, dtype)
+        _store_part(y_ptrs, p2, scales, first + 2 * WORDS, rows, offs, OUT, IN, GROUP, GROUPS)
+        _store_part(y_ptrs, p3, scales, first + 3 * WORDS, rows, offs, OUT, IN, GROUP, GROUPS)
     else:
-        low = unpack_bytes(w, low_zeros, dtype)
-    tl.store(y + at, (low.to(tl.float32) * low_scale).to(dtype), mask=mask)
+        p0, p1 = unpack_bytes(w, z0, z1, dtype)
+    _store_part(y_ptrs, p0, scales, first, rows, offs, OUT, IN, GROUP, GROUPS)
+    _store_part(y_ptrs, p1, scales, first + WORDS, rows, offs, OUT, IN, GROUP, GROUPS)

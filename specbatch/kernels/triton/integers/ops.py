@@ -26,13 +26,13 @@ from specbatch.kernels.triton.parts.shared_memory import shared_bytes
 from specbatch.kernels.triton.skinny.dot import combine_kernel
 
 _COMBINE_BLOCK = 512  # output features of one program that sums splits
-_BLOCK_O, _STEP = 16, 128  # the tile of a program that dequantises
+_BLOCK_O, _STEP = 32, 128  # the tile of a program that dequantises
 
 
 def integer_linear(
     x_MI: Tensor, weight: IntegerWeight, bias_O: Tensor | None = None, residual_MO: Tensor | None = None
 ) -> Tensor:
-    num_out = len(weight.values_OB)
+    num_out = len(weight.words_OW)
     tile = integer_tile_for(x_MI.shape[0], num_out, weight.num_in, weight.bits, weight.group)
     if tile is None:
         return linear(x_MI, dequantised(weight, x_MI.dtype), bias_O, residual_MO)
@@ -41,13 +41,13 @@ def integer_linear(
 
 def dequantised(weight: IntegerWeight, dtype: torch.dtype) -> Tensor:
     """Return the weight (O, I)."""
-    num_out, num_bytes = weight.values_OB.shape
-    y_OI = torch.empty((num_out, weight.num_in), dtype=dtype, device=weight.values_OB.device)
-    pdl = dependent_launch(weight.values_OB)
-    step = step_for(_STEP, weight.num_in, weight.group)
+    num_out, num_words = weight.words_OW.shape
+    y_OI = torch.empty((num_out, weight.num_in), dtype=dtype, device=weight.words_OW.device)
+    pdl = dependent_launch(weight.words_OW)
+    step = step_for(_STEP, weight.num_in, weight.bits, weight.group)
     launch(
-        dequantise_kernel, (triton.cdiv(num_out, _BLOCK_O), num_bytes // step),
-        y_OI, weight.values_OB, weight.scales_GO, weight.zeros_GO, OUT=num_out, IN=weight.num_in, UNIT=UNIT, BITS=weight.bits,
+        dequantise_kernel, (triton.cdiv(num_out, _BLOCK_O), num_words // step),
+        y_OI, weight.words_OW, weight.scales_GO, weight.zeros_GO, OUT=num_out, IN=weight.num_in, UNIT=UNIT, BITS=weight.bits,
         GROUP=weight.group, BLOCK_O=_BLOCK_O, STEP=step, HAS_ZEROS=weight.zeros_GO is not None, PDL=pdl, num_warps=4,
         **launch_options(pdl),
     )  # fmt: skip
@@ -59,16 +59,16 @@ def multiply(
 ) -> Tensor:
     """Compute `integer_linear` by our kernel."""
     num_tokens, num_in = x_MI.shape
-    num_out = len(weight.values_OB)
+    num_out = len(weight.words_OW)
     assert num_in == weight.num_in, (x_MI.shape, weight.num_in)
     assert x_MI.stride(1) == 1, x_MI.stride()
-    assert weight.values_OB.is_contiguous(), weight.values_OB.stride()
+    assert weight.words_OW.is_contiguous(), weight.words_OW.stride()
     assert weight.scales_GO.is_contiguous(), weight.scales_GO.stride()
     assert residual_MO is None or residual_MO.is_contiguous()
     y_MO = torch.empty((num_tokens, num_out), dtype=x_MI.dtype, device=x_MI.device)
     if not num_tokens:
         return y_MO
-    tile = replace(tile, step=step_for(tile.step, num_in, weight.group))
+    tile = replace(tile, step=step_for(tile.step, num_in, weight.bits, weight.group))
     tile = fitting(tile, weight.bits, shared_bytes(x_MI))
     pdl = dependent_launch(x_MI)
     options = launch_options(pdl)
@@ -78,7 +78,7 @@ def multiply(
     tiles = triton.cdiv(num_out, tile.block_o) * triton.cdiv(num_tokens, tile.block_m)
     launch(
         integer_kernel, (tiles, tile.splits),
-        y_MO, x_MI, weight.values_OB, weight.scales_GO, weight.zeros_GO, bias_O, residual_MO, partial, num_tokens,
+        y_MO, x_MI, weight.words_OW, weight.scales_GO, weight.zeros_GO, bias_O, residual_MO, partial, num_tokens,
         x_MI.stride(0), OUT=num_out, IN=num_in, UNIT=UNIT, BITS=weight.bits, GROUP=weight.group, BLOCK_M=tile.block_m,
         BLOCK_O=tile.block_o, STEP=tile.step, STAGES=tile.num_stages, SPLITS=tile.splits, SCALE_SUMS=tile.scale_sums,
         HAS_ZEROS=weight.zeros_GO is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None,

@@ -21,8 +21,8 @@ _MULTIPROCESSORS = 132  # the number of an H100 and an H200
 class IntegerTile:
     """One way to cut y = x W^T into programs. Sizes are in elements unless they say otherwise.
 
-    block_m, block_o: tokens and output features of one program. step: bytes of a row of the weight that are read at
-        once; with 4 bits at most half of a UNIT. num_stages: tiles in flight of one program. num_warps: 32 threads each.
+    block_m, block_o: tokens and output features of one program. step: words of a row of the weight that are read at
+        once, with 4 bits at most 64. num_stages: tiles in flight of one program. num_warps: 32 threads each.
     splits: parts of the input features, summed afterwards in fixed order.
     scale_sums: scales multiply the float32 sums of a group, which is exact. Otherwise they multiply the weights, which
         are rounded: that takes fewer registers with many tokens.
@@ -52,19 +52,19 @@ def integer_tile_for(M: int, O: int, I: int, bits: int, group: int) -> IntegerTi
     """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory."""
     bounds = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
     tile = _MEASURED[O, I][min(bounds)] if bounds and bits == 4 else guess(M, O)
-    return None if tile is None else replace(tile, step=step_for(tile.step, I, group))
+    return None if tile is None else replace(tile, step=step_for(tile.step, I, bits, group))
 
 
-def step_for(step: int, I: int, group: int) -> int:  # noqa: E741
-    """Return the bytes of a step such that it lies in one group of inputs, or two with 4 bits."""
+def step_for(step: int, I: int, bits: int, group: int) -> int:  # noqa: E741
+    """Return the words of a step such that each part of a word has inputs of one group."""
+    step = min(step, UNIT * bits // 16)
     return step if group >= I else min(step, group & -group)
 
 
 def fitting(tile: IntegerTile, bits: int, shared: int) -> IntegerTile:
     """Return the tile for a GPU with `shared` bytes of shared memory. It can have fewer stages, which changes no
     bit."""
-    inputs = tile.step * 8 // bits
-    stage = tile.step * tile.block_o + 2 * inputs * tile.block_m
+    stage = 2 * tile.step * tile.block_o + 2 * tile.step * 16 // bits * tile.block_m
     return replace(tile, num_stages=max(1, min(tile.num_stages, (shared - _SHARED_SPARE) // stage)))
 
 
@@ -74,8 +74,8 @@ def guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
         return None
     block_m = max(8, 1 << (M - 1).bit_length())
     if block_m == 8:
-        return IntegerTile(8, 16, 128, 5, 1) if O <= 8192 else IntegerTile(8, 32, 128, 4, 2)
+        return IntegerTile(8, 16, 64, 5, 1) if O <= 8192 else IntegerTile(8, 32, 64, 4, 2)
     if block_m <= 64:
         splits = next(n for n in (4, 2, 1) if n * -(-O // 64) <= 2 * _MULTIPROCESSORS or n == 1)
-        return IntegerTile(block_m, 64, 128 if block_m <= 32 else 64, 5, 4, splits=splits)
+        return IntegerTile(block_m, 64, 64, 5, 4, splits=splits)
     return IntegerTile(128, 128, 64, 4, 8, scale_sums=False)
