@@ -33,8 +33,8 @@ from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import PackedReader, TensorSource
 from specbatch.models.linears.invariant import InvariantGemm
-from specbatch.models.linears.packed import is_packable
 from specbatch.models.linears.layer_quantization import LayerQuantization
+from specbatch.models.linears.packed import is_packable
 from specbatch.models.linears.sharded import ModelShard, local_config
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group

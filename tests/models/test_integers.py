@@ -7,19 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from specbatch.config_load import load_config
-from specbatch.errors import ConfigError, ModelError
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.linears.integer import IntegerLinear
-from specbatch.models.linears.integer_quantization import INT4_ON_LOAD
-from specbatch.models.linears.quantization import parse_quantization
 from specbatch.models.weight_loader import WeightLoader
-from specbatch.setup.resolve import resolve
-from tests.integer_checkpoints import AWQ, FORMATS, GPTQ, integer_checkpoint, packed
-from tests.models.test_quantization import LoneRank, rows, texts
+from tests.integer_checkpoints import FORMATS, integer_checkpoint
+from tests.models.test_quantization import rows
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 160, "intermediate_size": 192, "num_attention_heads": 5, "num_key_value_heads": 5}

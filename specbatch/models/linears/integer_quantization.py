@@ -91,9 +91,12 @@ class IntegerQuantization(LayerQuantization):
             words = -(-outputs // in_word)
             return {"qweight": (inputs, words), "qzeros": (groups, words), "scales": (groups, outputs)}
         if self.layout != "packed":
-            words = -(-inputs // in_word), -(-outputs // in_word)
-            return {"qweight": (words[0], outputs), "qzeros": (groups, words[1]), "scales": (groups, outputs)}
-        tensors = {"weight_packed": (outputs, -(-inputs // in_word)), "weight_scale": (outputs, groups)}
+            qweight, qzeros = (-(-inputs // in_word), outputs), (groups, -(-outputs // in_word))
+            return {"qweight": qweight, "qzeros": qzeros, "scales": (groups, outputs)}
+        tensors: dict[str, tuple[int, ...]] = {
+            "weight_packed": (outputs, -(-inputs // in_word)),
+            "weight_scale": (outputs, groups),
+        }
         if self.has_zeros:
             tensors["weight_zero_point"] = (-(-outputs // in_word), groups)
         if self.is_ordered:

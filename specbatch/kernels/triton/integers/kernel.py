@@ -138,6 +138,12 @@ def integer_kernel(
             p0, p1, p2, p3 = unpack_nibbles(w, z0, z1, z2, z3, dtype)
         else:
             p0, p1 = unpack_bytes(w, z0, z1, dtype)
+        if not SCALE_SUMS:
+            s0 = _scale_of(scales, first, safe, OUT, GROUP, GROUPS)
+            s1 = s0 if SHARED else _scale_of(scales, first + WORDS, safe, OUT, GROUP, GROUPS)
+            if BITS == 4:
+                s2 = _scale_of(scales, first + 2 * WORDS, safe, OUT, GROUP, GROUPS)
+                s3 = s2 if SHARED else _scale_of(scales, first + 3 * WORDS, safe, OUT, GROUP, GROUPS)
         after = _first_input(tl.minimum(step + 1, end - 1), STEP, UNIT, WORDS)
         n0 = _scale_of(scales, after, safe, OUT, GROUP, GROUPS)
         n1 = n0 if SHARED else _scale_of(scales, after + WORDS, safe, OUT, GROUP, GROUPS)
