@@ -65,7 +65,7 @@ def quantised(weight_OI: Tensor, found: IntegerQuantization, seed: int = 0) -> t
     scales_OG = (weight_OI.abs().amax() / half * (0.5 + torch.rand(num_out, num_groups, generator=generator))).half()
     zeros_OG = torch.full((num_out, num_groups), half)
     if found.has_zeros:
-        zeros_OG = torch.randint(1, 2 * half - 1, (num_out, num_groups), generator=generator)
+        zeros_OG = torch.randint(0, 2 * half, (num_out, num_groups), generator=generator)
     scales, zeros = scales_OG.float()[:, groups_I], zeros_OG[:, groups_I]
     numbers_OI = (weight_OI / scales + zeros).round().clamp(0, 2 * half - 1).long()
     meant = (numbers_OI - zeros) * scales
@@ -82,10 +82,12 @@ def quantised(weight_OI: Tensor, found: IntegerQuantization, seed: int = 0) -> t
         return tensors, meant
     if found.layout == "awq":
         return {"qweight": awq_words(numbers_OI.T), "qzeros": awq_words(zeros_OG.T), "scales": scales_OG.T}, meant
-    stored_GO = zeros_OG.T - (1 if found.layout == "gptq" else 0)
+    qzeros = pack_words(zeros_OG.T, found.bits)
+    if found.layout == "gptq":  # as GPTQModel: one subtraction from the words
+        qzeros = qzeros - (0x11111111 if found.bits == 4 else 0x01010101)
     return {
         "qweight": pack_words(numbers_OI, found.bits).T,
-        "qzeros": pack_words(stored_GO, found.bits),
+        "qzeros": qzeros,
         "scales": scales_OG.T,
         "g_idx": groups_I.int(),
     }, meant

@@ -55,7 +55,7 @@ DTYPE = torch.bfloat16
 ROTATION_BYTES = 280e6  # bytes of all copies of a weight; L2 holds 60 MB
 CHECKED = 64  # tokens whose results are compared with float64
 LARGEST_ERROR = 5e-3  # results that are rounded to bfloat16 have an error of 1.7e-3
-# What is checked: forms of weights, of sizes that are no multiples of tiles, and tiles. None: the weight is dequantised.
+# What is checked: forms of weights, a size that is no multiple of tiles, and tiles. None: the weight is dequantised.
 FORMS = [Form(bits, group, z) for bits in (4, 8) for group in (32, 64, 128, 256, None) for z in (False, True)]
 CHECKED_SIZE, CHECKED_ROWS = (616, 1088), 300
 CHECKED_TILES = (

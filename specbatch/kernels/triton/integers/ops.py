@@ -47,9 +47,9 @@ def dequantised(weight: IntegerWeight, dtype: torch.dtype) -> Tensor:
     step = step_for(_STEP, weight.num_in, weight.bits, weight.group)
     launch(
         dequantise_kernel, (triton.cdiv(num_out, _BLOCK_O), num_words // step),
-        y_OI, weight.words_OW, weight.scales_GO, weight.zeros_GO, OUT=num_out, IN=weight.num_in, UNIT=UNIT, BITS=weight.bits,
-        GROUP=weight.group, BLOCK_O=_BLOCK_O, STEP=step, HAS_ZEROS=weight.zeros_GO is not None, PDL=pdl, num_warps=4,
-        **launch_options(pdl),
+        y_OI, weight.words_OW, weight.scales_GO, weight.zeros_GO, OUT=num_out, IN=weight.num_in, UNIT=UNIT,
+        BITS=weight.bits, GROUP=weight.group, BLOCK_O=_BLOCK_O, STEP=step, HAS_ZEROS=weight.zeros_GO is not None,
+        PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return y_OI
 
