@@ -216,7 +216,7 @@ class Bench:
             try:
                 error = float((multiply(0)[:CHECKED].double() - expected).norm() / expected.norm())
                 seconds = replay_time(lambda: [multiply(i) for i in range(calls)], num_replays=5) / calls
-                line = {"us": round(seconds * 1e6, 2), "rounding": float(f"{error:.2e}")}
+                line: dict[str, Any] = {"us": round(seconds * 1e6, 2), "rounding": float(f"{error:.2e}")}
                 if not error < LARGEST_ERROR:
                     line = {"error": f"the result is wrong: {error}"}
             except Exception as error:

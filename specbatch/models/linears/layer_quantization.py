@@ -1,4 +1,4 @@
-"""What all quantizations of linear layers have in common: which layers they cover, and the tensors that files have."""
+"""The common part of all quantizations of linear layers: which layers they cover, and the tensors that files have."""
 
 from __future__ import annotations
 
