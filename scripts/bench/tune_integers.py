@@ -74,11 +74,13 @@ def candidates(gemm: Gemm, tokens: int) -> Iterator[IntegerTile]:
     if tokens <= 8:
         for block_o, warps in ((16, 1), (32, 2), (64, 4)):
             yield from (IntegerTile(8, block_o, 64, stages, warps) for stages in (4, 6))
-        yield IntegerTile(8, 32, 64, 6, 1)
-        yield from (IntegerTile(8, 64, 64, 5, 4, splits=s) for s in splits[1:])
+            yield IntegerTile(8, block_o, 64, 6, warps, prefetch=512)
+        yield IntegerTile(8, 16, 64, 8, 1, prefetch=1024)
+        yield from (IntegerTile(8, 64, 64, 5, 4, splits=s, prefetch=256) for s in splits[1:])
     elif tokens <= 32:
         block_m = 16 if tokens <= 16 else 32
         yield IntegerTile(block_m, 32, 64, 5, 2)
+        yield IntegerTile(block_m, 32, 64, 5, 2, prefetch=512)
         yield IntegerTile(block_m, 128, 64, 4, 4)
         yield IntegerTile(block_m, 128, 64, 4, 8)
         yield from (IntegerTile(block_m, 64, 64, 4, 4, splits=s) for s in splits)
@@ -101,7 +103,8 @@ def candidates(gemm: Gemm, tokens: int) -> Iterator[IntegerTile]:
 
 def name_of(tile: IntegerTile) -> str:
     sizes = f"m{tile.block_m} o{tile.block_o} s{tile.step} n{tile.num_stages} w{tile.num_warps}"
-    return " ".join([sizes, *[f"split{tile.splits}"] * (tile.splits > 1), *["weights"] * (not tile.scale_sums)])
+    more = [f"split{tile.splits}"] * (tile.splits > 1) + ["weights"] * (not tile.scale_sums)
+    return " ".join([sizes, *more, *[f"pre{tile.prefetch}"] * (tile.prefetch > 0)])
 
 
 def random_weight(size: tuple[int, int], form: Form, device: str = "cuda") -> IntegerWeight:

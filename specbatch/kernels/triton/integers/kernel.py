@@ -12,7 +12,7 @@ import triton.language as tl
 
 from specbatch.kernels.triton.parts.integers import unpack_bytes, unpack_nibbles
 from specbatch.kernels.triton.parts.launch import await_former
-from specbatch.kernels.triton.skinny.parts import load_weights, rounded
+from specbatch.kernels.triton.skinny.parts import load_weights, prefetch_rows, rounded
 
 _GROUP_TILES = tl.constexpr(8)  # tiles of tokens whose inputs stay in L2 while weights are read
 
@@ -81,7 +81,7 @@ def integer_kernel(
     OUT: tl.constexpr, IN: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     SCALE_SUMS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1. The tile of weights is the first operand,
     and x transposed is the second. Grid: (tiles of outputs x tiles of tokens, SPLITS)."""
@@ -109,6 +109,8 @@ def integer_kernel(
     ok_o = rows < OUT
     safe = rows if OUT % BLOCK_O == 0 else tl.minimum(rows, OUT - 1)
     w_ptrs = words + safe.to(tl.int64)[:, None] * ROW + offs[None, :]
+    if PREFETCH > 0:
+        prefetch_rows(words, row, OUT, ROW, begin * STEP, BLOCK_O, PREFETCH, THREADS)
     # Scales of a step are loaded during the one before it: these loads are not in the pipeline of the tiles.
     first = _first_input(begin, STEP, UNIT, WORDS)
     s0 = _scale_of(scales, first, safe, OUT, GROUP, GROUPS)

@@ -75,6 +75,8 @@ def multiply(
     partial = None
     if tile.splits > 1:
         partial = torch.empty((tile.splits, num_tokens, num_out), dtype=torch.float32, device=x_MI.device)
+    # Only Hopper has the instruction, and no program may read past the end of a row.
+    prefetch = tile.prefetch if pdl and tile.prefetch * tile.splits <= weight.words_OW.shape[1] else 0
     tiles = triton.cdiv(num_out, tile.block_o) * triton.cdiv(num_tokens, tile.block_m)
     launch(
         integer_kernel, (tiles, tile.splits),
@@ -82,7 +84,7 @@ def multiply(
         x_MI.stride(0), OUT=num_out, IN=num_in, UNIT=UNIT, BITS=weight.bits, GROUP=weight.group, BLOCK_M=tile.block_m,
         BLOCK_O=tile.block_o, STEP=tile.step, STAGES=tile.num_stages, SPLITS=tile.splits, SCALE_SUMS=tile.scale_sums,
         HAS_ZEROS=weight.zeros_GO is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None,
-        PDL=pdl, num_warps=tile.num_warps, **options,
+        PREFETCH=prefetch, THREADS=32 * tile.num_warps, PDL=pdl, num_warps=tile.num_warps, **options,
     )  # fmt: skip
     if partial is not None:
         launch(

@@ -26,6 +26,7 @@ class IntegerTile:
     splits: parts of the input features, summed afterwards in fixed order.
     scale_sums: scales multiply the float32 sums of a group, which is exact. Otherwise they multiply the weights, which
         are rounded: that takes fewer registers with many tokens.
+    prefetch: words of every row that a program loads into L2 before it waits for x.
     """
 
     block_m: int
@@ -35,6 +36,7 @@ class IntegerTile:
     num_warps: int
     splits: int = 1
     scale_sums: bool = True
+    prefetch: int = 0
 
     def __post_init__(self) -> None:
         for size in (self.block_m, self.block_o, self.step, self.num_warps):
@@ -74,7 +76,7 @@ def guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
         return None
     block_m = max(8, 1 << (M - 1).bit_length())
     if block_m == 8:
-        return IntegerTile(8, 16, 64, 5, 1) if O <= 8192 else IntegerTile(8, 32, 64, 4, 2)
+        return IntegerTile(8, 16, 64, 6, 1, prefetch=512) if O <= 8192 else IntegerTile(8, 32, 64, 6, 2)
     if block_m <= 64:
         splits = next(n for n in (4, 2, 1) if n * -(-O // 64) <= 2 * _MULTIPROCESSORS or n == 1)
         return IntegerTile(block_m, 64, 64, 5, 4, splits=splits)
