@@ -156,7 +156,7 @@ class EngineSection:
     compile: Literal["off", "auto"] = option(
         "off",
         "`auto`: the pieces of `prefill.graphs: piecewise` and `both` are compiled by torch's Inductor, which fuses "
-        "operations. Layers in FP8, layers with experts, and those of Gemma and OLMo are not compiled. `off`: "
+        "operations. Layers with quantised weights or experts, and those of Gemma and OLMo are not compiled. `off`: "
         "specbatch's own kernels. On a CPU, with other `prefill.graphs` and with `engine.deterministic`, `auto` is an "
         "error.",
     )

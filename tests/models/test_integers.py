@@ -13,6 +13,7 @@ from torch import Tensor
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels import ops_for
+from specbatch.models.decoder import Decoder
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.linears.fp8 import JoinedLinear
 from specbatch.models.linears.integer import IntegerLinear, IntegerNumbers, quantise_integers
@@ -24,10 +25,12 @@ from specbatch.models.random_weights import random_config
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.setup.model import resolve_quantization, saved_bytes
 from specbatch.setup.resolve import resolve
+from tests.coins import plain_logits
 from tests.fp8_checkpoints import compressed, fp8_checkpoint
 from tests.integer_checkpoints import AWQ, FORMATS, GPTQ, integer_checkpoint, packed
 from tests.models.test_quantization import LoneRank, rows, texts
 from tests.tiny_checkpoint import write_checkpoint
+from tests.tiny_models import attention_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = {"hidden_size": 160, "intermediate_size": 192, "num_attention_heads": 5, "num_key_value_heads": 5}
@@ -68,6 +71,18 @@ def test_layers_that_keep_their_weights_compute_the_same(tmp_path: Path) -> None
         gated = loader.gated_linear(gate, up, "silu")
         both = torch.nn.functional.silu(x @ meant[f"{gate}.weight"].T) * (x @ meant[f"{up}.weight"].T)
         torch.testing.assert_close(gated(x), both, rtol=1e-4, atol=1e-3)
+
+
+def test_logits_are_those_of_the_dequantised_model(tmp_path: Path) -> None:
+    meant = integer_checkpoint(tmp_path / "int", FORMATS["packed, zeros, act-order"], **SIZES)
+    write_checkpoint(tmp_path / "plain", **SIZES)
+    save_file(meant, tmp_path / "plain" / "model.safetensors")
+    config, logits = open_checkpoint(tmp_path / "int").config, []
+    for folder in ("int", "plain"):
+        decoder = Decoder(config, loader_of(tmp_path / folder), attention_of(config), 128)
+        with torch.inference_mode():
+            logits.append(plain_logits(decoder, list(range(3, 40))))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-3)
 
 
 def test_layers_with_the_same_order_of_inputs_are_one() -> None:
