@@ -91,14 +91,15 @@ def candidates(gemm: Gemm, tokens: int) -> Iterator[IntegerTile]:
         yield from (IntegerTile(64, 128, 64, 4, 8, splits=s) for s in splits)
         yield from (IntegerTile(64, 128, 32, 4, 4, splits=s, scale_sums=False) for s in splits)
     else:
-        for sums in (False, True):
-            yield from (IntegerTile(128, 128, 32, 4, 8, splits=s, scale_sums=sums) for s in splits)
-        yield IntegerTile(128, 128, 64, 3, 8, scale_sums=False)
-        yield IntegerTile(128, 64, 32, 4, 4, scale_sums=False)
+        shapes = [(128, 128, 32, 4, 8), (128, 128, 64, 3, 8), (128, 256, 32, 3, 8), (128, 128, 32, 4, 4)]
         if tokens > 128:
-            yield from (IntegerTile(256, 128, 32, 3, 8, splits=s, scale_sums=False) for s in splits)
-            yield IntegerTile(256, 64, 32, 3, 4, scale_sums=False)
-            yield IntegerTile(128, 256, 32, 3, 8, scale_sums=False)
+            shapes += [(256, 128, 32, 3, 8), (256, 64, 32, 3, 4), (256, 128, 16, 5, 8)]
+        for shape in shapes:
+            tiles = math.ceil(outputs / shape[1]) * math.ceil(tokens / shape[0])
+            # One and two waves of programs.
+            fill = {max((n for n in (1, 2, 3, 4) if n * tiles <= waves * 132), default=1) for waves in (1, 2)}
+            yield from (IntegerTile(*shape, splits=n, scale_sums=False) for n in sorted(fill))
+        yield IntegerTile(128, 128, 32, 4, 8, splits=splits[-1])
 
 
 def name_of(tile: IntegerTile) -> str:

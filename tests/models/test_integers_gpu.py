@@ -23,7 +23,7 @@ SIZES = {"hidden_size": 320, "intermediate_size": 448, "num_attention_heads": 5,
 
 @pytest.mark.parametrize("section", FORMATS.values(), ids=FORMATS)
 def test_logits_are_those_of_the_dequantised_model(section: dict[str, Any], tmp_path: Path) -> None:
-    """Of one token, of a few and of many. In bfloat16, where dequantised weights are rounded and packed ones are not."""
+    """Of one token, of a few and of many. Dequantised weights are rounded, packed ones are not."""
     integer_checkpoint(tmp_path, section, **SIZES)
     found = open_checkpoint(tmp_path)
     assert found.quantization is not None
@@ -51,6 +51,7 @@ def test_speculation_in_graphs(graphs: str, tmp_path: Path) -> None:
     sets = ["engine.device=cuda", "model.dtype=bfloat16", f"engine.cuda_graphs={graphs}"]
     plain = texts(tmp_path, *sets, "speculation.method=none")
     drafted = texts(tmp_path, *sets, "speculation.method=ngram")
-    assert all(one[:2] == other[:2] for one, other in zip(plain, drafted, strict=True))
+    equal = sum(next((k for k in range(14) if a[k] != b[k]), 14) for a, b in zip(plain, drafted, strict=True))
+    assert equal >= 8
     sets.append("engine.deterministic=true")
     assert texts(tmp_path, *sets, "speculation.method=none") == texts(tmp_path, *sets, "speculation.method=ngram")
