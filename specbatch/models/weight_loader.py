@@ -17,6 +17,7 @@ from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights
+from specbatch.models.formats.gguf import GgufSource
 from specbatch.models.formats.integer_tensors import read_integers
 from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.layers import RMSNorm
@@ -288,6 +289,10 @@ class WeightLoader:
         if quantization.layout == "plain":
             weight = self.stored(f"{layer}.weight").to(device=self.device, dtype=self.dtype)
             return quantise_integers(weight, quantization.bits, quantization.group or weight.shape[1])
+
+        if quantization.layout == "gguf":
+            assert isinstance(self._tensors, GgufSource), type(self._tensors)
+            return self._tensors.integers(f"{layer}.weight", self.device)
 
         def load(kind: str) -> Tensor | None:
             try:

@@ -45,6 +45,8 @@ def resolve_quantization(
         return None
     if isinstance(found, IntegerQuantization):
         found = _resolve_integers(found, config, target, device, dtype)
+        if is_gguf and not found.is_kept:
+            return None  # the reader of the file dequantises
     elif found.is_kept:
         what = "model.quantization: fp8" if target.quantization is None else "a checkpoint in FP8"
         if device.type == "cuda":

@@ -234,7 +234,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         prefill=replace(config.prefill, graphs=engine.prompt_graphs),
         data=replace(config.data, prompts_as_chat=as_chat),
     )
-    description = {"target": f"{config.model.target} ({target.config.model_type}, {target.description})"}
+    weights_as = target.description
+    if quantization is not None and quantization.is_kept:  # weights of a GGUF file can stay as they are
+        weights_as = weights_as.removesuffix(" dequantised")
+    description = {"target": f"{config.model.target} ({target.config.model_type}, {weights_as})"}
     if draft is not None:
         ref = speculation.section.draft
         description["draft"] = f"{ref} ({speculation.method}{_random_weights(ref)})"

@@ -67,7 +67,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         gguf = GgufSource(file, config)
         _check_tensors(path, config, gguf)
         ignored = tuple(key for key in file.metadata if key.startswith("general.sampling."))
-        return Checkpoint(path, config, gguf, gguf_description(file), ignored=ignored)
+        return Checkpoint(path, config, gguf, gguf_description(file), gguf.integer_quantization(), ignored=ignored)
     check_no_adapter(path)
     config_file = path / "config.json"
     if not is_there(config_file):

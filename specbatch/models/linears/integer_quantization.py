@@ -23,7 +23,8 @@ from specbatch.models.linears.layer_quantization import (
 )
 
 # The layout of tensors in files. "gptq" stores zero points less one. "plain": files have the unquantised weight.
-IntegerLayout = Literal["gptq", "gptq_v2", "awq", "packed", "plain"]
+# "gguf": a GGUF file, whose reader also dequantises.
+IntegerLayout = Literal["gptq", "gptq_v2", "awq", "packed", "plain", "gguf"]
 _GROUPS = (32, 64, 128)  # inputs that share a scale, and multiples of the last one
 _SCALE_BYTES = 2  # float16 or bfloat16
 
@@ -45,8 +46,9 @@ class IntegerQuantization(LayerQuantization):
         return self.keeps_layers
 
     def covers(self, layer: str) -> bool:
-        # Experts that are not in these files would be rounded without saving memory.
-        return super().covers(layer) and not (self.layout == "plain" and ".experts." in layer)
+        if self.layout in ("plain", "gguf") and ".experts." in layer:
+            return False  # they would be rounded without saving memory, or are dequantised by the file's reader
+        return super().covers(layer) and (self.layout != "gguf" or self.is_kept)
 
     def keeps(self, layer: str) -> bool:
         return super().keeps(layer) and ".experts." not in layer
