@@ -76,6 +76,8 @@ def candidates(gemm: Gemm, tokens: int) -> Iterator[IntegerTile]:
             yield from (IntegerTile(8, block_o, 64, stages, warps) for stages in (4, 6))
             yield IntegerTile(8, block_o, 64, 6, warps, prefetch=512)
         yield IntegerTile(8, 16, 64, 8, 1, prefetch=1024)
+        yield IntegerTile(8, 16, 64, 6, 1, scale_sums=False)
+        yield IntegerTile(8, 64, 64, 5, 4, scale_sums=False)
         yield from (IntegerTile(8, 64, 64, 5, 4, splits=s, prefetch=256) for s in splits[1:])
     elif tokens <= 32:
         block_m = 16 if tokens <= 16 else 32
@@ -90,6 +92,8 @@ def candidates(gemm: Gemm, tokens: int) -> Iterator[IntegerTile]:
         yield from (IntegerTile(64, 64, 32, 5, 4, splits=s) for s in splits)
         yield from (IntegerTile(64, 128, 64, 4, 8, splits=s) for s in splits)
         yield from (IntegerTile(64, 128, 32, 4, 4, splits=s, scale_sums=False) for s in splits)
+        yield from (IntegerTile(64, 128, 64, 4, 8, splits=s, scale_sums=False) for s in splits)
+        yield from (IntegerTile(64, 64, 64, 4, 4, splits=s, scale_sums=False) for s in splits)
     else:
         shapes = [(128, 128, 32, 4, 8), (128, 128, 64, 3, 8), (128, 256, 32, 3, 8), (128, 128, 32, 4, 4)]
         if tokens > 128:

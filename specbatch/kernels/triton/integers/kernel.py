@@ -49,30 +49,26 @@ def _zeros_of(
 
 
 @triton.jit
-def _x_tile(x_ptrs, first, offs, ok_m, IN: tl.constexpr, MASKED: tl.constexpr):
-    mask = ok_m[None, :] & (first + offs < IN)[:, None] if MASKED else ok_m[None, :]
-    return tl.load(x_ptrs + first, mask=mask, other=0.0)
+def _x_tile(
+    x_ptrs, first, ok_m, PARTS: tl.constexpr, STEP: tl.constexpr, WORDS: tl.constexpr, IN: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load the inputs of PARTS parts, (PARTS * STEP, BLOCK_M). `first`: the first input of the first part."""
+    index = tl.arange(0, PARTS * STEP)
+    offs = first + index // STEP * WORDS + index % STEP
+    mask = ok_m[None, :] & (offs < IN)[:, None] if MASKED else ok_m[None, :]
+    return tl.load(x_ptrs[None, :] + offs[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
-def _add_parts(
-    acc, one, other, one_x, other_x, one_scale, other_scale,
-    ONE_GROUP: tl.constexpr, SHARED: tl.constexpr, SCALE_SUMS: tl.constexpr,
-):  # fmt: skip
-    """Add two parts. ONE_GROUP: an output has one scale, which the caller applies. SHARED: both have the same
-    scales."""
-    if ONE_GROUP:
-        acc = tl.dot(one, one_x, acc)
-        acc = tl.dot(other, other_x, acc)
-    elif SCALE_SUMS and SHARED:
-        acc += tl.dot(other, other_x, tl.dot(one, one_x)) * one_scale[:, None]
-    elif SCALE_SUMS:
-        acc += tl.dot(one, one_x) * one_scale[:, None]
-        acc += tl.dot(other, other_x) * other_scale[:, None]
-    else:
-        acc = tl.dot(one * one_scale.to(one.dtype)[:, None], one_x, acc)
-        acc = tl.dot(other * other_scale.to(one.dtype)[:, None], other_x, acc)
-    return acc
+def _joined(one, other):
+    """Return two parts (BLOCK_O, N) as one (BLOCK_O, 2 N). In the arrangement of an operand no number moves."""
+    return tl.reshape(tl.permute(tl.join(one, other), (0, 2, 1)), (one.shape[0], 2 * one.shape[1]))
+
+
+@triton.jit
+def _scaled(part, scale):
+    return part * scale.to(part.dtype)[:, None]
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -104,14 +100,12 @@ def integer_kernel(
     split = tl.program_id(1)
     begin = 0 if SPLITS == 1 else split * STEPS_PER_SPLIT
     end = STEPS if SPLITS == 1 else tl.minimum(begin + STEPS_PER_SPLIT, STEPS)
-    offs = tl.arange(0, STEP)
     rows = row + tl.arange(0, BLOCK_O)
     ok_o = rows < OUT
     safe = rows if OUT % BLOCK_O == 0 else tl.minimum(rows, OUT - 1)
-    w_ptrs = words + safe.to(tl.int64)[:, None] * ROW + offs[None, :]
+    w_ptrs = words + safe.to(tl.int64)[:, None] * ROW + tl.arange(0, STEP)[None, :]
     if PREFETCH > 0:
         prefetch_rows(words, row, OUT, ROW, begin * STEP, BLOCK_O, PREFETCH, THREADS)
-    # Scales of a step are loaded during the one before it: these loads are not in the pipeline of the tiles.
     first = _first_input(begin, STEP, UNIT, WORDS)
     s0 = _scale_of(scales, first, safe, OUT, GROUP, GROUPS)
     s1 = s0 if SHARED else _scale_of(scales, first + WORDS, safe, OUT, GROUP, GROUPS)
@@ -123,41 +117,61 @@ def integer_kernel(
     await_former(PDL)
     tokens = token + tl.arange(0, BLOCK_M)
     ok_m = tokens < M
-    x_ptrs = x + tokens.to(tl.int64)[None, :] * stride_x + offs[:, None]
+    x_ptrs = x + tokens.to(tl.int64) * stride_x
     acc = tl.zeros((BLOCK_O, BLOCK_M), tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         first = _first_input(step, STEP, UNIT, WORDS)
         w = load_weights(w_ptrs + step * STEP, None, False)
-        x0 = _x_tile(x_ptrs, first, offs, ok_m, IN, MASKED)
-        x1 = _x_tile(x_ptrs, first + WORDS, offs, ok_m, IN, MASKED)
         z0 = _zeros_of(zeros, first, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
         z1 = z0 if SHARED else _zeros_of(zeros, first + WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
         if BITS == 4:
-            x2 = _x_tile(x_ptrs, first + 2 * WORDS, offs, ok_m, IN, MASKED)
-            x3 = _x_tile(x_ptrs, first + 3 * WORDS, offs, ok_m, IN, MASKED)
             z2 = _zeros_of(zeros, first + 2 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
             z3 = z2 if SHARED else _zeros_of(zeros, first + 3 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
             p0, p1, p2, p3 = unpack_nibbles(w, z0, z1, z2, z3, dtype)
         else:
             p0, p1 = unpack_bytes(w, z0, z1, dtype)
-        if not SCALE_SUMS:
-            s0 = _scale_of(scales, first, safe, OUT, GROUP, GROUPS)
-            s1 = s0 if SHARED else _scale_of(scales, first + WORDS, safe, OUT, GROUP, GROUPS)
+        if GROUPS == 1 or not SCALE_SUMS:
+            if GROUPS > 1:
+                # Scales that are loaded here have the arrangement of the operand. Those of another step would not.
+                c0 = _scale_of(scales, first, safe, OUT, GROUP, GROUPS)
+                c1 = c0 if SHARED else _scale_of(scales, first + WORDS, safe, OUT, GROUP, GROUPS)
+                p0 = _scaled(p0, c0)
+                p1 = _scaled(p1, c1)
+                if BITS == 4:
+                    c2 = _scale_of(scales, first + 2 * WORDS, safe, OUT, GROUP, GROUPS)
+                    c3 = c2 if SHARED else _scale_of(scales, first + 3 * WORDS, safe, OUT, GROUP, GROUPS)
+                    p2 = _scaled(p2, c2)
+                    p3 = _scaled(p3, c3)
+            whole = _joined(p0, p1)
             if BITS == 4:
-                s2 = _scale_of(scales, first + 2 * WORDS, safe, OUT, GROUP, GROUPS)
-                s3 = s2 if SHARED else _scale_of(scales, first + 3 * WORDS, safe, OUT, GROUP, GROUPS)
-        after = _first_input(tl.minimum(step + 1, end - 1), STEP, UNIT, WORDS)
-        n0 = _scale_of(scales, after, safe, OUT, GROUP, GROUPS)
-        n1 = n0 if SHARED else _scale_of(scales, after + WORDS, safe, OUT, GROUP, GROUPS)
-        acc = _add_parts(acc, p0, p1, x0, x1, s0, s1, GROUPS == 1, SHARED, SCALE_SUMS)
-        s0 = n0
-        s1 = n1
-        if BITS == 4:
-            n2 = _scale_of(scales, after + 2 * WORDS, safe, OUT, GROUP, GROUPS)
-            n3 = n2 if SHARED else _scale_of(scales, after + 3 * WORDS, safe, OUT, GROUP, GROUPS)
-            acc = _add_parts(acc, p2, p3, x2, x3, s2, s3, GROUPS == 1, SHARED, SCALE_SUMS)
-            s2 = n2
-            s3 = n3
+                whole = _joined(whole, _joined(p2, p3))
+            acc = tl.dot(whole, _x_tile(x_ptrs, first, ok_m, 16 // BITS, STEP, WORDS, IN, MASKED), acc)
+        else:
+            # Scales of the next step are loaded here: these loads are not in the pipeline of the tiles.
+            after = _first_input(tl.minimum(step + 1, end - 1), STEP, UNIT, WORDS)
+            n0 = _scale_of(scales, after, safe, OUT, GROUP, GROUPS)
+            n1 = n0 if SHARED else _scale_of(scales, after + WORDS, safe, OUT, GROUP, GROUPS)
+            if SHARED:
+                acc += tl.dot(_joined(p0, p1), _x_tile(x_ptrs, first, ok_m, 2, STEP, WORDS, IN, MASKED)) * s0[:, None]
+            else:
+                acc += tl.dot(p0, _x_tile(x_ptrs, first, ok_m, 1, STEP, WORDS, IN, MASKED)) * s0[:, None]
+                acc += tl.dot(p1, _x_tile(x_ptrs, first + WORDS, ok_m, 1, STEP, WORDS, IN, MASKED)) * s1[:, None]
+            s0 = n0
+            s1 = n1
+            if BITS == 4:
+                n2 = _scale_of(scales, after + 2 * WORDS, safe, OUT, GROUP, GROUPS)
+                n3 = n2 if SHARED else _scale_of(scales, after + 3 * WORDS, safe, OUT, GROUP, GROUPS)
+                third = first + 2 * WORDS
+                if SHARED:
+                    x2 = _x_tile(x_ptrs, third, ok_m, 2, STEP, WORDS, IN, MASKED)
+                    acc += tl.dot(_joined(p2, p3), x2) * s2[:, None]
+                else:
+                    x2 = _x_tile(x_ptrs, third, ok_m, 1, STEP, WORDS, IN, MASKED)
+                    x3 = _x_tile(x_ptrs, third + WORDS, ok_m, 1, STEP, WORDS, IN, MASKED)
+                    acc += tl.dot(p2, x2) * s2[:, None]
+                    acc += tl.dot(p3, x3) * s3[:, None]
+                s2 = n2
+                s3 = n3
     if GROUPS == 1:
         acc = acc * _scale_of(scales, 0, safe, OUT, GROUP, GROUPS)[:, None]
     mask = ok_o[:, None] & ok_m[None, :]

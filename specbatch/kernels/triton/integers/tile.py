@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from specbatch.kernels.integers import UNIT
 
 # Above this number of tokens a weight is dequantised to memory, and the library multiplies.
-MAX_TOKENS = 512
+MAX_TOKENS = 1024
 _SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
 _MULTIPROCESSORS = 132  # the number of an H100 and an H200
 
@@ -80,4 +80,7 @@ def guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
     if block_m <= 64:
         splits = next(n for n in (4, 2, 1) if n * -(-O // 64) <= 2 * _MULTIPROCESSORS or n == 1)
         return IntegerTile(block_m, 64, 64, 5, 4, splits=splits)
-    return IntegerTile(128, 128, 64, 4, 8, scale_sums=False)
+    block_m, stages = (128, 4) if M <= 128 else (256, 3)
+    tiles = -(-O // 128) * -(-M // block_m)
+    splits = max((n for n in (1, 2, 3, 4) if n * tiles <= _MULTIPROCESSORS), default=1)
+    return IntegerTile(block_m, 128, 32, stages, 8, splits=splits, scale_sums=False)
