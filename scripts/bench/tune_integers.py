@@ -95,15 +95,9 @@ def candidates(gemm: Gemm, tokens: int) -> Iterator[IntegerTile]:
         yield from (IntegerTile(64, 128, 32, 6, 8, splits=s, scale_sums=False) for s in splits)
         yield from (IntegerTile(64, 64, 64, 4, 4, splits=s, scale_sums=False) for s in splits)
     else:
-        shapes = [(128, 128, 32, 4, 8), (128, 128, 64, 3, 8), (128, 128, 16, 6, 4), (128, 64, 32, 3, 4)]
+        shapes = [(128, 128, 32, 4, 8), (128, 128, 64, 3, 8), (128, 128, 16, 5, 4), (128, 64, 32, 3, 4)]
         if tokens > 128:
-            shapes = [
-                *shapes[:3],
-                (256, 128, 32, 3, 8),
-                (256, 128, 16, 5, 8),
-                (256, 64, 16, 5, 4),
-                (128, 256, 16, 5, 8),
-            ]
+            shapes[3:] = (256, 128, 32, 3, 8), (256, 128, 16, 5, 8), (256, 64, 16, 5, 4), (128, 256, 16, 5, 8)
         for shape in shapes:
             tiles = math.ceil(outputs / shape[1]) * math.ceil(tokens / shape[0])
             # One and two waves of programs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AwqConfig, GPTQConfig
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, ModelError
@@ -115,6 +117,8 @@ def test_layers_with_the_same_order_of_inputs_are_one() -> None:
         ({**GPTQ, "sym": "yes"}, "sym must be true or false"),
         ({**AWQ, "version": "gemv"}, "'gemv'"),
         ({**AWQ, "zero_point": False}, "zero_point"),
+        ({**AWQ, "backend": "llm-awq"}, "'llm-awq'"),
+        ({**AWQ, "desc_act": True}, "desc_act"),
         ({**AWQ, "odd": 1}, "'odd'"),
         (packed(num_bits=2), "2 bits"),
         (packed(type="float"), "'float'"),
@@ -129,6 +133,13 @@ def test_refusals_name_the_culprit(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError) as caught:
         parse_quantization({"quantization_config": section})
     assert words in caught.value.message
+
+
+def test_configurations_of_transformers_are_read() -> None:
+    for config in (GPTQConfig(bits=4, group_size=64), AwqConfig(bits=4, group_size=64)):
+        found = parse_quantization({"quantization_config": json.loads(config.to_json_string(use_diff=False))})
+        assert isinstance(found, IntegerQuantization)
+        assert (found.bits, found.group) == (4, 64)
 
 
 def test_layers_that_are_left_out() -> None:

@@ -132,7 +132,8 @@ _GPTQ_HARMLESS = (
     "disable_exllama", "max_input_length", "exllama_config", "cache_block_outputs", "backend", "act_group_aware",
     "mse", "kernel", "quantizer", "offload_to_disk", "device", "parallel_packing",
 )  # fmt: skip
-_AWQ_HARMLESS = ("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config", "backend", "meta", "pack_dtype")
+# transformers writes all keys of GPTQ for AWQ, too.
+_AWQ_HARMLESS = (*_GPTQ_HARMLESS, "sym", "do_fuse", "fuse_max_seq_len", "modules_to_fuse")
 _PACKED_READ = ("num_bits", "type", "symmetric", "strategy", "group_size", "actorder", "dynamic")
 _PACKED_HARMLESS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
@@ -178,10 +179,17 @@ def _dynamic(value: object, name: str) -> tuple[str, ...]:
 def parse_awq(section: Mapping[str, Any], where: str) -> IntegerQuantization:
     """https://github.com/casper-hansen/AutoAWQ"""
     read = ("quant_method", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version")
-    check_known_keys(section, (*read, "modules_to_not_convert", *_AWQ_HARMLESS), where)
-    version = section.get("version", "gemm")
-    if not isinstance(version, str) or version.lower() != "gemm":
-        raise unsupported(f"{where}: version {shown(version)}")
+    neutral = ("desc_act", "lm_head", "dynamic", "modules_in_block_to_quantize")
+    check_known_keys(section, (*read, "format", "modules_to_not_convert", *_AWQ_HARMLESS, *neutral), where)
+    for key in neutral:
+        if section.get(key):
+            raise unsupported(f"{where}: {key} {shown(section[key])}")
+    if section.get("backend") == "llm-awq":  # it packs in another way
+        raise unsupported(f"{where}: backend 'llm-awq'")
+    for key in ("version", "format"):
+        version = section.get(key, "gemm")
+        if not isinstance(version, str) or version.lower() != "gemm":
+            raise unsupported(f"{where}: {key} {shown(version)}")
     if not flag(section.get("zero_point", True), f"{where}: zero_point"):
         raise unsupported(f"{where}: zero_point false")
     bits = _bits(section.get("bits", section.get("w_bit")), where)
