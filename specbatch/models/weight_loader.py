@@ -17,6 +17,7 @@ from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights
+from specbatch.kernels.integers import IntegerWeight
 from specbatch.models.formats.gguf import GgufSource
 from specbatch.models.formats.integer_tensors import read_integers
 from specbatch.models.formats.tensor_files import PackedReader
@@ -263,7 +264,15 @@ class WeightLoader:
         if joined is None:
             return JoinedLinear([self.linear(name, has_bias=has_bias) for name in names])
         bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
-        return IntegerLinear(joined, orders[0], bias, self._ops)
+        del weights
+        return IntegerLinear(self._settled(joined), orders[0], bias, self._ops)
+
+    def _settled(self, weight: IntegerWeight) -> IntegerWeight:
+        """Copy a packed weight, which was made among larger tensors, so that their memory can be freed."""
+        if self.device.type != "cuda":
+            return weight
+        _give_back_memory()
+        return weight._replace(words_OW=weight.words_OW.clone())
 
     def _own_integer_numbers(self, layer: str) -> IntegerNumbers:
         """Load this process's part. Parts of the inputs begin and end between groups, see `check_group_borders`."""
