@@ -165,7 +165,10 @@ class WeightLoader:
     def gated_linear(self, gate: str, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
         if self._is_quantised(gate, up):
             if self.device.type == "cuda" or isinstance(self._quantization, IntegerQuantization):
-                return ScaledGatedLinear(self.linear(gate, up, has_bias=has_bias), self._ops, activation)
+                both = self.linear(gate, up, has_bias=has_bias)
+                if isinstance(both, IntegerLinear) and not has_bias:
+                    return both.gated(activation)
+                return ScaledGatedLinear(both, self._ops, activation)
             layers = self.linear(gate, has_bias=has_bias), self.linear(up, has_bias=has_bias)
             return Fp8GatedLinear(*layers, activation)
         biases = (self.tensor(f"{gate}.bias"), self.tensor(f"{up}.bias")) if has_bias else None

@@ -11,7 +11,13 @@ import torch
 pytest.importorskip("triton")
 
 from specbatch.kernels.integers import IntegerWeight
-from specbatch.kernels.torch.integers import dequantise_integers, integer_linear, pack_integers, unpack_integers
+from specbatch.kernels.torch.integers import (
+    dequantise_integers,
+    integer_gated_linear,
+    integer_linear,
+    pack_integers,
+    unpack_integers,
+)
 from specbatch.kernels.triton.integers import ops
 from specbatch.kernels.triton.integers.tile import IntegerTile, fitting, guess, integer_tile_for
 from tests.kernels.batches import CUDA, DEVICE
@@ -80,6 +86,17 @@ def test_our_kernel_with_all_groups() -> None:
         weight = weight_of(24, 288, bits, group, zeros=zeros)
         for tile in tiles:
             check(inputs(3, 288), weight, tile, extra=zeros)
+
+
+def test_a_gated_pair() -> None:
+    """Sizes that are no multiples of tiles; with splits; and with a dequantised weight."""
+    x, weight = inputs(5, 288), weight_of(44, 288, 4, 128, zeros=True)
+    gate, up = (x.double() @ dequantise_integers(weight, torch.float64).T / 64).chunk(2, dim=1)
+    weight = weight._replace(scales_GO=weight.scales_GO / 64)
+    expected = torch.nn.functional.silu(gate) * up
+    found = [ops.multiply(x, weight, None, None, replace(TILE, splits=n), "silu") for n in (1, 2)]
+    for one in (*found, ops.integer_gated_linear(x, weight), integer_gated_linear(x, weight)):
+        assert float((one.double() - expected).norm() / expected.norm()) < 1e-2
 
 
 def test_our_kernel_with_more_tokens_than_a_tile() -> None:

@@ -1,6 +1,6 @@
 """Linear layers with weights of whole numbers (see `kernels/integers.py`), in plain torch.
 
-Shape suffixes: T packed tokens, I input features, O output features, G groups of inputs, W words of a row.
+Shape suffixes: M tokens, I input features, O output features, G groups of inputs, W words of a row.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specbatch.kernels.activations import Activation
 from specbatch.kernels.integers import UNIT, IntegerWeight
-from specbatch.kernels.torch.gemm import linear
+from specbatch.kernels.torch.gemm import gated_linear, linear
 
 
 def pack_integers(numbers_OI: Tensor, bits: int) -> Tensor:
@@ -39,11 +40,16 @@ def dequantise_integers(weight: IntegerWeight, dtype: torch.dtype) -> Tensor:
 
 
 def integer_linear(
-    x_TI: Tensor, weight: IntegerWeight, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
+    x_MI: Tensor, weight: IntegerWeight, bias_O: Tensor | None = None, residual_MO: Tensor | None = None
 ) -> Tensor:
-    """Return x W^T + bias, rounded to x's dtype, then + residual, rounded again; (T, O). The sum may be written over
+    """Return x W^T + bias, rounded to x's dtype, then + residual, rounded again; (M, O). The sum may be written over
     the residual."""
-    return linear(x_TI, dequantise_integers(weight, x_TI.dtype), bias_O, residual_TO)
+    return linear(x_MI, dequantise_integers(weight, x_MI.dtype), bias_O, residual_MO)
+
+
+def integer_gated_linear(x_MI: Tensor, weight: IntegerWeight, activation: Activation = "silu") -> Tensor:
+    """Return activation(x G^T) * (x U^T), each step rounded to x's dtype. G is the first half of the weight."""
+    return gated_linear(x_MI, dequantise_integers(weight, x_MI.dtype), activation)
 
 
 def _spread(of_groups_GO: Tensor, weight: IntegerWeight) -> Tensor:

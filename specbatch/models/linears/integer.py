@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.errors import ModelError
+from specbatch.kernels.activations import Activation
 from specbatch.kernels.integers import IntegerWeight
 from specbatch.kernels.torch.integers import pack_integers
-from specbatch.models.linears.linear import Linear
+from specbatch.models.linears.linear import GatedLinear, Linear
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,27 @@ class IntegerLinear(Linear):
     def with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Tensor:
         return self._multiply(x_TI, residual_TO)
 
+    def gated(self, activation: Activation) -> IntegerGatedLinear:
+        """Return the gated layer of gate and up, which are this layer."""
+        assert self._bias is None, "kernels have no gated pair with a bias"
+        return IntegerGatedLinear(self._weight, self._order, self._ops, activation)
+
     def _multiply(self, x_TI: Tensor, residual_TO: Tensor | None) -> Tensor:
         if self._order is not None:
             x_TI = x_TI.index_select(1, self._order)
         y_TO: Tensor = self._ops.integer_linear(x_TI, self._weight, self._bias, residual_TO)
+        return y_TO
+
+
+class IntegerGatedLinear(GatedLinear):
+    """The gated pair of linear layers of an MLP, without biases. `weight`, `order_I`: those of gate and up as one
+    layer, see `IntegerLinear`."""
+
+    def __init__(self, weight: IntegerWeight, order_I: Tensor | None, ops: ModuleType, activation: Activation) -> None:
+        self._weight, self._order, self._ops, self._activation = weight, order_I, ops, activation
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        if self._order is not None:
+            x_TI = x_TI.index_select(1, self._order)
+        y_TO: Tensor = self._ops.integer_gated_linear(x_TI, self._weight, self._activation)
         return y_TO

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specbatch.kernels.triton.parts.elementwise import gate_and_up
 from specbatch.kernels.triton.parts.integers import unpack_bytes, unpack_nibbles
 from specbatch.kernels.triton.parts.launch import await_former
 from specbatch.kernels.triton.skinny.parts import load_weights, prefetch_rows, rounded
@@ -76,11 +77,13 @@ def integer_kernel(
     y, x, words, scales, zeros, bias, residual, partial, M, stride_x,
     OUT: tl.constexpr, IN: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
-    SCALE_SUMS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    PREFETCH: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+    SCALE_SUMS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PREFETCH: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1. The tile of weights is the first operand,
-    and x transposed is the second. Grid: (tiles of outputs x tiles of tokens, SPLITS)."""
+    """Compute y (M, OUT), or its parts `partial` (S, M, OUT) if SPLITS > 1. GATED: the weight has OUT rows of gate,
+    then OUT of up, and parts are (S, M, 2, OUT). The tile of weights is the first operand, and x transposed is the
+    second. Grid: (tiles of outputs x tiles of tokens, SPLITS)."""
     dtype: tl.constexpr = y.dtype.element_ty
     WORDS: tl.constexpr = UNIT * BITS // 16
     ROW: tl.constexpr = (IN + UNIT - 1) // UNIT * WORDS
@@ -89,31 +92,37 @@ def integer_kernel(
     SHARED: tl.constexpr = GROUP % (2 * WORDS) == 0
     STEPS: tl.constexpr = ROW // STEP
     STEPS_PER_SPLIT: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    TILES_O: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O
+    WIDTH: tl.constexpr = 2 * OUT if GATED else OUT  # rows of the weight
+    OUTPUTS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O  # those of a program
+    TILES_O: tl.constexpr = (OUT + OUTPUTS - 1) // OUTPUTS
     # Programs go over groups of tiles of tokens, and in a group over one tile of weights after the other.
     tiles_m = (M + BLOCK_M - 1) // BLOCK_M
     first_tile = tl.program_id(0) // (_GROUP_TILES * TILES_O) * _GROUP_TILES
     in_group = tl.minimum(tiles_m - first_tile, _GROUP_TILES)
     within = tl.program_id(0) % (_GROUP_TILES * TILES_O)
     token = (first_tile + within % in_group) * BLOCK_M
-    row = within // in_group * BLOCK_O
+    row = within // in_group * OUTPUTS
     split = tl.program_id(1)
     begin = 0 if SPLITS == 1 else split * STEPS_PER_SPLIT
     end = STEPS if SPLITS == 1 else tl.minimum(begin + STEPS_PER_SPLIT, STEPS)
-    rows = row + tl.arange(0, BLOCK_O)
+    # The operand has rows of gate, then the same rows of up.
+    local = tl.arange(0, BLOCK_O)
+    rows = row + local % OUTPUTS
     ok_o = rows < OUT
-    safe = rows if OUT % BLOCK_O == 0 else tl.minimum(rows, OUT - 1)
-    w_ptrs = words + safe.to(tl.int64)[:, None] * ROW + tl.arange(0, STEP)[None, :]
+    rows = (rows if OUT % OUTPUTS == 0 else tl.minimum(rows, OUT - 1)) + local // OUTPUTS * OUT
+    w_ptrs = words + rows.to(tl.int64)[:, None] * ROW + tl.arange(0, STEP)[None, :]
     if PREFETCH > 0:
-        prefetch_rows(words, row, OUT, ROW, begin * STEP, BLOCK_O, PREFETCH, THREADS)
+        prefetch_rows(words, row, OUT, ROW, begin * STEP, OUTPUTS, PREFETCH, THREADS)
+        if GATED:
+            prefetch_rows(words + OUT * ROW, row, OUT, ROW, begin * STEP, OUTPUTS, PREFETCH, THREADS)
     first = _first_input(begin, STEP, UNIT, WORDS)
-    s0 = _scale_of(scales, first, safe, OUT, GROUP, GROUPS)
-    s1 = s0 if SHARED else _scale_of(scales, first + WORDS, safe, OUT, GROUP, GROUPS)
+    s0 = _scale_of(scales, first, rows, WIDTH, GROUP, GROUPS)
+    s1 = s0 if SHARED else _scale_of(scales, first + WORDS, rows, WIDTH, GROUP, GROUPS)
     s2 = s0
     s3 = s0
     if BITS == 4:
-        s2 = _scale_of(scales, first + 2 * WORDS, safe, OUT, GROUP, GROUPS)
-        s3 = s2 if SHARED else _scale_of(scales, first + 3 * WORDS, safe, OUT, GROUP, GROUPS)
+        s2 = _scale_of(scales, first + 2 * WORDS, rows, WIDTH, GROUP, GROUPS)
+        s3 = s2 if SHARED else _scale_of(scales, first + 3 * WORDS, rows, WIDTH, GROUP, GROUPS)
     await_former(PDL)
     tokens = token + tl.arange(0, BLOCK_M)
     ok_m = tokens < M
@@ -122,24 +131,24 @@ def integer_kernel(
     for step in tl.range(begin, end, num_stages=STAGES):
         first = _first_input(step, STEP, UNIT, WORDS)
         w = load_weights(w_ptrs + step * STEP, None, False)
-        z0 = _zeros_of(zeros, first, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
-        z1 = z0 if SHARED else _zeros_of(zeros, first + WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+        z0 = _zeros_of(zeros, first, rows, WIDTH, GROUP, GROUPS, BITS, HAS_ZEROS)
+        z1 = z0 if SHARED else _zeros_of(zeros, first + WORDS, rows, WIDTH, GROUP, GROUPS, BITS, HAS_ZEROS)
         if BITS == 4:
-            z2 = _zeros_of(zeros, first + 2 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
-            z3 = z2 if SHARED else _zeros_of(zeros, first + 3 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+            z2 = _zeros_of(zeros, first + 2 * WORDS, rows, WIDTH, GROUP, GROUPS, BITS, HAS_ZEROS)
+            z3 = z2 if SHARED else _zeros_of(zeros, first + 3 * WORDS, rows, WIDTH, GROUP, GROUPS, BITS, HAS_ZEROS)
             p0, p1, p2, p3 = unpack_nibbles(w, z0, z1, z2, z3, dtype)
         else:
             p0, p1 = unpack_bytes(w, z0, z1, dtype)
         if GROUPS == 1 or not SCALE_SUMS:
             if GROUPS > 1:
                 # Scales that are loaded here have the arrangement of the operand. Those of another step would not.
-                c0 = _scale_of(scales, first, safe, OUT, GROUP, GROUPS)
-                c1 = c0 if SHARED else _scale_of(scales, first + WORDS, safe, OUT, GROUP, GROUPS)
+                c0 = _scale_of(scales, first, rows, WIDTH, GROUP, GROUPS)
+                c1 = c0 if SHARED else _scale_of(scales, first + WORDS, rows, WIDTH, GROUP, GROUPS)
                 p0 = _scaled(p0, c0)
                 p1 = _scaled(p1, c1)
                 if BITS == 4:
-                    c2 = _scale_of(scales, first + 2 * WORDS, safe, OUT, GROUP, GROUPS)
-                    c3 = c2 if SHARED else _scale_of(scales, first + 3 * WORDS, safe, OUT, GROUP, GROUPS)
+                    c2 = _scale_of(scales, first + 2 * WORDS, rows, WIDTH, GROUP, GROUPS)
+                    c3 = c2 if SHARED else _scale_of(scales, first + 3 * WORDS, rows, WIDTH, GROUP, GROUPS)
                     p2 = _scaled(p2, c2)
                     p3 = _scaled(p3, c3)
             whole = _joined(p0, p1)
@@ -149,8 +158,8 @@ def integer_kernel(
         else:
             # Scales of the next step are loaded here: these loads are not in the pipeline of the tiles.
             after = _first_input(tl.minimum(step + 1, end - 1), STEP, UNIT, WORDS)
-            n0 = _scale_of(scales, after, safe, OUT, GROUP, GROUPS)
-            n1 = n0 if SHARED else _scale_of(scales, after + WORDS, safe, OUT, GROUP, GROUPS)
+            n0 = _scale_of(scales, after, rows, WIDTH, GROUP, GROUPS)
+            n1 = n0 if SHARED else _scale_of(scales, after + WORDS, rows, WIDTH, GROUP, GROUPS)
             if SHARED:
                 acc += tl.dot(_joined(p0, p1), _x_tile(x_ptrs, first, ok_m, 2, STEP, WORDS, IN, MASKED)) * s0[:, None]
             else:
@@ -159,8 +168,8 @@ def integer_kernel(
             s0 = n0
             s1 = n1
             if BITS == 4:
-                n2 = _scale_of(scales, after + 2 * WORDS, safe, OUT, GROUP, GROUPS)
-                n3 = n2 if SHARED else _scale_of(scales, after + 3 * WORDS, safe, OUT, GROUP, GROUPS)
+                n2 = _scale_of(scales, after + 2 * WORDS, rows, WIDTH, GROUP, GROUPS)
+                n3 = n2 if SHARED else _scale_of(scales, after + 3 * WORDS, rows, WIDTH, GROUP, GROUPS)
                 third = first + 2 * WORDS
                 if SHARED:
                     x2 = _x_tile(x_ptrs, third, ok_m, 2, STEP, WORDS, IN, MASKED)
@@ -173,20 +182,26 @@ def integer_kernel(
                 s2 = n2
                 s3 = n3
     if GROUPS == 1:
-        acc = acc * _scale_of(scales, 0, safe, OUT, GROUP, GROUPS)[:, None]
-    mask = ok_o[:, None] & ok_m[None, :]
+        acc = acc * _scale_of(scales, 0, rows, WIDTH, GROUP, GROUPS)[:, None]
     wide_tokens = tokens.to(tl.int64)[None, :]
     if SPLITS > 1:
-        tl.store(partial + (split * M + wide_tokens) * OUT + rows[:, None], acc, mask=mask)
+        at = (split * M + wide_tokens) * WIDTH + rows[:, None]
+        tl.store(partial + at, acc, mask=ok_o[:, None] & ok_m[None, :])
     else:
-        at = wide_tokens * OUT + rows[:, None]
-        b = acc
-        r = acc
-        if HAS_BIAS:
-            b = tl.load(bias + rows, mask=ok_o, other=0.0)[:, None]
-        if HAS_RESIDUAL:
-            r = tl.load(residual + at, mask=mask, other=0.0)
-        tl.store(y + at, rounded(acc, b, r, HAS_BIAS, HAS_RESIDUAL, dtype), mask=mask)
+        outs = row + tl.arange(0, OUTPUTS)
+        at = wide_tokens * OUT + outs[:, None]
+        mask = (outs < OUT)[:, None] & ok_m[None, :]
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, BLOCK_M)), (1, 2, 0)))
+            tl.store(y + at, gate_and_up(gate, up, ACTIVATION, dtype), mask=mask)
+        else:
+            b = acc
+            r = acc
+            if HAS_BIAS:
+                b = tl.load(bias + outs, mask=outs < OUT, other=0.0)[:, None]
+            if HAS_RESIDUAL:
+                r = tl.load(residual + at, mask=mask, other=0.0)
+            tl.store(y + at, rounded(acc, b, r, HAS_BIAS, HAS_RESIDUAL, dtype), mask=mask)
 
 
 @triton.jit

@@ -17,8 +17,9 @@ import torch
 import triton
 from torch import Tensor
 
+from specbatch.kernels.activations import Activation
 from specbatch.kernels.integers import UNIT, IntegerWeight
-from specbatch.kernels.triton.gemm import linear
+from specbatch.kernels.triton.gemm import gated_linear, linear
 from specbatch.kernels.triton.integers.kernel import dequantise_kernel, integer_kernel
 from specbatch.kernels.triton.integers.tile import IntegerTile, fitting, integer_tile_for, step_for
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
@@ -39,6 +40,13 @@ def integer_linear(
     return multiply(x_MI, weight, bias_O, residual_MO, tile)
 
 
+def integer_gated_linear(x_MI: Tensor, weight: IntegerWeight, activation: Activation = "silu") -> Tensor:
+    tile = integer_tile_for(x_MI.shape[0], len(weight.words_OW), weight.num_in, weight.bits, weight.group)
+    if tile is None:
+        return gated_linear(x_MI, dequantised(weight, x_MI.dtype), activation)
+    return multiply(x_MI, weight, None, None, tile, activation)
+
+
 def dequantised(weight: IntegerWeight, dtype: torch.dtype) -> Tensor:
     """Return the weight (O, I)."""
     num_out, num_words = weight.words_OW.shape
@@ -55,11 +63,18 @@ def dequantised(weight: IntegerWeight, dtype: torch.dtype) -> Tensor:
 
 
 def multiply(
-    x_MI: Tensor, weight: IntegerWeight, bias_O: Tensor | None, residual_MO: Tensor | None, tile: IntegerTile
+    x_MI: Tensor,
+    weight: IntegerWeight,
+    bias_O: Tensor | None,
+    residual_MO: Tensor | None,
+    tile: IntegerTile,
+    activation: Activation | None = None,
 ) -> Tensor:
-    """Compute `integer_linear` by our kernel."""
+    """Compute `integer_linear` by our kernel, or `integer_gated_linear` with this activation."""
     num_tokens, num_in = x_MI.shape
-    num_out = len(weight.words_OW)
+    parts = 1 if activation is None else 2
+    num_out = len(weight.words_OW) // parts
+    gating = {"GATED": activation is not None, "ACTIVATION": activation or "silu"}
     assert num_in == weight.num_in, (x_MI.shape, weight.num_in)
     assert x_MI.stride(1) == 1, x_MI.stride()
     assert weight.words_OW.is_contiguous(), weight.words_OW.stride()
@@ -74,23 +89,23 @@ def multiply(
     options = launch_options(pdl)
     partial = None
     if tile.splits > 1:
-        partial = torch.empty((tile.splits, num_tokens, num_out), dtype=torch.float32, device=x_MI.device)
+        partial = torch.empty((tile.splits, num_tokens, parts * num_out), dtype=torch.float32, device=x_MI.device)
     # Only Hopper has the instruction, and no program may read past the end of a row.
     prefetch = tile.prefetch if pdl and tile.prefetch * tile.splits <= weight.words_OW.shape[1] else 0
-    tiles = triton.cdiv(num_out, tile.block_o) * triton.cdiv(num_tokens, tile.block_m)
+    tiles = triton.cdiv(parts * num_out, tile.block_o) * triton.cdiv(num_tokens, tile.block_m)
     launch(
         integer_kernel, (tiles, tile.splits),
         y_MO, x_MI, weight.words_OW, weight.scales_GO, weight.zeros_GO, bias_O, residual_MO, partial, num_tokens,
         x_MI.stride(0), OUT=num_out, IN=num_in, UNIT=UNIT, BITS=weight.bits, GROUP=weight.group, BLOCK_M=tile.block_m,
         BLOCK_O=tile.block_o, STEP=tile.step, STAGES=tile.num_stages, SPLITS=tile.splits, SCALE_SUMS=tile.scale_sums,
         HAS_ZEROS=weight.zeros_GO is not None, HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None,
-        PREFETCH=prefetch, THREADS=32 * tile.num_warps, PDL=pdl, num_warps=tile.num_warps, **options,
+        PREFETCH=prefetch, THREADS=32 * tile.num_warps, PDL=pdl, num_warps=tile.num_warps, **gating, **options,
     )  # fmt: skip
     if partial is not None:
         launch(
             combine_kernel, (num_tokens, triton.cdiv(num_out, _COMBINE_BLOCK)),
-            y_MO, partial, bias_O, residual_MO, num_tokens, OUT=num_out, SPLITS=tile.splits, GATED=False,
-            ACTIVATION="silu", HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None,
-            BLOCK=_COMBINE_BLOCK, PDL=pdl, num_warps=4, **options,
+            y_MO, partial, bias_O, residual_MO, num_tokens, OUT=num_out, SPLITS=tile.splits,
+            HAS_BIAS=bias_O is not None, HAS_RESIDUAL=residual_MO is not None, BLOCK=_COMBINE_BLOCK, PDL=pdl,
+            num_warps=4, **gating, **options,
         )  # fmt: skip
     return y_MO
