@@ -53,7 +53,7 @@ class Form(NamedTuple):
 
 
 ROWS = (1, 16, 64, 256, 4, 512, 32, 128, 8, 1024, 2048)  # the most important ones are first
-DTYPE = torch.bfloat16
+DEVICE, DTYPE = "cuda", torch.bfloat16
 ROTATION_BYTES = 280e6  # bytes of all copies of a weight; L2 holds 60 MB
 CHECKED = 64  # tokens whose results are compared with float64
 LARGEST_ERROR = 8e-3  # results that are rounded to bfloat16 have an error of 1.7e-3, gated ones of about twice that
@@ -97,7 +97,7 @@ def candidates(gemm: Gemm, tokens: int) -> Iterator[IntegerTile]:
         yield from (IntegerTile(64, 128, 32, 6, 8, splits=s, scale_sums=False) for s in splits)
         yield from (IntegerTile(64, 64, 64, 4, 4, splits=s, scale_sums=False) for s in splits)
     else:
-        shapes = [(128, 128, 32, 4, 8), (128, 128, 64, 3, 8), (128, 128, 16, 5, 4), (128, 64, 32, 3, 4)]
+        shapes = [(128, 128, 32, 4, 8), (128, 128, 64, 2, 8), (128, 128, 16, 5, 4), (128, 64, 32, 3, 4)]
         if tokens > 128:
             shapes[3:] = (256, 128, 32, 3, 8), (256, 128, 16, 5, 8), (256, 64, 16, 5, 4), (128, 256, 16, 5, 8)
         for shape in shapes:
@@ -122,7 +122,7 @@ def name_of(tile: IntegerTile) -> str:
     return " ".join([sizes, *more, *[f"pre{tile.prefetch}"] * (tile.prefetch > 0)])
 
 
-def random_weight(size: tuple[int, int], form: Form, device: str = "cuda") -> IntegerWeight:
+def random_weight(size: tuple[int, int], form: Form, device: str = DEVICE) -> IntegerWeight:
     (num_out, num_in), bits = size, form.bits
     groups = 1 if form.group is None else math.ceil(num_in / form.group)
     numbers = torch.randint(1 << bits, size, dtype=torch.uint8, device=device)
