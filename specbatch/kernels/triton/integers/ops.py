@@ -11,8 +11,6 @@ Shape suffixes: M tokens, I input features, O output features, S splits.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 from torch import Tensor
@@ -21,7 +19,7 @@ from specbatch.kernels.activations import Activation
 from specbatch.kernels.integers import UNIT, IntegerWeight
 from specbatch.kernels.triton.gemm import gated_linear, linear
 from specbatch.kernels.triton.integers.kernel import dequantise_kernel, integer_kernel
-from specbatch.kernels.triton.integers.tile import IntegerTile, fitting, integer_tile_for, step_for
+from specbatch.kernels.triton.integers.tile import IntegerTile, fitting, for_group, integer_tile_for, step_for
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import shared_bytes
 from specbatch.kernels.triton.skinny.dot import combine_kernel
@@ -83,8 +81,7 @@ def multiply(
     y_MO = torch.empty((num_tokens, num_out), dtype=x_MI.dtype, device=x_MI.device)
     if not num_tokens:
         return y_MO
-    tile = replace(tile, step=step_for(tile.step, num_in, weight.bits, weight.group))
-    tile = fitting(tile, weight.bits, shared_bytes(x_MI))
+    tile = fitting(for_group(tile, num_in, weight.bits, weight.group), weight.bits, shared_bytes(x_MI))
     pdl = dependent_launch(x_MI)
     options = launch_options(pdl)
     partial = None

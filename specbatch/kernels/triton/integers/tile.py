@@ -13,6 +13,7 @@ from specbatch.kernels.integers import UNIT
 
 # Above this number of tokens a weight is dequantised to memory, and the library multiplies.
 MAX_TOKENS = 1024
+_MIN_STEP = 16  # tensor cores multiply 16 inputs at once
 _SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
 _MULTIPROCESSORS = 132  # the number of an H100 and an H200
 
@@ -54,7 +55,13 @@ def integer_tile_for(M: int, O: int, I: int, bits: int, group: int) -> IntegerTi
     """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory."""
     bounds = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
     tile = _MEASURED[O, I][min(bounds)] if bounds and bits == 4 else guess(M, O)
-    return None if tile is None else replace(tile, step=step_for(tile.step, I, bits, group))
+    return None if tile is None else for_group(tile, I, bits, group)
+
+
+def for_group(tile: IntegerTile, I: int, bits: int, group: int) -> IntegerTile:  # noqa: E741
+    """Return the tile with steps that lie in groups. More stages make up for shorter steps."""
+    step = step_for(tile.step, I, bits, group)
+    return replace(tile, step=step, num_stages=tile.num_stages * max(1, tile.step // step))
 
 
 def step_for(step: int, I: int, bits: int, group: int) -> int:  # noqa: E741
@@ -64,10 +71,16 @@ def step_for(step: int, I: int, bits: int, group: int) -> int:  # noqa: E741
 
 
 def fitting(tile: IntegerTile, bits: int, shared: int) -> IntegerTile:
-    """Return the tile for a GPU with `shared` bytes of shared memory. It can have fewer stages, which changes no
-    bit."""
-    stage = 2 * tile.step * tile.block_o + 2 * tile.step * 16 // bits * tile.block_m
-    return replace(tile, num_stages=max(1, min(tile.num_stages, (shared - _SHARED_SPARE) // stage)))
+    """Return the tile for a GPU with `shared` bytes of shared memory. It can have fewer stages, which changes no bit.
+    If two stages do not fit, it has shorter steps, which can change bits."""
+    room = shared - _SHARED_SPARE
+    while 2 * _stage_bytes(tile, bits) > room and tile.step > _MIN_STEP:
+        tile = replace(tile, step=tile.step // 2)
+    return replace(tile, num_stages=max(1, min(tile.num_stages, room // _stage_bytes(tile, bits))))
+
+
+def _stage_bytes(tile: IntegerTile, bits: int) -> int:
+    return 2 * tile.step * tile.block_o + 2 * tile.step * 16 // bits * tile.block_m
 
 
 def guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
@@ -79,7 +92,8 @@ def guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
         return IntegerTile(8, 16, 64, 6, 1, prefetch=512) if O <= 8192 else IntegerTile(8, 32, 64, 6, 2)
     if block_m <= 64:
         splits = next(n for n in (4, 2, 1) if n * -(-O // 64) <= 2 * _MULTIPROCESSORS or n == 1)
-        return IntegerTile(block_m, 64, 64, 5, 4, splits=splits)
+        step, stages = {16: (64, 5), 32: (64, 4), 64: (32, 5)}[block_m]  # two programs fit into a multiprocessor
+        return IntegerTile(block_m, 64, step, stages, 4, splits=splits)
     block_m, stages = (128, 4) if M <= 128 else (256, 3)
     tiles = -(-O // 128) * -(-M // block_m)
     splits = max((n for n in (1, 2, 3, 4) if n * tiles <= _MULTIPROCESSORS), default=1)
