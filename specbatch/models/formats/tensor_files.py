@@ -14,6 +14,7 @@ from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.linears.integer_quantization import WHOLE_NUMBERS
+from specbatch.models.linears.layer_quantization import QUANTIZED_HINT
 
 
 class TensorSource(Protocol):
@@ -174,7 +175,7 @@ def open_tensors(directory: Path) -> SafetensorsSource | TorchBinSource:
             tensors.close()
             raise ModelError(
                 f"tensor {shown(name)} of {directory} has the type {dtype}; weights must be floating-point numbers",
-                hint="quantised checkpoints are not supported; use the unquantised one, or a GGUF file",
+                hint=f"if the checkpoint is quantised, {QUANTIZED_HINT}",
             )
     return tensors
 

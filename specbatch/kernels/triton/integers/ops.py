@@ -88,7 +88,9 @@ def multiply(
     if tile.splits > 1:
         partial = torch.empty((tile.splits, num_tokens, parts * num_out), dtype=torch.float32, device=x_MI.device)
     # Only Hopper has the instruction, and no program may read past the end of a row.
-    prefetch = tile.prefetch if pdl and tile.prefetch * tile.splits <= weight.words_OW.shape[1] else 0
+    num_words = weight.words_OW.shape[1]
+    last = (tile.splits - 1) * triton.cdiv(num_words // tile.step, tile.splits) * tile.step
+    prefetch = tile.prefetch if pdl and last + tile.prefetch <= num_words else 0
     tiles = triton.cdiv(parts * num_out, tile.block_o) * triton.cdiv(num_tokens, tile.block_m)
     launch(
         integer_kernel, (tiles, tile.splits),
