@@ -41,11 +41,12 @@ class ModelSection:
         "auto",
         "In which numbers the model computes. `auto`: float32 on CPU, bfloat16 on CUDA, float16 on GPUs before Ampere.",
     )
-    quantization: Literal["auto", "none", "fp8"] = option(
+    quantization: Literal["auto", "none", "fp8", "int4"] = option(
         "auto",
-        "`auto`: as the checkpoint is. `none`: weights in FP8 are dequantised when they are loaded. `fp8`: quantise "
-        "the linear layers of a checkpoint that is not quantised. Layers in FP8 need CUDA from Ada on, or run on "
-        "a CPU, which emulates them. Texts differ from those of `none`.",
+        "`auto`: as the checkpoint is. `none`: quantised weights are dequantised when they are loaded. `fp8` and "
+        "`int4`: quantise the linear layers of a checkpoint that is not quantised. Layers in FP8 need CUDA from Ada "
+        "on, or run on a CPU, which emulates them. Weights in whole numbers (AWQ, GPTQ, `int4`) stay so on CUDA; on a "
+        "CPU they are dequantised when they are loaded. Texts differ from those of `none`.",
     )
     adapter: str | None = option(
         None,
@@ -160,7 +161,7 @@ class EngineSection:
     compile: Literal["off", "auto"] = option(
         "off",
         "`auto`: the pieces of `prefill.graphs: piecewise` and `both` are compiled by torch's Inductor, which fuses "
-        "operations. Layers in FP8, layers with experts, and those of Gemma and OLMo are not compiled. `off`: "
+        "operations. Layers with quantised weights or experts, and those of Gemma and OLMo are not compiled. `off`: "
         "specbatch's own kernels. On a CPU, with other `prefill.graphs` and with `engine.deterministic`, `auto` is an "
         "error.",
     )

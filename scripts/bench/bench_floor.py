@@ -23,7 +23,8 @@ import torch
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.eagle_config import expected_eagle_tensors
 from specbatch.models.formats.eagle_files import EagleCheckpoint
-from specbatch.models.linears.quantization import Quantization
+from specbatch.models.linears.integer_quantization import IntegerQuantization
+from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import ExpertCurve, PassWeights, round_bytes
 from specbatch.setup.resolve import ResolvedRun
@@ -50,6 +51,7 @@ class Pass:
     in_fp8: PassWeights = _NO_WEIGHTS  # the weights in FP8: a byte each, at twice the arithmetic
     is_divided: bool = True  # True: ranks divide the weights, except `undivided` of them
     undivided: int = 0
+    saved: int = 0  # the bytes that weights in whole numbers save, compared with 16 bits
 
 
 def measure_device(device: torch.device) -> DeviceRates:
@@ -136,7 +138,7 @@ def round_floor(
         share = 1 / ranks if p.is_divided else 1
         kv_bytes = batch * context * p.kv_parameters * run.kv_dtype.itemsize
         bytes_ = round_bytes(p.weights, run.dtype.itemsize, batch * p.rows, kv_bytes, curve, itemsize)
-        bytes_ -= p.in_fp8.read(batch * p.rows, curve) * (run.dtype.itemsize - 1)
+        bytes_ -= p.in_fp8.read(batch * p.rows, curve) * (run.dtype.itemsize - 1) + p.saved
         read += share * bytes_ + (1 - share) * p.undivided * run.dtype.itemsize
         active = share * (p.weights.active - p.undivided) + p.undivided
         flops += batch * p.rows * (2 * active - share * p.in_fp8.active + share * 4 * context * p.attention_width)
@@ -169,15 +171,18 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
     flops = tokens * (2 * (body + drafting) - whole.in_fp8.active) + 2 * heads + 2 * squares * width
     read = round_bytes(whole.weights, run.dtype.itemsize, tokens, 0, expert_itemsize=run.expert_itemsize)
     read += (drafting - embedded) * run.dtype.itemsize
-    read -= whole.in_fp8.read(tokens) * (run.dtype.itemsize - 1)
+    read -= whole.in_fp8.read(tokens) * (run.dtype.itemsize - 1) + whole.saved
     seconds = max(flops / rates.matmul_flops_per_second, read / rates.copy_bytes_per_second)
     return seconds / run.config.engine.tensor_parallel  # a draft model is not divided, but small
 
 
-def _decoder_pass(config: ModelConfig, rows: float, quantization: Quantization | None = None) -> Pass:
-    in_fp8 = {}  # without experts, whose bytes `expert_itemsize` counts and whose inputs are not in FP8
-    if quantization is not None and quantization.inputs != "none":
-        tensors = {name: shape for name, shape in expected_tensors(config).items() if ".experts." not in name}
+def _decoder_pass(config: ModelConfig, rows: float, quantization: LayerQuantization | None = None) -> Pass:
+    # Without experts, whose bytes `expert_itemsize` counts and whose inputs are not in FP8.
+    tensors = {name: shape for name, shape in expected_tensors(config).items() if ".experts." not in name}
+    in_fp8, saved = {}, 0
+    if isinstance(quantization, IntegerQuantization):
+        saved = quantization.saved_bytes(tensors, 2)
+    elif quantization is not None and quantization.is_kept:
         in_fp8 = {name: tensors[name] for name in tensors if quantization.covers(name.removesuffix(".weight"))}
     return Pass(
         PassWeights.of_model(config),
@@ -185,6 +190,7 @@ def _decoder_pass(config: ModelConfig, rows: float, quantization: Quantization |
         2 * config.num_layers * config.num_kv_heads * config.head_dim,
         config.num_heads * config.head_dim * config.num_layers,
         PassWeights.of_tensors(in_fp8, config.moe),
+        saved=saved,
     )
 
 

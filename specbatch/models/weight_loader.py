@@ -17,6 +17,9 @@ from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights
+from specbatch.kernels.integers import IntegerWeight
+from specbatch.models.formats.gguf import GgufSource
+from specbatch.models.formats.integer_tensors import read_integers
 from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.experts import (
@@ -35,7 +38,10 @@ from specbatch.models.linears.fp8 import (
     joined_weights,
     quantise_weight,
 )
+from specbatch.models.linears.integer import IntegerLinear, IntegerNumbers, joined_integers, quantise_integers
+from specbatch.models.linears.integer_quantization import IntegerQuantization
 from specbatch.models.linears.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
+from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
 from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear, is_packable
 from specbatch.models.linears.quantization import ON_LOAD, Quantization
@@ -63,7 +69,7 @@ class WeightLoader:
         device: torch.device,
         gemm: InvariantGemm | None = None,
         shard: ModelShard | None = None,
-        quantization: Quantization | None = None,
+        quantization: LayerQuantization | None = None,
         *,
         mxfp4: PackedReader | None = None,
     ) -> None:
@@ -92,10 +98,13 @@ class WeightLoader:
         """Load a tensor, or this process's part of it, in the dtype and on the device that it is read to, and return
         whether it is a part. A quantised weight is dequantised."""
         layer, _, kind = name.rpartition(".")
-        is_fp8 = kind == "weight" and self._covers(layer)
-        stored = self._fp8_weight(layer).dequantised() if is_fp8 else self.stored(name)
+        stored = self._dequantised(layer) if kind == "weight" and self._covers(layer) else self.stored(name)
         own = stored if self._shard is None else part_of(name, stored, self._shard)
         return own, own is not stored
+
+    def _dequantised(self, layer: str) -> Tensor:
+        is_integer = isinstance(self._quantization, IntegerQuantization)
+        return (self._integer_numbers(layer) if is_integer else self._fp8_weight(layer)).dequantised()
 
     def embedding(self, weight_VE: Tensor) -> Embedding:
         return Embedding(weight_VE, self._shard)
@@ -155,8 +164,11 @@ class WeightLoader:
 
     def gated_linear(self, gate: str, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
         if self._is_quantised(gate, up):
-            if self.device.type == "cuda":
-                return ScaledGatedLinear(self.linear(gate, up, has_bias=has_bias), self._ops, activation)
+            if self.device.type == "cuda" or isinstance(self._quantization, IntegerQuantization):
+                both = self.linear(gate, up, has_bias=has_bias)
+                if isinstance(both, IntegerLinear) and not has_bias:
+                    return both.gated(activation)
+                return ScaledGatedLinear(both, self._ops, activation)
             layers = self.linear(gate, has_bias=has_bias), self.linear(up, has_bias=has_bias)
             return Fp8GatedLinear(*layers, activation)
         biases = (self.tensor(f"{gate}.bias"), self.tensor(f"{up}.bias")) if has_bias else None
@@ -224,13 +236,14 @@ class WeightLoader:
         return self._quantization is not None and self._quantization.covers(layer)
 
     def _is_quantised(self, *names: str) -> bool:
-        """Return whether the inputs of one of these layers are quantised, too. If they are not, the layer is an
-        ordinary one."""
-        return self._quantization is not None and self._quantization.inputs != "none" and any(map(self._covers, names))
+        """Return whether one of these layers computes with a quantised weight. If not, they are ordinary ones."""
+        return self._quantization is not None and any(map(self._quantization.keeps, names))
 
     def _quantised(self, names: tuple[str, ...], has_bias: bool, input_ranks: Group | None = None) -> Linear:
         """Make one linear layer of several, some of which are quantised. `input_ranks`: the ranks that have the other
         features of the inputs."""
+        if isinstance(self._quantization, IntegerQuantization):
+            return self._integer(names, has_bias)
         biases = [self.tensor(f"{name}.bias") for name in names] if has_bias else []
         weights = [self._own_fp8_weight(name) for name in names if self._covers(name)]
         joined = joined_weights(weights) if len(weights) == len(names) else None
@@ -245,6 +258,61 @@ class WeightLoader:
                 self._gemm.check(joined.values_OI, alone)
             return ScaledLinear(joined, bias, self._ops, self.dtype, invariant=is_invariant, input_ranks=input_ranks)
         return Fp8Linear(joined, bias, self._wide_linear, input_ranks)
+
+    def _integer(self, names: tuple[str, ...], has_bias: bool) -> Linear:
+        """Make one linear layer of several, some of which have weights in whole numbers."""
+        weights = [self._own_integer_numbers(name) for name in names if self._covers(name)]
+        orders = [weight.order(name) for weight, name in zip(weights, filter(self._covers, names), strict=True)]
+        joined = joined_integers(weights, orders) if len(weights) == len(names) else None
+        if joined is None:
+            return JoinedLinear([self.linear(name, has_bias=has_bias) for name in names])
+        bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
+        del weights
+        return IntegerLinear(self._settled(joined), orders[0], bias, self._ops)
+
+    def _settled(self, weight: IntegerWeight) -> IntegerWeight:
+        """Copy a packed weight, which was made among larger tensors, so that their memory can be freed."""
+        if self.device.type != "cuda":
+            return weight
+        _give_back_memory()
+        return weight._replace(words_OW=weight.words_OW.clone())
+
+    def _own_integer_numbers(self, layer: str) -> IntegerNumbers:
+        """Load this process's part. Parts of the inputs begin and end between groups, see `check_group_borders`."""
+        whole, shard = self._integer_numbers(layer), self._shard
+        if shard is None:
+            return whole
+        numbers = part_of(f"{layer}.weight", whole.numbers_OI, shard)
+        scales, zeros = (
+            None if one is None else scale_part_of(layer, one, shard, whole.group)
+            for one in (whole.scales_OG, whole.zeros_OG)
+        )
+        assert scales is not None
+        # With one scale for each output, a rank's inputs are one group, too.
+        group = min(whole.group, numbers.shape[1]) if scales.shape[1] == 1 else whole.group
+        own = replace(whole, numbers_OI=numbers, scales_OG=scales, zeros_OG=zeros, group=group)
+        del whole
+        _give_back_memory()
+        return own
+
+    def _integer_numbers(self, layer: str) -> IntegerNumbers:
+        quantization = self._quantization
+        assert isinstance(quantization, IntegerQuantization)
+        if quantization.layout == "plain":
+            weight = self.stored(f"{layer}.weight").to(device=self.device, dtype=self.dtype)
+            return quantise_integers(weight, quantization.bits, quantization.group or weight.shape[1])
+
+        if quantization.layout == "gguf":
+            assert isinstance(self._tensors, GgufSource), type(self._tensors)
+            return self._tensors.integers(f"{layer}.weight", self.device)
+
+        def load(kind: str) -> Tensor | None:
+            try:
+                return self.stored(f"{layer}.{kind}").to(self.device)
+            except KeyError:
+                return None
+
+        return read_integers(layer, load, quantization)
 
     def _own_fp8_weight(self, layer: str) -> Fp8Weight:
         """Load this process's part. Weights that are quantised while they are loaded have the scales of the whole
@@ -261,7 +329,7 @@ class WeightLoader:
 
     def _fp8_weight(self, name: str) -> Fp8Weight:
         weight, quantization = self.stored(f"{name}.weight").to(self.device), self._quantization
-        assert quantization is not None
+        assert isinstance(quantization, Quantization)
         if quantization == ON_LOAD:
             return quantise_weight(weight)
         scale = self.stored(f"{name}.{quantization.scale}").to(self.device)
@@ -295,7 +363,7 @@ class WeightLoader:
 def _give_back_memory() -> None:
     """Free the memory of a whole weight of which a rank keeps a part. Otherwise small weights would lie in its place
     and leave holes: 6 of 72 GiB for half of a 70B model (log, 2026-11-25)."""
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # it does nothing without CUDA
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:

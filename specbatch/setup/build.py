@@ -33,8 +33,8 @@ from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import PackedReader, TensorSource
 from specbatch.models.linears.invariant import InvariantGemm
+from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.packed import is_packable
-from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import ModelShard, local_config
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
@@ -275,7 +275,7 @@ def build_decoder(
     kv_dtype: torch.dtype | None = None,
     gemm: InvariantGemm | None = None,
     shard: ModelShard | None = None,
-    quantization: Quantization | None = None,
+    quantization: LayerQuantization | None = None,
     kv_scales: Sequence[KVScales] = (),
     *,
     mxfp4: PackedReader | None = None,

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
-from typing import Literal
 
 import torch
 
 from specbatch.config import Config
 from specbatch.errors import ConfigError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
+from specbatch.kernels.quantised import GROUP
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
@@ -20,7 +20,9 @@ from specbatch.models.formats.gguf import GgufSource
 from specbatch.models.formats.gpt_oss_experts import GptOssExperts
 from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.layer_names import chosen_layers
-from specbatch.models.linears.quantization import Quantization, chosen
+from specbatch.models.linears.integer_quantization import IntegerQuantization
+from specbatch.models.linears.layer_quantization import LayerQuantization
+from specbatch.models.linears.quantization import Quantization, QuantizationOption, chosen
 from specbatch.models.linears.sharded import check_group_borders, local_config
 from specbatch.models.random_weights import RandomSource
 from specbatch.setup.device import DTYPE_NAMES
@@ -32,37 +34,71 @@ _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
 
 def resolve_quantization(
     config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, notes: list[str]
-) -> Quantization | None:
+) -> LayerQuantization | None:
     """Decide the quantization of the target's layers."""
     option, is_gguf = config.model.quantization, isinstance(target.tensors, GgufSource)
-    if option == "fp8" and is_gguf:
-        raise ConfigError(
-            "model.quantization: fp8 is not for GGUF files, whose weights are quantised already",
-            hint="leave model.quantization out, or use the unquantised checkpoint",
-        )
+    is_other = isinstance(target.quantization, IntegerQuantization) if option == "fp8" else target.quantization
+    if is_gguf or is_other:
+        _check_unquantised(option, "GGUF files, whose weights are" if is_gguf else "a checkpoint whose weights are")
     found = chosen(option, target.quantization)
     if found is None:
         return None
-    if found.inputs != "none":
+    if isinstance(found, IntegerQuantization):
+        found = _resolve_integers(found, config, target, device, dtype)
+        if is_gguf and not found.is_kept:
+            return None  # the reader of the file dequantises
+    elif found.is_kept:
         what = "model.quantization: fp8" if target.quantization is None else "a checkpoint in FP8"
         if device.type == "cuda":
             _check_cuda(what, device)
     matrices = [name for name, shape in expected_tensors(target.config).items() if len(shape) == 2]
     linear = [name.removesuffix(".weight") for name in matrices if "embed_tokens" not in name]
     covered = [name for name in linear if found.covers(name)]
-    if found.inputs != "none" and "block" in (found.weights, found.inputs):
+    if isinstance(found, Quantization) and found.is_kept and "block" in (found.weights, found.inputs):
         _check_groups(covered, target.config, config.engine.tensor_parallel)
     which = f"{len(covered)} of {len(linear)} linear layers: {chosen_layers(covered, linear)}"
     note = f"model.quantization: {found.describe()}; {which}"
     saved = saved_bytes(found, target.config, device, dtype)
     notes.append(f"{note}; {saved / GIB:.1f} GiB less than {DTYPE_NAMES[dtype]}" if saved else note)
-    if found.inputs != "none" and any(".experts." in name for name in covered):
+    if found.is_kept and any(".experts." in name for name in covered):
         notes.append(_note_on_experts(found, device, dtype))
     return found
 
 
-def _note_on_experts(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> str:
-    """Say what differs from other layers in FP8."""
+def _check_unquantised(option: QuantizationOption, what: str) -> None:
+    """Raise ConfigError if an option would quantise weights again."""
+    if option in ("fp8", "int4"):
+        raise ConfigError(
+            f"model.quantization: {option} is not for {what} quantised already",
+            hint="leave model.quantization out, or use the unquantised checkpoint",
+        )
+
+
+def _resolve_integers(
+    found: IntegerQuantization, config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> IntegerQuantization:
+    """Decide whether weights in whole numbers stay so in memory: on CUDA, in 16 bits, and not in a deterministic run,
+    because the order in which tensor cores add unpacked numbers depends on the tile."""
+    if device.type != "cuda" or dtype.itemsize != 2 or config.engine.deterministic:
+        return found.dequantised()
+    num_ranks = config.engine.tensor_parallel
+    if not found.is_kept or num_ranks == 1:
+        return found
+    if found.is_ordered:
+        raise ConfigError(
+            f"engine.tensor_parallel: {num_ranks} divides inputs that {found.method} has in another order (act-order)",
+            hint="use one rank, or set model.quantization: none",
+        )
+    if found.group is not None:
+        layers = [name.removesuffix(".weight") for name in expected_tensors(target.config)]
+        _check_groups(list(filter(found.keeps, layers)), target.config, num_ranks, found.group)
+    return found
+
+
+def _note_on_experts(quantization: LayerQuantization, device: torch.device, dtype: torch.dtype) -> str:
+    """Say what differs from other layers."""
+    if not isinstance(quantization, Quantization):
+        return f"model.quantization: experts are dequantised to {DTYPE_NAMES[dtype]} while loading"
     inputs = f"inputs of experts stay in {DTYPE_NAMES[dtype]}"
     if quantization.inputs == "static":
         inputs += ", and the checkpoint's scales of them are not used"
@@ -120,7 +156,7 @@ def check_experts(name: str, model: Checkpoint, config: Config, device: torch.de
     if config.engine.deterministic and device.type == "cuda":
         _check_deterministic(what, model, config)
     found = chosen(config.model.quantization, model.quantization)
-    if name != "model.target" or found is None or found.inputs == "none":
+    if name != "model.target" or not isinstance(found, Quantization) or not found.is_kept:
         return
     if config.engine.tensor_parallel > 1:
         raise ConfigError(
@@ -142,38 +178,38 @@ def _check_deterministic(what: str, model: Checkpoint, config: Config) -> None:
         why = "only with a multiple of 8 experts, and without a gate of shared experts"
         raise ConfigError(f"{deterministic} {why}", leave_out)
     found = chosen(config.model.quantization, model.quantization)
-    if found is not None and found.inputs != "none":
+    if isinstance(found, Quantization) and found.is_kept:
         raise ConfigError(f"{deterministic} only in their own precision, not in FP8", "set model.quantization: none")
 
 
 def quantization_name(
-    config: Config, target: Quantization | None, draft: Quantization | None, *, keeps_mxfp4: bool
-) -> Literal["auto", "none", "fp8"]:
+    config: Config, target: LayerQuantization | None, draft: LayerQuantization | None, *, keeps_mxfp4: bool
+) -> QuantizationOption:
     """The value of `model.quantization` that gives this target and this draft model. Where the draft model alone is in
-    FP8, and where experts stay in MXFP4, only `auto` does."""
-    if config.model.quantization != "auto" or keeps_mxfp4:
+    FP8, where experts stay in MXFP4 and where weights are whole numbers, only `auto` does."""
+    if config.model.quantization != "auto" or keeps_mxfp4 or isinstance(target, IntegerQuantization):
         return config.model.quantization
     if target is not None:
         return "fp8"
-    return "none" if draft is None or draft.inputs == "none" else "auto"
+    return "none" if draft is None or not draft.is_kept else "auto"
 
 
 def saved_bytes(
-    quantization: Quantization | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
+    quantization: LayerQuantization | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> int:
     """Return how many bytes the weights save by the quantization, compared with `dtype`. It is 0 on a CPU, which
     emulates FP8."""
-    if quantization is None or quantization.inputs == "none" or device.type != "cuda":
+    if quantization is None or not quantization.is_kept or device.type != "cuda":
         return 0
     return quantization.saved_bytes(expected_tensors(config), dtype.itemsize)
 
 
 def saved_of_experts(
-    quantization: Quantization | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
+    quantization: LayerQuantization | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> float:
     """Return how many bytes an element of an expert saves by the quantization on average, as `saved_bytes` does."""
     experts = {name: shape for name, shape in expected_tensors(config).items() if _is_of_expert(name, shape)}
-    if not experts or quantization is None or quantization.inputs == "none" or device.type != "cuda":
+    if not experts or quantization is None or not quantization.is_kept or device.type != "cuda":
         return 0.0
     return quantization.saved_bytes(experts, dtype.itemsize) / sum(map(math.prod, experts.values()))
 
@@ -182,9 +218,9 @@ def _is_of_expert(name: str, shape: tuple[int, ...]) -> bool:
     return ".experts." in name and len(shape) == 2
 
 
-def _check_groups(layers: Sequence[str], config: ModelConfig, num_ranks: int) -> None:
+def _check_groups(layers: Sequence[str], config: ModelConfig, num_ranks: int, group: int = GROUP) -> None:
     try:
-        check_group_borders(layers, config, num_ranks)
+        check_group_borders(layers, config, num_ranks, group)
     except ValueError as error:
         raise ConfigError(
             f"engine.tensor_parallel: {num_ranks} divides a group of inputs that has one scale ({error})",
@@ -204,12 +240,13 @@ def _check_cuda(what: str, device: torch.device) -> None:
 
 def quantization_of_draft(
     draft: Checkpoint | EagleCheckpoint | None, config: Config, device: torch.device
-) -> Quantization | None:
+) -> LayerQuantization | None:
     """Decide the quantization of a draft model: that of its checkpoint, or none if it is dequantised, which is always
     so on CUDA."""
     if not isinstance(draft, Checkpoint):
         return None
-    is_dequantised = config.model.quantization == "none" or device.type == "cuda"
+    is_integer = isinstance(draft.quantization, IntegerQuantization)
+    is_dequantised = config.model.quantization == "none" or device.type == "cuda" or is_integer
     return chosen("none" if is_dequantised else "auto", draft.quantization)
 
 

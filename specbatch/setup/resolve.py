@@ -21,7 +21,7 @@ from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint, wit
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
-from specbatch.models.linears.quantization import Quantization
+from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
@@ -79,8 +79,8 @@ class ResolvedRun:
     cache: CachePlan  # on a GPU an upper bound: the memory is measured when the engine is built
     rows: Rows
     # How the layers of the target, and of a draft model, are quantised when they are loaded.
-    quantization: Quantization | None
-    draft_quantization: Quantization | None
+    quantization: LayerQuantization | None
+    draft_quantization: LayerQuantization | None
     mxfp4: PackedReader | None  # the reader of the target's experts that stay in MXFP4; None: they do not
     row_tokens: int | None  # longest row if the user's engine.kv_cache_tokens limits it; None: the model limits it
     description: dict[str, str]  # description of the models, for the statistics
@@ -236,7 +236,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         prefill=replace(config.prefill, graphs=engine.prompt_graphs),
         data=replace(config.data, prompts_as_chat=as_chat),
     )
-    description = {"target": f"{config.model.target} ({target.config.model_type}, {target.description})"}
+    weights_as = target.description
+    if quantization is not None and quantization.is_kept:  # weights of a GGUF file can stay as they are
+        weights_as = weights_as.removesuffix(" dequantised")
+    description = {"target": f"{config.model.target} ({target.config.model_type}, {weights_as})"}
     if draft is not None:
         ref = speculation.section.draft
         description["draft"] = f"{ref} ({speculation.method}{_random_weights(ref)})"

@@ -206,7 +206,10 @@ def test_notes(section: str, device: str, words: str | None, tmp_path: Path, mon
     assert [note.endswith(words or "lm_head") for note in notes] == [False, True] if words else [True]
 
 
-@pytest.mark.parametrize("quantization", [ON_LOAD, Quantization("fp8", "block", "block", block=(128, 128))])
+BLOCKS = Quantization(method="fp8", weights="block", inputs="block", block=(128, 128))
+
+
+@pytest.mark.parametrize("quantization", [ON_LOAD, BLOCKS])
 def test_bytes_of_an_expert(quantization: Quantization) -> None:
     """A byte for each weight, and the scales of their rows or groups: here 2048 or 768 inputs have 16 or 6 groups."""
     config, cuda, bf16 = random_config("random:qwen3-30b-a3b"), torch.device("cuda"), torch.bfloat16

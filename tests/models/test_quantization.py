@@ -74,8 +74,8 @@ def test_the_old_key_of_compressed_tensors(tmp_path: Path) -> None:
     found = open_checkpoint(path)
     assert found.quantization is not None
     assert found.kv_scales == kv_scales != ()
-    with pytest.raises(ModelError, match=r"config\.json: compression_config: format 'pack-quantized' is not supported"):
-        parse_quantization({"compression_config": old | {"format": "pack-quantized"}})
+    with pytest.raises(ModelError, match=r"config\.json: compression_config: format 'int-quantized' is not supported"):
+        parse_quantization({"compression_config": old | {"format": "int-quantized"}})
     with pytest.raises(ModelError, match="quantization_config and compression_config"):
         parse_quantization({"compression_config": old, "quantization_config": new})
 
@@ -109,9 +109,9 @@ def test_layers_that_are_left_out(pattern: str, covered: bool) -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"quant_method": "awq"}, "'awq'"),
+        ({"quant_method": "hqq"}, "'hqq'"),
         ("awq", "'awq'"),
-        (compressed(format="pack-quantized"), "pack-quantized"),
+        (compressed(format="pack-quantized"), "input_activations of format 'pack-quantized'"),
         (compressed(weights={**WEIGHTS, "num_bits": 4}), "4 bits"),
         (compressed(weights={**WEIGHTS, "type": "int"}), "'int'"),
         (compressed(weights={**WEIGHTS, "strategy": "group"}), "'group'"),

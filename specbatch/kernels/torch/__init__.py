@@ -6,6 +6,7 @@ from specbatch.kernels.torch.beam import beam_expand, beam_start
 from specbatch.kernels.torch.edits import edit_logits
 from specbatch.kernels.torch.fp8 import act_mul_quantised, quantise, rms_norm_quantised, scaled_linear
 from specbatch.kernels.torch.gemm import gated_linear, linear, norm_gated_linear, norm_linear
+from specbatch.kernels.torch.integers import integer_gated_linear, integer_linear
 from specbatch.kernels.torch.logprobs import logprobs
 from specbatch.kernels.torch.long_sequences import long_sequences
 from specbatch.kernels.torch.mask import tree_mask_bits
@@ -37,6 +38,8 @@ __all__ = [
     "edit_logits",
     "fused_experts",
     "gated_linear",
+    "integer_gated_linear",
+    "integer_linear",
     "linear",
     "logprobs",
     "long_sequences",

@@ -30,6 +30,8 @@ from specbatch.models.formats.tensor_files import (
     is_stored_rotary,
     open_tensors,
 )
+from specbatch.models.linears.integer_quantization import WHOLE_NUMBERS, IntegerQuantization
+from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.quantization import Quantization, parse_quantization, same_scale
 
 
@@ -43,7 +45,7 @@ class Checkpoint:
     description: (
         str  # text in logs and results, such as "safetensors bfloat16", "Q4_K_M dequantised" or "random weights"
     )
-    quantization: Quantization | None = None  # quantization of the linear layers in the files
+    quantization: LayerQuantization | None = None  # quantization of the linear layers in the files
     kv_scales: tuple[KVScales, ...] = ()  # scales of each layer for a cache in FP8; empty: all are 1
     generation_config: Mapping[str, Any] = field(default_factory=dict)  # content of the file; empty: there is none
     ignored: tuple[str, ...] = ()  # keys of its configuration that are neither applied nor known to change nothing
@@ -66,7 +68,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         gguf = GgufSource(file, config)
         _check_tensors(path, config, gguf)
         ignored = tuple(key for key in file.metadata if key.startswith("general.sampling."))
-        return Checkpoint(path, config, gguf, gguf_description(file), ignored=ignored)
+        return Checkpoint(path, config, gguf, gguf_description(file), gguf.integer_quantization(), ignored=ignored)
     check_no_adapter(path)
     config_file = path / "config.json"
     if not is_there(config_file):
@@ -152,17 +154,20 @@ def _has_own_lm_head(tensors: TensorSource) -> bool:
 
 
 def _check_tensors(
-    path: Path, config: ModelConfig, tensors: TensorSource, quantization: Quantization | None = None
+    path: Path, config: ModelConfig, tensors: TensorSource, quantization: LayerQuantization | None = None
 ) -> None:
     needed = {name: shape for name, shape in tensors.shapes().items() if not _is_harmless(name, config)}
     expected = expected_tensors(config)
     if quantization is not None:
-        expected = quantization.stored(expected)
+        if isinstance(quantization, IntegerQuantization):
+            for name in _biases_of_zeros(tensors, quantization, expected):
+                del needed[name]
+        expected = quantization.stored(expected, needed)
         for name in (name for name in needed if name.endswith("_scale") and name in expected):
             if same_scale(needed[name], expected[name]):
                 needed[name] = expected[name]
     problems = tensor_problems(expected, needed) or _wrong_types(tensors, quantization)
-    if not problems and quantization is not None:
+    if not problems and isinstance(quantization, Quantization):
         problems = _wrong_scales(tensors, quantization)
     if problems:
         tensors.close()
@@ -172,14 +177,28 @@ def _check_tensors(
         )
 
 
-def _wrong_types(tensors: TensorSource, quantization: Quantization | None) -> str:
-    """Tensors that are in FP8 without a scale, or have a scale and are not in E4M3; empty where there are none."""
+def _biases_of_zeros(
+    tensors: TensorSource, quantization: IntegerQuantization, expected: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Return the biases that quantised layers of a model without biases have. Some writers give each layer one."""
+    layers = {name: name.removesuffix(".bias") for name in tensors.shapes() if name.endswith(".bias")}
+    extra = [name for name, layer in layers.items() if name not in expected and quantization.covers(layer)]
+    return [name for name in extra if not bool(tensors.load(name).any())]
+
+
+def _wrong_types(tensors: TensorSource, quantization: LayerQuantization | None) -> str:
+    """Tensors that are in FP8 without a scale, or have a scale and are not in E4M3, or are whole numbers of another
+    type than the quantization has; empty where there are none."""
     known = SafetensorsSource | TorchBinSource | StackedSource | GptOssExperts | GgufSource
     assert isinstance(tensors, known), type(tensors)
     wrong = []
     for name, dtype in getattr(tensors, "dtypes", {}).items():
         layer, _, kind = name.rpartition(".")
-        is_covered = kind == "weight" and quantization is not None and quantization.covers(layer)
+        if kind in WHOLE_NUMBERS and isinstance(quantization, IntegerQuantization):
+            if dtype != WHOLE_NUMBERS[kind]:
+                wrong.append(f"{name} is {dtype}, not {WHOLE_NUMBERS[kind]}")
+            continue
+        is_covered = kind == "weight" and isinstance(quantization, Quantization) and quantization.covers(layer)
         if dtype != "float8_e4m3fn" if is_covered else dtype.startswith("float8"):
             wrong.append(f"{name} is {dtype}{' and has no scale' if not is_covered else ''}")
     return f"{len(wrong)} tensors have the wrong type: {first_names(wrong)}" if wrong else ""

@@ -1,4 +1,5 @@
-"""GGUF files: header and dequantised tensors, under Hugging Face names (the model configuration: `gguf_config.py`).
+"""GGUF files: header and tensors, under Hugging Face names (the model configuration: `gguf_config.py`). Tensors are
+dequantised, or in whole numbers if their type has one scale for 32 of these.
 
 The header is parsed here because `gguf.GGUFReader` spends seconds on the 150,000 token strings of a vocabulary (each
 becomes numpy objects), for every file of every run. Types, block sizes and dequantisation come from the `gguf` package.
@@ -14,7 +15,7 @@ import re
 import struct
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,8 @@ from gguf.quants import dequantize
 from specbatch.errors import ModelError
 from specbatch.models.checks import shown
 from specbatch.models.config import ModelConfig
+from specbatch.models.linears.integer import IntegerNumbers
+from specbatch.models.linears.integer_quantization import IntegerQuantization
 
 T = TypeVar("T")
 _Q = GGMLQuantizationType
@@ -34,6 +37,9 @@ SUPPORTED_TENSOR_TYPES = (
     _Q.F32, _Q.F16, _Q.BF16, _Q.Q8_0, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K,
 )
 # fmt: on
+# The types of whole numbers with one scale and no offset for a block, and the numbers' bits.
+_INTEGERS = {_Q.Q4_0: 4, _Q.Q8_0: 8}
+_BLOCK = 32  # numbers of a block of these types
 
 # Little-endian struct codes of the scalar metadata types 0..12; 8 is string, 9 is array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -183,6 +189,17 @@ class GgufFile:
             list(threads.map(fill, range(0, len(result) // block_size, step)))
         return torch.from_numpy(result.reshape(shape))
 
+    def integers(self, name: str, device: torch.device) -> IntegerNumbers:
+        """Return a matrix of one of the types _INTEGERS. A block is its scale in float16, and bytes: of Q4_0 the low
+        bits are the first half of its numbers, of Q8_0 each is a signed number."""
+        tensor = self.tensors[name]
+        raw = torch.from_numpy(np.array(self.data[tensor.start : tensor.start + tensor.num_bytes])).to(device)
+        blocks = raw.view(tensor.shape[0], tensor.shape[1] // _BLOCK, -1)
+        scales_OG, bits = blocks[..., :2].contiguous().view(torch.float16)[..., 0], _INTEGERS[tensor.type]
+        values = blocks[..., 2:]
+        numbers = values ^ 128 if bits == 8 else torch.cat((values & 15, values >> 4), dim=-1)
+        return IntegerNumbers(numbers.flatten(1), scales_OG, None, bits, _BLOCK)
+
     def text(self, key: str) -> str | None:
         """A text of the metadata, None where there is none."""
         value = self.metadata.get(key)
@@ -289,13 +306,36 @@ class GgufSource:
         return shape if index is None else shape[1:]
 
     def load(self, name: str) -> torch.Tensor:
-        tensor = self._file.load(*self._names[name]).view(self._shape(name))
+        return self._in_order(name, self._file.load(*self._names[name]).view(self._shape(name)))
+
+    def _in_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's rows as Hugging Face has them."""
         if self._config.model_type in ("llama", "mixtral"):
             if ".q_proj." in name:
                 return _unpermute(tensor, self._config.num_heads)
             if ".k_proj." in name:
                 return _unpermute(tensor, self._config.num_kv_heads)
         return tensor
+
+    def integer_quantization(self) -> IntegerQuantization | None:
+        """Return the quantization of the linear layers that are whole numbers of the same type; None: there are none.
+        Other layers are dequantised."""
+        layers = {name.removesuffix(".weight"): name for name in self._names if name.endswith("_proj.weight")}
+        types = {layer: self._file.tensors[self._names[name][0]].type for layer, name in layers.items()}
+        found = [kind for kind in types.values() if kind in _INTEGERS]
+        if not found:
+            return None
+        most = max(set(found), key=found.count)
+        ignored = tuple(layer for layer, kind in types.items() if kind != most)
+        return IntegerQuantization(
+            method=most.name, ignored=ignored, layout="gguf", bits=_INTEGERS[most], group=_BLOCK, has_zeros=False
+        )
+
+    def integers(self, name: str, device: torch.device) -> IntegerNumbers:
+        """Return a weight of a layer that `integer_quantization` covers, on `device`."""
+        found = self._file.integers(self._names[name][0], device)
+        numbers, scales = (self._in_order(name, one) for one in (found.numbers_OI, found.scales_OG))
+        return replace(found, numbers_OI=numbers, scales_OG=scales).checked(name)
 
     def close(self) -> None:
         self._file.close()

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown
 from specbatch.models.formats.files import is_there, read_json
+from specbatch.models.linears.integer_quantization import WHOLE_NUMBERS
+from specbatch.models.linears.layer_quantization import QUANTIZED_HINT
 
 
 class TensorSource(Protocol):
@@ -37,12 +39,19 @@ class PackedReader(Protocol):
 
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-_SAFETENSORS_FLOATS = dict(
-    zip(("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "U8"), (*_FLOATS, "uint8"), strict=True)
+_SAFETENSORS_TYPES = dict(
+    zip(
+        ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "U8", "I32", "I64"),
+        (*_FLOATS, "uint8", "int32", "int64"),
+        strict=True,
+    )
 )
 _MAX_OPEN = 2  # files, because a layer can begin in one and end in another
 # Tensors of draft heads that count or choose tokens.
 _WHOLE_NUMBERS = ("d2t", "t2d")
+# Tensors of weights in whole numbers (`linears/integer_quantization.py`). Which types these may have depends on the
+# quantization, see `checkpoint.py`.
+_PACKED_INTEGERS = re.compile(rf".+\.({'|'.join(WHOLE_NUMBERS)})")
 _PACKED_EXPERTS = re.compile(r".+\.experts\.\w+_(blocks|scales)")  # those of gpt-oss in MXFP4
 
 
@@ -60,7 +69,7 @@ class SafetensorsSource:
         self._handles: dict[Path, Any] = {}  # open files, the one that was read last at the end
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}  # floating-point types as torch calls them
+        self.dtypes: dict[str, str] = {}  # the types that are known here as torch calls them
         for file in files:
             try:
                 handle = self._handle(file)
@@ -74,7 +83,7 @@ class SafetensorsSource:
                 part = handle.get_slice(name)
                 self._file_of[name] = file
                 self._shapes[name] = tuple(part.get_shape())
-                self.dtypes[name] = _SAFETENSORS_FLOATS.get(part.get_dtype(), part.get_dtype())
+                self.dtypes[name] = _SAFETENSORS_TYPES.get(part.get_dtype(), part.get_dtype())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the files itself."""
@@ -161,11 +170,12 @@ def open_tensors(directory: Path) -> SafetensorsSource | TorchBinSource:
     """
     tensors = _open_files(directory)
     for name, dtype in tensors.dtypes.items():
-        if dtype not in _FLOATS and name not in _WHOLE_NUMBERS and not _PACKED_EXPERTS.fullmatch(name):
+        is_packed = _PACKED_EXPERTS.fullmatch(name) or _PACKED_INTEGERS.fullmatch(name)
+        if dtype not in _FLOATS and name not in _WHOLE_NUMBERS and not is_packed:
             tensors.close()
             raise ModelError(
                 f"tensor {shown(name)} of {directory} has the type {dtype}; weights must be floating-point numbers",
-                hint="quantised checkpoints are not supported; use the unquantised one, or a GGUF file",
+                hint=f"if the checkpoint is quantised, {QUANTIZED_HINT}",
             )
     return tensors
 

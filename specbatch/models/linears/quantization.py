@@ -1,4 +1,5 @@
-"""The quantization of a checkpoint's linear layers to FP8 (E4M3: 4 bits of exponent, 3 of mantissa, at most 448).
+"""The quantization of a checkpoint's linear layers to FP8 (E4M3: 4 bits of exponent, 3 of mantissa, at most 448), and
+the choice among all quantizations. `integer_quantization.py` has whole numbers.
 
 Read are the formats of compressed-tensors (`float-quantized`), of NVIDIA ModelOpt (FP8), and of transformers
 (`quant_method: fp8`: blocks of weights, as DeepSeek-V3 and Qwen3-FP8 have them, or one scale a tensor).
@@ -8,56 +9,54 @@ A weight is its stored value times a scale. Inputs of a layer are quantised as w
 
 from __future__ import annotations
 
-import fnmatch
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from specbatch.errors import ModelError
 from specbatch.models.checks import mapping, shown, whole_number
+from specbatch.models.linears.integer_quantization import INT4_ON_LOAD, parse_awq, parse_gptq, parse_packed
+from specbatch.models.linears.layer_quantization import (
+    QUANTIZED_HINT,
+    LayerQuantization,
+    check_known_keys,
+    layer_names,
+    unsupported,
+)
 
 WeightScales = Literal["tensor", "channel", "block"]
 # How a layer's inputs are quantised: with a scale for each token; for each token and each block of features; with one
 # scale that the checkpoint has; or not at all.
 InputScales = Literal["token", "block", "static", "none"]
-FP8_HINT = "use the unquantised checkpoint, one in FP8 (compressed-tensors, ModelOpt or fp8), or a GGUF file"
 
 
-@dataclass(frozen=True)
-class Quantization:
-    """`block`: (outputs, inputs) of a block of weights that has one scale. `ignored`: layers that are not quantised, by
-    name; "re:..." is a regular expression, and `*` matches anything. `lm_head`: quantised unless it is ignored."""
+@dataclass(frozen=True, kw_only=True)
+class Quantization(LayerQuantization):
+    """`block`: (outputs, inputs) of a block of weights that has one scale."""
 
-    method: str  # name in config.json
     weights: WeightScales
     inputs: InputScales
     scale: Literal["weight_scale", "weight_scale_inv"] = "weight_scale"
     block: tuple[int, int] | None = None
-    ignored: tuple[str, ...] = ()
-    lm_head: bool = False
 
-    def covers(self, layer: str) -> bool:
-        """`layer`: such as "model.layers.0.mlp.up_proj". All layers of experts are linear ones; some have names such as
-        "w1"."""
-        is_linear = layer.endswith("_proj") or ".experts." in layer
-        if not (is_linear or (self.lm_head and layer == "lm_head")):
-            return False
-        return not any(_matches(pattern, layer) for pattern in self.ignored)
+    @property
+    def is_kept(self) -> bool:
+        return self.inputs != "none"
+
+    def dequantised(self) -> Quantization:
+        return replace(self, inputs="none")
 
     def saved_bytes(self, plain: Mapping[str, tuple[int, ...]], itemsize: int) -> int:
-        """Count the bytes that weights save in FP8, compared with `itemsize` bytes each. In memory each output has a
-        float32 scale, or one for each block of its inputs. `plain`: the names and shapes of the unquantised model."""
+        """In memory each output has a float32 scale, or one for each block of its inputs."""
         width = None if self.block is None else self.block[1]
         matrices = {name: shape for name, shape in plain.items() if len(shape) == 2}
         covered = [shape for name, shape in matrices.items() if self.covers(name.removesuffix(".weight"))]
         num_scales = sum(shape[0] * (1 if width is None else -(-shape[1] // width)) for shape in covered)
         return sum(math.prod(shape) for shape in covered) * (itemsize - 1) - 4 * num_scales
 
-    def stored(self, plain: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors that a checkpoint has, from those of the unquantised model. A scale of one
-        value may have any number of dimensions: see `same_scale`."""
+    def stored(self, plain: Mapping[str, tuple[int, ...]], found: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
+        """A scale of one value may have any number of dimensions: see `same_scale`."""
         shapes = dict(plain)
         for name, shape in plain.items():
             layer, _, kind = name.rpartition(".")
@@ -88,14 +87,15 @@ class Quantization:
 
 
 # What `model.quantization: fp8` makes of a checkpoint that is not quantised.
-ON_LOAD = Quantization("while loading", "channel", "token")
+ON_LOAD = Quantization(method="while loading", weights="channel", inputs="token")
+QuantizationOption = Literal["auto", "none", "fp8", "int4"]
 
 
-def chosen(option: Literal["auto", "none", "fp8"], stored: Quantization | None) -> Quantization | None:
+def chosen(option: QuantizationOption, stored: LayerQuantization | None) -> LayerQuantization | None:
     """Return the quantization that `model.quantization` makes of a checkpoint. `stored`: that of its files."""
-    if option == "none":
-        return None if stored is None else replace(stored, inputs="none")
-    return ON_LOAD if option == "fp8" and stored is None else stored
+    if stored is not None:
+        return stored.dequantised() if option == "none" else stored
+    return {"fp8": ON_LOAD, "int4": INT4_ON_LOAD}.get(option)
 
 
 def same_scale(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -117,9 +117,11 @@ def quantization_section(config: Mapping[str, Any]) -> tuple[str, Mapping[str, A
     return f"config.json: {_KEYS[0]}", found.get(_KEYS[0])
 
 
-def parse_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None) -> Quantization | None:
+def parse_quantization(
+    config: Mapping[str, Any], modelopt: Mapping[str, Any] | None = None
+) -> LayerQuantization | None:
     """Read the quantization from a config.json (see `quantization_section`), or from an `hf_quant_config.json`
-    (`modelopt`). None: the checkpoint is not quantised. Raise ModelError for formats other than the FP8 formats
+    (`modelopt`). None: the checkpoint is not quantised. Raise ModelError for formats other than those
     above."""
     where, section = quantization_section(config)
     if section is None:
@@ -129,43 +131,65 @@ def parse_quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any] | 
         return _compressed_tensors(section, where)
     if method == "fp8":
         return _fp8(section, where)
+    if method == "gptq":
+        return parse_gptq(section, where)
+    if method == "awq":
+        return parse_awq(section, where)
     if method == "mxfp4":  # the experts of gpt-oss, see `formats/gpt_oss_experts.py`
         return None
     if method == "modelopt" or (method is None and "quant_algo" in section):
         return _modelopt(section)
-    raise ModelError(f"the checkpoint is quantised ({shown(method)}), which is not supported", hint=FP8_HINT)
+    raise ModelError(f"the checkpoint is quantised ({shown(method)}), which is not supported", hint=QUANTIZED_HINT)
 
 
-def _compressed_tensors(section: Mapping[str, Any], where: str) -> Quantization | None:
+def _compressed_tensors(section: Mapping[str, Any], where: str) -> LayerQuantization | None:
     """https://github.com/vllm-project/compressed-tensors"""
-    if section.get("format") not in ("float-quantized", "naive-quantized"):
-        raise _unsupported(f"{where}: format {shown(section.get('format'))}")
-    for key in ("sparsity_config", "transform_config"):
+    is_packed = section.get("format") == "pack-quantized"
+    if not is_packed and section.get("format") not in ("float-quantized", "naive-quantized"):
+        raise unsupported(f"{where}: format {shown(section.get('format'))}")
+    for key in ("sparsity_config", "transform_config", "moe_sparsity_config"):
         if section.get(key):
-            raise _unsupported(f"{where}: {key}")
+            raise unsupported(f"{where}: {key}")
     groups = mapping(section.get("config_groups"), f"{where}: config_groups")
     if not groups and section.get("kv_cache_scheme"):
         return None  # scales of the KV cache alone
     if len(groups) != 1:
-        raise _unsupported(f"{where}: {len(groups)} config_groups")
+        raise unsupported(f"{where}: {len(groups)} config_groups")
     (group,) = (mapping(one, f"{where}: config_groups") for one in groups.values())
     if group.get("targets") != ["Linear"]:
-        raise _unsupported(f"{where}: targets {shown(group.get('targets'))}")
+        raise unsupported(f"{where}: targets {shown(group.get('targets'))}")
     if group.get("output_activations") is not None:
-        raise _unsupported(f"{where}: output_activations")
+        raise unsupported(f"{where}: output_activations")
+    ignored = layer_names(section.get("ignore"), f"{where}: ignore")
+    if is_packed:
+        if group.get("input_activations") is not None:
+            raise unsupported(f"{where}: input_activations of format 'pack-quantized'")
+        if group.get("format") not in (None, "pack-quantized"):
+            raise unsupported(f"{where}: format {shown(group['format'])}")
+        check_known_keys(section, _SECTION_KEYS, where)
+        check_known_keys(group, _GROUP_KEYS, f"{where}: config_groups")
+        return parse_packed(group.get("weights"), ignored, where)
     weights = _arguments(group.get("weights"), f"{where}: weights")
     if weights is None or weights.get("strategy") not in ("tensor", "channel", "block"):
-        raise _unsupported(f"{where}: weights with the strategy {shown((weights or {}).get('strategy'))}")
+        raise unsupported(f"{where}: weights with the strategy {shown((weights or {}).get('strategy'))}")
     inputs = _arguments(group.get("input_activations"), f"{where}: input_activations")
     block = _block(weights.get("block_structure"), where) if weights["strategy"] == "block" else None
     return Quantization(
-        "compressed-tensors",
-        weights["strategy"],
-        _compressed_inputs(inputs, where),
+        method="compressed-tensors",
+        weights=weights["strategy"],
+        inputs=_compressed_inputs(inputs, where),
         block=block,
-        ignored=_names(section.get("ignore"), f"{where}: ignore"),
+        ignored=ignored,
         lm_head=True,
     )
+
+
+# All keys of compressed-tensors, those that are harmless too.
+_SECTION_KEYS = (
+    "config_groups", "format", "global_compression_ratio", "ignore", "kv_cache_scheme", "quant_method",
+    "quantization_status", "sparsity_config", "transform_config", "version", "moe_sparsity_config",
+)  # fmt: skip
+_GROUP_KEYS = ("targets", "weights", "input_activations", "output_activations", "format")
 
 
 def _arguments(value: object, name: str) -> Mapping[str, Any] | None:
@@ -175,7 +199,7 @@ def _arguments(value: object, name: str) -> Mapping[str, Any] | None:
     arguments = mapping(value, name)
     if arguments.get("num_bits") != 8 or arguments.get("type") != "float" or arguments.get("symmetric") is False:
         bits, kind = arguments.get("num_bits"), arguments.get("type")
-        raise _unsupported(f"{name}: {shown(bits)} bits of type {shown(kind)}")
+        raise unsupported(f"{name}: {shown(bits)} bits of type {shown(kind)}")
     return arguments
 
 
@@ -189,7 +213,7 @@ def _compressed_inputs(arguments: Mapping[str, Any] | None, where: str) -> Input
         return "block"
     if not is_dynamic and strategy == "tensor":
         return "static"
-    raise _unsupported(f"{where}: input_activations with the strategy {shown(strategy)}")
+    raise unsupported(f"{where}: input_activations with the strategy {shown(strategy)}")
 
 
 _GROUP = 128  # features of an input that share a scale, where weights have blocks
@@ -199,14 +223,24 @@ def _fp8(section: Mapping[str, Any], where: str) -> Quantization:
     """transformers' FineGrainedFP8Config, and AutoFP8's."""
     scheme = section.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
-        raise _unsupported(f"{where}: activation_scheme {shown(scheme)}")
-    ignored = _names(section.get("modules_to_not_convert", section.get("ignored_layers")), f"{where}: ignored layers")
+        raise unsupported(f"{where}: activation_scheme {shown(scheme)}")
+    ignored = layer_names(
+        section.get("modules_to_not_convert", section.get("ignored_layers")), f"{where}: ignored layers"
+    )
     size = section.get("weight_block_size")
     if size is None:
-        return Quantization("fp8", "tensor", "token" if scheme == "dynamic" else "static", ignored=ignored)
+        inputs: InputScales = "token" if scheme == "dynamic" else "static"
+        return Quantization(method="fp8", weights="tensor", inputs=inputs, ignored=ignored)
     if scheme == "static":
-        raise _unsupported(f"{where}: weight_block_size with a static activation_scheme")
-    return Quantization("fp8", "block", "block", "weight_scale_inv", _block(size, where), ignored)
+        raise unsupported(f"{where}: weight_block_size with a static activation_scheme")
+    return Quantization(
+        method="fp8",
+        weights="block",
+        inputs="block",
+        scale="weight_scale_inv",
+        block=_block(size, where),
+        ignored=ignored,
+    )
 
 
 def _modelopt(section: Mapping[str, Any]) -> Quantization | None:
@@ -217,40 +251,15 @@ def _modelopt(section: Mapping[str, Any]) -> Quantization | None:
     if section.get("quant_algo") is None and section.get("kv_cache_quant_algo"):
         return None  # scales of the KV cache alone
     if section.get("quant_algo") != "FP8":
-        raise _unsupported(f"{where}: quant_algo {shown(section.get('quant_algo'))}")
-    ignored = _names(section.get("exclude_modules", section.get("ignore")), f"{where}: exclude_modules")
-    return Quantization("modelopt", "tensor", "static", ignored=ignored, lm_head=True)
+        raise unsupported(f"{where}: quant_algo {shown(section.get('quant_algo'))}")
+    ignored = layer_names(section.get("exclude_modules", section.get("ignore")), f"{where}: exclude_modules")
+    return Quantization(method="modelopt", weights="tensor", inputs="static", ignored=ignored, lm_head=True)
 
 
 def _block(value: object, where: str) -> tuple[int, int]:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        raise _unsupported(f"{where}: blocks of weights {shown(value)}")
+        raise unsupported(f"{where}: blocks of weights {shown(value)}")
     outputs, inputs = (whole_number(size, f"{where}: blocks of weights") for size in value)
     if inputs != _GROUP:
-        raise _unsupported(f"{where}: blocks of {inputs} inputs")
+        raise unsupported(f"{where}: blocks of {inputs} inputs")
     return outputs, inputs
-
-
-def _names(value: object, name: str) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ModelError(f"{name} must be a list of names, not {shown(value)}")
-    for one in value:
-        if one.startswith("re:"):
-            try:
-                re.compile(one[3:])
-            except re.error as error:
-                raise ModelError(f"{name}: {shown(one)} is no regular expression: {error}") from error
-    return tuple(value)
-
-
-def _matches(pattern: str, layer: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], layer) is not None
-    # A module's name covers the layers in it.
-    return fnmatch.fnmatchcase(layer, pattern) or layer.startswith(f"{pattern}.") or layer.endswith(f".{pattern}")
-
-
-def _unsupported(what: str) -> ModelError:
-    return ModelError(f"{what} is not supported", hint=FP8_HINT)

@@ -116,18 +116,18 @@ def part_of(name: str, tensor: Tensor, shard: ModelShard) -> Tensor:
     return tensor if outputs is None else tensor[outputs.start : outputs.stop].clone()
 
 
-def scale_part_of(layer: str, scale_OG: Tensor, shard: ModelShard) -> Tensor:
-    """The rank's part of a weight's scales: (O, 1), or (O, G) for groups of inputs, which `check_group_borders` has
+def scale_part_of(layer: str, scale_OG: Tensor, shard: ModelShard, group: int = GROUP) -> Tensor:
+    """The rank's part of a weight's scales: (O, 1), or (O, G) for each `group` inputs, which `check_group_borders` has
     found to be on one rank each."""
     inputs = _inputs_of_part(layer, shard, scale_OG.shape[1])
     if inputs is not None and scale_OG.shape[1] > 1:
-        return scale_OG[:, inputs.start // GROUP : -(-inputs.stop // GROUP)].clone()
+        return scale_OG[:, inputs.start // group : -(-inputs.stop // group)].clone()
     outputs = _outputs_of_part(layer, shard)
     return scale_OG if outputs is None else scale_OG[outputs.start : outputs.stop].clone()
 
 
-def check_group_borders(layers: Sequence[str], config: ModelConfig, size: int) -> None:
-    """Layers with a scale for each GROUP of inputs. Raises ValueError if a group would be on two ranks."""
+def check_group_borders(layers: Sequence[str], config: ModelConfig, size: int, group: int = GROUP) -> None:
+    """Layers with a scale for each `group` inputs. Raises ValueError if a group would be on two ranks."""
     heads = [part.query.stop * config.head_dim for part in head_shares(config.num_heads, config.num_kv_heads, size)]
     for layer in layers:
         kind = _projection_of(layer, config.moe)
@@ -137,8 +137,8 @@ def check_group_borders(layers: Sequence[str], config: ModelConfig, size: int) -
             ends = [part.stop for part in even_shares(_inner_sizes(config)[_mlp_kind(layer, config.moe)], size)]
         else:
             continue
-        if (cut := next((end for end in ends[:-1] if end % GROUP), None)) is not None:
-            raise ValueError(f"{kind} has {ends[-1]} inputs, and {cut} of them is no multiple of {GROUP}")
+        if (cut := next((end for end in ends[:-1] if end % group), None)) is not None:
+            raise ValueError(f"{kind} has {ends[-1]} inputs, and {cut} of them is no multiple of {group}")
 
 
 def _projection_of(layer: str, moe: MoeConfig | None) -> str:

@@ -110,7 +110,7 @@ SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": E, "
         ({"model_type": "mistral", "sliding_window": 8}, "sliding_window: 8, which is not supported"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "window: 8"),
         ({"quantization_config": {"quant_method": "fp8"}}, "the draft head is quantised"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "is quantised .'gptq'."),
+        ({"quantization_config": {"quant_method": "hqq"}}, "is quantised .'hqq'."),
         ({"transformer_layer_config": SIZES | {"quantization_config": {"quant_method": "fp8"}}}, "is quantised"),
         ({"speculators_model_type": "peagle"}, "speculators_model_type: 'peagle'; only 'eagle3'"),
         ({"transformer_layer_config": SIZES | {"num_hidden_layers": 2}}, "transformer_layer_config.num_hidden_layers"),

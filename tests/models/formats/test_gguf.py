@@ -14,12 +14,17 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from specbatch.config_load import load_config
 from specbatch.errors import ModelError
 from specbatch.models.config import expected_tensors
 from specbatch.models.families.registry import parse_hf_config
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.gguf import GgufFile
 from specbatch.models.formats.gguf_config import gguf_model_config
+from specbatch.models.linears.integer import IntegerLinear
+from specbatch.models.linears.integer_quantization import IntegerQuantization
+from specbatch.models.weight_loader import WeightLoader
+from specbatch.setup.model import resolve_quantization
 
 # Row lengths of 256 and more: blocks of the K types hold 256 elements.
 SIZES: dict[str, Any] = {
@@ -172,6 +177,31 @@ def test_quantised_types(kind: Q, tolerance: float, tmp_path: Path) -> None:
         # Close to the original: the layout is right. (Exactly what `gguf` dequantises: the test of the K types.)
         assert (loaded - tensor).abs().max() <= tolerance * tensor.abs().max(), name
     assert kind.name in checkpoint.description
+
+
+def test_whole_numbers_stay_so_on_a_gpu(tmp_path: Path) -> None:
+    """The layers that CUDA has, with the reference kernels; a CPU dequantises."""
+    config, cpu = LlamaConfig(**SIZES), torch.device("cpu")
+    for kind in (Q.Q8_0, Q.Q4_0):
+        path = tmp_path / f"{kind.name}.gguf"
+        write(path, config, state_of(config), kind)
+        checkpoint = open_checkpoint(path)
+        found = checkpoint.quantization
+        assert isinstance(found, IntegerQuantization)
+        loader = WeightLoader(checkpoint.tensors, torch.float32, cpu, quantization=found)
+        dequantising = WeightLoader(checkpoint.tensors, torch.float32, cpu, quantization=found.dequantised())
+        for layer in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
+            weight = checkpoint.tensors.load(f"model.layers.1.{layer}.weight")
+            assert torch.equal(loader.tensor(f"model.layers.1.{layer}.weight"), weight)
+            assert torch.equal(dequantising.tensor(f"model.layers.1.{layer}.weight"), weight)
+            x = torch.randn(3, weight.shape[1])
+            linear = loader.linear(f"model.layers.1.{layer}")
+            assert isinstance(linear, IntegerLinear)
+            torch.testing.assert_close(linear(x), x @ weight.T)
+        options = load_config(None, [f"model.target={path}"])
+        for device in ("cpu", "cuda"):
+            kept = resolve_quantization(options, checkpoint, torch.device(device), torch.bfloat16, [])
+            assert kept == (found if device == "cuda" else None)
 
 
 def test_k_quants_and_headers_equal_the_gguf_package(tmp_path: Path) -> None:

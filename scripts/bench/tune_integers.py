@@ -1,0 +1,356 @@
+"""Times the GEMMs with weights of whole numbers on a GPU against those of bfloat16, and finds the best tiles.
+
+    python scripts/bench/tune_integers.py -o tune_integers.json [--budget 180] [--shape llama-3-8b] [--bits 8]
+    python scripts/bench/tune_integers.py --table tune_integers.json
+
+First each form of weights (bits, groups, zero points) is checked: our kernels against float64. Then, for each GEMM of a
+layer and each number of tokens: microseconds in CUDA-graph replay over copies of the weight that together exceed L2, of
+bfloat16 as it is used now, of the library with a weight that is dequantised before, and of our tiles; and each one's
+error against float64.
+
+Every measurement is one JSON line, written at once; a short table of them comes last. What fails is a line with
+"error" and no time. `--table` prints the table of `specbatch/kernels/triton/integers/tile.py` from the file. Stops by
+itself when the budget (seconds) is used up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from tune_linear import Gemm, Geometry, normal, only_compile, replay_time
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from specbatch.kernels.integers import UNIT, IntegerWeight
+from specbatch.kernels.torch.integers import dequantise_integers, pack_integers
+from specbatch.kernels.triton.gemm import gated_linear, linear
+from specbatch.kernels.triton.integers import ops
+from specbatch.kernels.triton.integers.tile import IntegerTile
+from specbatch.models.random_weights import geometries
+
+Kind = Literal["plain", "residual", "gated"]
+
+
+class Form(NamedTuple):
+    """A form of weights. `group` None: one scale for each output."""
+
+    bits: int
+    group: int | None
+    zeros: bool
+
+
+ROWS = (1, 16, 64, 256, 4, 512, 32, 128, 8, 1024, 2048)  # the most important ones are first
+DEVICE, DTYPE = "cuda", torch.bfloat16
+ROTATION_BYTES = 280e6  # bytes of all copies of a weight; L2 holds 60 MB
+CHECKED = 64  # tokens whose results are compared with float64
+LARGEST_ERROR = 8e-3  # results that are rounded to bfloat16 have an error of 1.7e-3, gated ones of about twice that
+# What is checked: forms of weights, a size that is no multiple of tiles, and tiles. None: the weight is dequantised.
+FORMS = [Form(bits, group, z) for bits in (4, 8) for group in (32, 64, 128, 256, None) for z in (False, True)]
+CHECKED_SIZE, CHECKED_ROWS = (616, 1088), 300
+CHECKED_TILES = (
+    None,
+    IntegerTile(8, 16, 64, 4, 1),
+    IntegerTile(64, 64, 64, 4, 4, splits=2),
+    IntegerTile(16, 128, 32, 4, 8),
+    IntegerTile(128, 128, 32, 4, 8, scale_sums=False),
+)
+
+
+def candidates(gemm: Gemm, tokens: int) -> Iterator[IntegerTile]:
+    """Yield the tiles that are tried."""
+    outputs = gemm.weight_shape[0]
+    splits = (1,) if outputs > 8192 else (1, 2) if outputs > 4096 else (1, 2, 4)
+    if tokens <= 8:
+        for block_o, warps in ((16, 1), (32, 2), (64, 4)):
+            yield from (IntegerTile(8, block_o, 64, stages, warps) for stages in (4, 6))
+            yield IntegerTile(8, block_o, 64, 6, warps, prefetch=512)
+        yield IntegerTile(8, 16, 64, 8, 1, prefetch=1024)
+        yield IntegerTile(8, 16, 64, 6, 1, scale_sums=False)
+        yield IntegerTile(8, 64, 64, 5, 4, scale_sums=False)
+        yield from (IntegerTile(8, 64, 64, 5, 4, splits=s, prefetch=256) for s in splits[1:])
+    elif tokens <= 32:
+        block_m = 16 if tokens <= 16 else 32
+        yield IntegerTile(block_m, 32, 64, 5, 2)
+        yield IntegerTile(block_m, 32, 64, 5, 2, prefetch=512)
+        yield IntegerTile(block_m, 128, 64, 4, 4)
+        yield IntegerTile(block_m, 128, 64, 4, 8)
+        yield from (IntegerTile(block_m, 64, 64, 4, 4, splits=s) for s in splits)
+        yield from (IntegerTile(block_m, 64, 32, 6, 4, splits=s) for s in splits)
+    elif tokens <= 64:
+        yield from (IntegerTile(64, 64, 64, 4, 4, splits=s) for s in splits)
+        yield from (IntegerTile(64, 64, 32, 5, 4, splits=s) for s in splits)
+        yield from (IntegerTile(64, 128, 64, 4, 8, splits=s) for s in splits)
+        yield from (IntegerTile(64, 128, 32, 4, 4, splits=s, scale_sums=False) for s in splits)
+        yield from (IntegerTile(64, 128, 32, 6, 8, splits=s, scale_sums=False) for s in splits)
+        yield from (IntegerTile(64, 64, 64, 4, 4, splits=s, scale_sums=False) for s in splits)
+    else:
+        shapes = [(128, 128, 32, 4, 8), (128, 128, 64, 2, 8), (128, 128, 16, 5, 4), (128, 64, 32, 3, 4)]
+        if tokens > 128:
+            shapes[3:] = (256, 128, 32, 3, 8), (256, 128, 16, 5, 8), (256, 64, 16, 5, 4), (128, 256, 16, 5, 8)
+        for shape in shapes:
+            tiles = math.ceil(outputs / shape[1]) * math.ceil(tokens / shape[0])
+            # One and two waves of programs.
+            fill = {max((n for n in (1, 2, 3, 4) if n * tiles <= waves * 132), default=1) for waves in (1, 2)}
+            yield from (IntegerTile(*shape, splits=n, scale_sums=False) for n in sorted(fill))
+        yield IntegerTile(128, 128, 32, 4, 8, splits=splits[-1])
+
+
+def kind_of(gemm: Gemm) -> Kind:
+    return "gated" if gemm.op == "norm_gated" else "plain"
+
+
+def checked_kinds(form: Form) -> tuple[Kind, ...]:
+    return ("residual", "gated") if form.group == 128 else ("residual",)
+
+
+def name_of(tile: IntegerTile) -> str:
+    sizes = f"m{tile.block_m} o{tile.block_o} s{tile.step} n{tile.num_stages} w{tile.num_warps}"
+    more = [f"split{tile.splits}"] * (tile.splits > 1) + ["weights"] * (not tile.scale_sums)
+    return " ".join([sizes, *more, *[f"pre{tile.prefetch}"] * (tile.prefetch > 0)])
+
+
+def random_weight(size: tuple[int, int], form: Form, device: str = DEVICE) -> IntegerWeight:
+    (num_out, num_in), bits = size, form.bits
+    groups = 1 if form.group is None else math.ceil(num_in / form.group)
+    numbers = torch.randint(1 << bits, size, dtype=torch.uint8, device=device)
+    scales = (torch.rand(groups, num_out, device=device) + 0.5).to(DTYPE) * 2.0**-bits
+    zeros = torch.randint(1 << bits, (groups, num_out), dtype=torch.uint8, device=device) if form.zeros else None
+    return IntegerWeight(pack_integers(numbers, bits), scales, zeros, bits, num_in, form.group or num_in)
+
+
+def start_compiling() -> None:
+    """In a worker: launches only compile, as for a Hopper GPU."""
+    only_compile()
+    ops.dependent_launch = lambda tensor: True
+
+
+def compile_task(size: tuple[int, int], form: Form, tile: IntegerTile | None, kind: Kind) -> None:
+    (num_out, num_in), bits = size, form.bits
+    groups = 1 if form.group is None else math.ceil(num_in / form.group)
+    words = torch.empty(num_out, math.ceil(num_in / UNIT) * UNIT * bits // 16, dtype=torch.int16)
+    zeros = torch.empty(groups, num_out, dtype=torch.uint8) if form.zeros else None
+    scales = torch.empty(groups, num_out, dtype=DTYPE)
+    weight = IntegerWeight(words, scales, zeros, bits, num_in, form.group or num_in)
+    if tile is None:
+        ops.dequantised(weight, DTYPE)
+        return
+    residual = torch.empty(tile.block_m, num_out, dtype=DTYPE) if kind == "residual" else None
+    x = torch.empty(tile.block_m, num_in, dtype=DTYPE)
+    ops.multiply(x, weight, None, residual, tile, "silu" if kind == "gated" else None)
+
+
+def exact_result(x: Tensor, weight: Tensor, kind: Kind) -> Tensor:
+    """Return the result in float64, without a residual."""
+    y = x.double() @ weight.double().T
+    if kind != "gated":
+        return y
+    gate, up = y.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+class Bench:
+    def __init__(self, output: Path, deadline: float, form: Form) -> None:
+        self._file, self._deadline, self._form = output.open("w"), deadline, form
+        self._pool = multiprocessing.get_context("fork").Pool(max((os.cpu_count() or 2) - 1, 1), start_compiling)
+        self._compiled: dict[Any, Any] = {}
+        self._weights: dict[Gemm, tuple[list[Tensor], list[IntegerWeight], Tensor]] = {}
+
+    def say(self, **line: Any) -> None:
+        text = json.dumps(line)
+        print(text, flush=True)
+        self._file.write(text + "\n")
+        self._file.flush()
+
+    def out_of_time(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def compile(self, gemms: list[Gemm], rows: list[int]) -> None:
+        for form in FORMS:
+            for tile in CHECKED_TILES:
+                for kind in checked_kinds(form):
+                    self._start(CHECKED_SIZE, form, tile, kind)
+        for tokens in rows:
+            for gemm in gemms:
+                for tile in (None, *candidates(gemm, tokens)):
+                    self._start(gemm.weight_shape, self._form, tile, kind_of(gemm))
+
+    def _start(self, *task: Any) -> None:
+        if task not in self._compiled:
+            self._compiled[task] = self._pool.apply_async(compile_task, task)
+
+    def _await(self, *task: Any) -> None:
+        """Wait until a kernel is compiled. Raise what its compilation raised."""
+        self._compiled[task].get(max(0.1, self._deadline - time.monotonic()))
+
+    def close(self) -> None:
+        self._pool.terminate()
+        self._file.close()
+
+    def check(self) -> None:
+        """Compare all forms of weights with float64."""
+        worst = 0.0
+        for form in FORMS:
+            weight = random_weight(CHECKED_SIZE, form)
+            exact, errors = dequantise_integers(weight, torch.float64), {}
+            x, residual = normal(CHECKED_ROWS, CHECKED_SIZE[1]), normal(CHECKED_ROWS, CHECKED_SIZE[0])
+            for tile, kind in itertools.product(CHECKED_TILES, checked_kinds(form)):
+                self._await(CHECKED_SIZE, form, tile, kind)
+                if tile is None:
+                    found, expected = ops.dequantised(weight, DTYPE), exact
+                else:
+                    n = min(CHECKED_ROWS, 2 * tile.block_m - 1)
+                    added = residual[:n] if kind == "residual" else None
+                    found = ops.multiply(x[:n], weight, None, added, tile, "silu" if kind == "gated" else None)
+                    expected = exact_result(x[:n], exact, kind) + (0 if added is None else added)
+                error = float((found.double() - expected).norm() / expected.norm())
+                errors["dequantised" if tile is None else f"{name_of(tile)} {kind}"] = float(f"{error:.1e}")
+                worst = max(worst, math.inf if math.isnan(error) else error)
+            self.say(check=str(form), errors=errors)
+        self.say(check="all", largest=worst, passed=worst < LARGEST_ERROR)
+
+    def gemm(self, shape_name: str, gemm: Gemm, tokens: int) -> None:
+        """Every way to compute one GEMM."""
+        if self.out_of_time():
+            return
+        if gemm not in self._weights:
+            first = random_weight(gemm.weight_shape, self._form)
+            copies = max(4, math.ceil(ROTATION_BYTES / (2 * first.words_OW.numel())))
+            weights = [first._replace(words_OW=first.words_OW.clone()) for _ in range(copies)]
+            exact = dequantise_integers(first, torch.float32)
+            copies = 1 + math.ceil(ROTATION_BYTES / (2 * exact.numel()))
+            self._weights[gemm] = [exact.to(DTYPE, copy=True) for _ in range(copies)], weights, exact
+        self._gemm_of(shape_name, gemm, normal(tokens, gemm.num_in), *self._weights[gemm])
+
+    def _gemm_of(
+        self, shape_name: str, gemm: Gemm, x: Tensor, wide: list[Tensor], weights: list[IntegerWeight], exact: Tensor
+    ) -> None:
+        tokens, size = x.shape[0], gemm.weight_shape
+        kind = kind_of(gemm)
+        expected = exact_result(x[:CHECKED], exact, kind)
+        now = gated_linear if kind == "gated" else linear
+        what = {"shape": shape_name, "gemm": gemm.name, "weight": size, "tokens": tokens}
+        calls = len(weights) if tokens <= 64 else min(len(weights), 8)
+
+        def timed(how: str, multiply: Callable[[int], Tensor], calls: int) -> float:
+            try:
+                error = float((multiply(0)[:CHECKED].double() - expected).norm() / expected.norm())
+                seconds = replay_time(lambda: [multiply(i) for i in range(calls)], num_replays=5) / calls
+                line: dict[str, Any] = {"us": round(seconds * 1e6, 2), "rounding": float(f"{error:.2e}")}
+                if not error < LARGEST_ERROR:
+                    line = {"error": f"the result is wrong: {error}"}
+            except Exception as error:
+                line = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            self.say(**what, how=how, **line)
+            return float(line.get("us", math.inf))
+
+        timed("bf16", lambda i: now(x, wide[i % len(wide)]), min(calls, len(wide)))
+        best: tuple[float, IntegerTile | None] = math.inf, None
+        if tokens >= 64:
+            by_library = timed("dequantise", lambda i: now(x, ops.dequantised(weights[i], DTYPE)), calls)
+            best = by_library, None
+        for tile in candidates(gemm, tokens):
+            if self.out_of_time():
+                break
+            try:
+                self._await(size, self._form, tile, kind)
+            except Exception as error:
+                self.say(**what, how=name_of(tile), error=f"{type(error).__name__}: {str(error)[:300]}")
+                continue
+            us = timed(name_of(tile), _by_tile(x, weights, tile, kind), calls)
+            best = min(best, (us, tile), key=lambda one: one[0])
+        self.say(**what, how="best", us=best[0], tile=None if best[1] is None else asdict(best[1]))
+
+
+def _by_tile(x: Tensor, weights: list[IntegerWeight], tile: IntegerTile, kind: Kind) -> Callable[[int], Tensor]:
+    return lambda i: ops.multiply(x, weights[i], None, None, tile, "silu" if kind == "gated" else None)
+
+
+def print_summary(path: Path) -> None:
+    """Microseconds, a line for each GEMM and number of tokens; the sums of a layer; then what failed."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    print(f"{'GEMM':<24}{'tokens':>7}{'bf16':>9}{'dequant':>9}{'best':>9}{'ratio':>7}  its tile")
+    sums: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for best in (line for line in lines if line.get("how") == "best"):
+        same = {line.get("how"): line for line in lines if [line.get(k) for k in _CELL] == [best[k] for k in _CELL]}
+        times = [same.get(how, {}).get("us", math.nan) for how in ("bf16", "dequantise", "best")]
+        tile = "dequantise" if best["tile"] is None else name_of(IntegerTile(**best["tile"]))
+        columns = "".join(f"{us:>9.1f}" for us in times)
+        label = best["shape"] + " " + best["gemm"]
+        print(f"{label:<24}{best['tokens']:>7}{columns}{times[0] / times[2]:>7.2f}  {tile}")
+        sums.setdefault((best["shape"], best["tokens"]), []).append((times[0], times[2]))
+    for (shape, tokens), pairs in sums.items():
+        bf16, ours = (sum(pair[i] for pair in pairs) for i in (0, 1))
+        print(f"{shape}, {len(pairs)} GEMMs, {tokens} tokens: {bf16:.1f} us bf16, {ours:.1f} us, {bf16 / ours:.2f}")
+    for line in lines:
+        if "error" in line or line.get("check") == "all":
+            print(json.dumps(line))
+
+
+_CELL = ("shape", "gemm", "tokens")
+
+
+def source_of(tile: dict[str, Any] | None) -> str:
+    if tile is None:
+        return "None"
+    unusual = [f"{f.name}={tile[f.name]}" for f in fields(IntegerTile)[5:] if tile[f.name] != f.default]
+    return f"IntegerTile({', '.join([*(str(tile[f.name]) for f in fields(IntegerTile)[:5]), *unusual])})"
+
+
+def print_table(path: Path) -> None:
+    """Source text of `tile._MEASURED`."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    best = sorted((line for line in lines if line.get("how") == "best"), key=lambda line: int(line["tokens"]))
+    print("_MEASURED: dict[tuple[int, int], dict[int, IntegerTile | None]] = {")
+    for weight in dict.fromkeys(tuple(line["weight"]) for line in best):
+        of_weight = [line for line in best if tuple(line["weight"]) == weight]
+        print(f"    {weight}: {{  # {of_weight[0]['shape']}, {of_weight[0]['gemm']}")
+        for line, following in itertools.zip_longest(of_weight, of_weight[1:]):
+            if following is None or following["tile"] != line["tile"]:
+                print(f"        {line['tokens']}: {source_of(line['tile'])},")
+        print("    },")
+    print("}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=Path("tune_integers.json"))
+    parser.add_argument("--table", type=Path, help="print the table of a file written before, and stop")
+    parser.add_argument("--budget", type=float, default=180.0, help="seconds")
+    parser.add_argument("--shape", action="append", choices=sorted(geometries()))
+    parser.add_argument("--bits", type=int, default=4, choices=(4, 8))
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    args = parser.parse_args()
+    if args.table is not None:
+        print_table(args.table)
+        return
+    bench = Bench(args.output, time.monotonic() + args.budget, Form(args.bits, 128, False))
+    all_gemms = {name: list(Geometry.of(geometries()[name]).layer.values()) for name in args.shape or ["llama-3-8b"]}
+    for gemms in all_gemms.values():
+        bench.compile(gemms, args.rows)
+    try:
+        with torch.no_grad():
+            bench.check()
+            for tokens in args.rows:
+                for name, gemms in all_gemms.items():
+                    for gemm in gemms:
+                        bench.gemm(name, gemm, tokens)
+    finally:
+        bench.close()
+        print_summary(args.output)
+
+
+if __name__ == "__main__":
+    main()

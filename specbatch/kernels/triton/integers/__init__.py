@@ -1,0 +1,1 @@
+"""GEMMs with weights of whole numbers, which are dequantised inside the kernel."""

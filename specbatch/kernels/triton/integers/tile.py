@@ -1,0 +1,100 @@
+"""The division of GEMMs with weights of whole numbers (`ops.py`) into programs.
+
+It depends on the shape alone, so that a model's shapes decide its bits. This module does not import Triton.
+
+Shape letters: M tokens, O output features, I input features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from specbatch.kernels.integers import UNIT
+
+# Above this number of tokens a weight is dequantised to memory, and the library multiplies.
+MAX_TOKENS = 1024
+_MIN_STEP = 16  # tensor cores multiply 16 inputs at once
+_SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
+_MULTIPROCESSORS = 132  # the number of an H100 and an H200
+
+
+@dataclass(frozen=True)
+class IntegerTile:
+    """One way to cut y = x W^T into programs. Sizes are in elements unless they say otherwise.
+
+    block_m, block_o: tokens and output features of one program. step: words of a row of the weight that are read at
+        once, with 4 bits at most 64. num_stages: tiles in flight of one program. num_warps: 32 threads each.
+    splits: parts of the input features, summed afterwards in fixed order.
+    scale_sums: scales multiply the float32 sums of a group, which is exact. Otherwise they multiply the weights, which
+        are rounded: that takes fewer registers with many tokens.
+    prefetch: words of every row that a program loads into L2 before it waits for x.
+    """
+
+    block_m: int
+    block_o: int
+    step: int
+    num_stages: int
+    num_warps: int
+    splits: int = 1
+    scale_sums: bool = True
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        for size in (self.block_m, self.block_o, self.step, self.num_warps):
+            assert size.bit_count() == 1, self  # a power of two
+        assert self.step <= UNIT // 2, self
+        assert min(self.num_stages, self.splits) >= 1, self
+
+
+# (O, I) of the weight with 4 bits: for up to M tokens, the best measured tile, or None if it was faster to dequantise
+# the weight. `scripts/bench/tune_integers.py --table` prints it.
+_MEASURED: dict[tuple[int, int], dict[int, IntegerTile | None]] = {}
+
+
+def integer_tile_for(M: int, O: int, I: int, bits: int, group: int) -> IntegerTile | None:  # noqa: E741
+    """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory."""
+    bounds = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
+    tile = _MEASURED[O, I][min(bounds)] if bounds and bits == 4 else guess(M, O)
+    return None if tile is None else for_group(tile, I, bits, group)
+
+
+def for_group(tile: IntegerTile, I: int, bits: int, group: int) -> IntegerTile:  # noqa: E741
+    """Return the tile with steps that lie in groups. More stages make up for shorter steps."""
+    step = step_for(tile.step, I, bits, group)
+    return replace(tile, step=step, num_stages=tile.num_stages * max(1, tile.step // step))
+
+
+def step_for(step: int, I: int, bits: int, group: int) -> int:  # noqa: E741
+    """Return the words of a step such that each part of a word has inputs of one group."""
+    step = min(step, UNIT * bits // 16)
+    return step if group >= I else min(step, group & -group)
+
+
+def fitting(tile: IntegerTile, bits: int, shared: int) -> IntegerTile:
+    """Return the tile for a GPU with `shared` bytes of shared memory. It can have fewer stages, which changes no bit.
+    If two stages do not fit, it has shorter steps, which can change bits."""
+    room = shared - _SHARED_SPARE
+    while 2 * _stage_bytes(tile, bits) > room and tile.step > _MIN_STEP:
+        tile = replace(tile, step=tile.step // 2)
+    return replace(tile, num_stages=max(1, min(tile.num_stages, room // _stage_bytes(tile, bits))))
+
+
+def _stage_bytes(tile: IntegerTile, bits: int) -> int:
+    return 2 * tile.step * tile.block_o + 2 * tile.step * 16 // bits * tile.block_m
+
+
+def guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
+    """Choose a tile for sizes that were not measured."""
+    if M > MAX_TOKENS:
+        return None
+    block_m = max(8, 1 << (M - 1).bit_length())
+    if block_m == 8:
+        return IntegerTile(8, 16, 64, 6, 1, prefetch=512) if O <= 8192 else IntegerTile(8, 32, 64, 6, 2)
+    if block_m <= 64:
+        splits = next(n for n in (4, 2, 1) if n * -(-O // 64) <= 2 * _MULTIPROCESSORS or n == 1)
+        step, stages = {16: (64, 5), 32: (64, 4), 64: (32, 5)}[block_m]  # two programs fit into a multiprocessor
+        return IntegerTile(block_m, 64, step, stages, 4, splits=splits)
+    block_m, stages = (128, 4) if M <= 128 else (256, 3)
+    tiles = -(-O // 128) * -(-M // block_m)
+    splits = max((n for n in (1, 2, 3, 4) if n * tiles <= _MULTIPROCESSORS), default=1)
+    return IntegerTile(block_m, 128, 32, stages, 8, splits=splits, scale_sums=False)

@@ -1,0 +1,135 @@
+"""Weights in whole numbers: their packed form, and the kernels against the reference, on a CPU in Triton's
+interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specbatch.kernels.integers import IntegerWeight
+from specbatch.kernels.torch.integers import (
+    dequantise_integers,
+    integer_gated_linear,
+    integer_linear,
+    pack_integers,
+    unpack_integers,
+)
+from specbatch.kernels.triton.integers import ops
+from specbatch.kernels.triton.integers.tile import IntegerTile, fitting, guess, integer_tile_for
+from tests.kernels.batches import CUDA, DEVICE
+
+pytestmark = [pytest.mark.gpu] if CUDA else []
+TILE = IntegerTile(8, 16, 64, 2, 1)
+DTYPE = torch.bfloat16 if CUDA else torch.float16  # the interpreter neither rounds to bfloat16 nor multiplies it
+
+
+def weight_of(
+    num_out: int, num_in: int, bits: int, group: int | None, *, zeros: bool, dtype: torch.dtype = torch.float16
+) -> IntegerWeight:
+    """Return a random weight. `group` None: one scale for each output."""
+    generator = torch.Generator().manual_seed(num_out + num_in)
+    numbers = torch.randint(0, 1 << bits, (num_out, num_in), generator=generator, dtype=torch.uint8)
+    groups = 1 if group is None else -(-num_in // group)
+    scales = (0.1 + torch.rand(groups, num_out, generator=generator)).to(dtype)
+    zero = torch.randint(0, 1 << bits, (groups, num_out), generator=generator, dtype=torch.uint8)
+    return IntegerWeight(
+        pack_integers(numbers, bits).to(DEVICE),
+        scales.to(DEVICE),
+        zero.to(DEVICE) if zeros else None,
+        bits,
+        num_in,
+        group or num_in,
+    )
+
+
+def inputs(num_tokens: int, num_in: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    x = torch.randn(num_tokens, num_in, generator=torch.Generator().manual_seed(num_tokens))
+    return x.to(DEVICE, dtype)
+
+
+def check(x: torch.Tensor, weight: IntegerWeight, tile: IntegerTile, *, extra: bool = False) -> None:
+    """Compare with float64. `extra`: with a bias and a residual."""
+    num_out = len(weight.words_OW)
+    bias, residual = (
+        (inputs(1, num_out, x.dtype)[0], inputs(len(x) + 1, num_out, x.dtype)[1:]) if extra else (None,) * 2
+    )
+    expected = x.double() @ dequantise_integers(weight, torch.float64).T
+    if bias is not None and residual is not None:
+        expected = expected + bias.double() + residual.double()
+    found = ops.multiply(x, weight, bias, residual, tile)
+    assert found.dtype == x.dtype
+    error = (found.double() - expected).norm() / expected.norm()
+    assert float(error) < (4e-3 if x.dtype == torch.bfloat16 else 1e-3), float(error)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_numbers_are_packed_and_unpacked(bits: int) -> None:
+    numbers = torch.randint(0, 1 << bits, (5, 600), dtype=torch.uint8)
+    weight = IntegerWeight(pack_integers(numbers, bits), torch.ones(1, 5), None, bits, 600, 600)
+    assert weight.words_OW.shape == (5, 768 * bits // 16)
+    assert torch.equal(unpack_integers(weight), numbers)
+    assert torch.equal(dequantise_integers(weight, torch.float32), numbers.float() - (1 << (bits - 1)))
+
+
+def test_our_kernel_with_all_groups() -> None:
+    """Sizes that are no multiples of tiles; one scale an output; zero points; splits."""
+    more, weights = replace(TILE, splits=2), replace(TILE, scale_sums=False)
+    for bits, group, zeros, tiles in (
+        (4, 128, False, (more, weights)), (4, 32, True, (TILE, weights)), (4, 64, True, (more,)),
+        (4, None, False, (TILE, more)), (4, 256, True, (TILE,)), (8, 128, False, (TILE,)), (8, 32, True, (weights,)),
+        (8, None, True, (more,)),
+    ):  # fmt: skip
+        weight = weight_of(24, 288, bits, group, zeros=zeros)
+        for tile in tiles:
+            check(inputs(3, 288), weight, tile, extra=zeros)
+
+
+def test_a_gated_pair() -> None:
+    """Sizes that are no multiples of tiles; with splits; and with a dequantised weight."""
+    x, weight = inputs(5, 288), weight_of(44, 288, 4, 128, zeros=True)
+    gate, up = (x.double() @ dequantise_integers(weight, torch.float64).T / 64).chunk(2, dim=1)
+    weight = weight._replace(scales_GO=weight.scales_GO / 64)
+    expected = torch.nn.functional.silu(gate) * up
+    found = [ops.multiply(x, weight, None, None, replace(TILE, splits=n), "silu") for n in (1, 2)]
+    for one in (*found, ops.integer_gated_linear(x, weight), integer_gated_linear(x, weight)):
+        assert float((one.double() - expected).norm() / expected.norm()) < 1e-2
+
+
+def test_our_kernel_with_more_tokens_than_a_tile() -> None:
+    weight = weight_of(72, 256, 4, 128, zeros=True)
+    check(inputs(21, 256), weight, replace(TILE, block_o=64, num_warps=4))
+    assert ops.multiply(inputs(0, 256), weight, None, None, TILE).shape == (0, 72)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_weight_is_dequantised(bits: int) -> None:
+    for group in (32, 128, None):
+        weight = weight_of(21, 288, bits, group, zeros=group == 32)
+        for dtype in (torch.float32, DTYPE):
+            assert torch.equal(ops.dequantised(weight, dtype), dequantise_integers(weight, dtype))
+
+
+def test_many_tokens_are_multiplied_with_a_dequantised_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weight_of(16, 128, 4, 64, zeros=True), inputs(6, 128)
+    monkeypatch.setattr(ops, "integer_tile_for", lambda *sizes: None)
+    bias, residual = inputs(1, 16)[0], inputs(7, 16)[1:]
+    expected = integer_linear(x, weight, bias, residual)
+    torch.testing.assert_close(ops.integer_linear(x, weight, bias, residual.clone()), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_tiles() -> None:
+    assert integer_tile_for(8192, 4096, 4096, 4, 128) is None, "the library multiplies many tokens"
+    for tokens in (1, 8, 9, 64, 65, 300, 512):
+        tile = guess(tokens, 4096)
+        assert tile is not None
+        for bits, shared in ((4, 65536), (8, 101376), (4, 232448)):  # Turing, Ada, Hopper
+            found = fitting(tile, bits, shared)
+            assert found.step >= 16
+            assert found.num_stages * 2 * found.step * (found.block_o + 16 // bits * found.block_m) <= shared
+    tile, grouped = integer_tile_for(1, 4096, 4096, 4, 128), integer_tile_for(1, 4096, 4096, 4, 32)
+    assert tile is not None
+    assert grouped == replace(tile, step=32, num_stages=2 * tile.num_stages), "a step lies in one group"
