@@ -45,8 +45,8 @@ class ModelSection:
         "auto",
         "`auto`: as the checkpoint is. `none`: quantised weights are dequantised when they are loaded. `fp8` and "
         "`int4`: quantise the linear layers of a checkpoint that is not quantised. Layers in FP8 need CUDA from Ada "
-        "on, or run on a CPU, which emulates them. Weights in whole numbers (AWQ, GPTQ, `int4`) stay so on CUDA; on a "
-        "CPU they are dequantised when they are loaded. Texts differ from those of `none`.",
+        "on, or run on a CPU, which emulates them. Weights in whole numbers stay so on CUDA with `int4`; those of AWQ "
+        "and GPTQ, and all on a CPU, are dequantised when they are loaded. Texts differ from those of `none`.",
     )
     adapter: str | None = option(
         None,

@@ -30,6 +30,9 @@ from specbatch.setup.memory import GIB
 
 _TESTED = (1, 2)  # numbers of GPUs that have run as one
 _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
+# Whether the kernels for packed whole numbers have passed their tests on a GPU (tests/models/test_integers_gpu.py).
+# Until then a checkpoint's weights are dequantised there; `model.quantization: int4`, for measurements, packs them.
+_PACKED_RAN_ON_GPU = False
 
 
 def resolve_quantization(
@@ -79,7 +82,8 @@ def _resolve_integers(
 ) -> IntegerQuantization:
     """Decide whether weights in whole numbers stay so in memory: on CUDA, in 16 bits, and not in a deterministic run,
     because the order in which tensor cores add unpacked numbers depends on the tile."""
-    if device.type != "cuda" or dtype.itemsize != 2 or config.engine.deterministic:
+    is_wanted = _PACKED_RAN_ON_GPU or config.model.quantization == "int4"
+    if device.type != "cuda" or dtype.itemsize != 2 or config.engine.deterministic or not is_wanted:
         return found.dequantised()
     num_ranks = config.engine.tensor_parallel
     if not found.is_kept or num_ranks == 1:

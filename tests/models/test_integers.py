@@ -25,6 +25,7 @@ from specbatch.models.linears.quantization import chosen, parse_quantization
 from specbatch.models.linears.sharded import ModelShard
 from specbatch.models.random_weights import random_config
 from specbatch.models.weight_loader import WeightLoader
+from specbatch.setup import model as setup_model
 from specbatch.setup.model import resolve_quantization, saved_bytes
 from specbatch.setup.resolve import resolve
 from tests.coins import plain_logits
@@ -214,8 +215,9 @@ def resolved(path: Path, device: torch.device, *options: str, dtype: torch.dtype
     return resolve_quantization(config, open_checkpoint(path), device, dtype, notes), " ".join(notes)
 
 
-def test_what_stays_quantised(tmp_path: Path) -> None:
-    """On CUDA, in 16 bits and without `deterministic`."""
+def test_what_stays_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, in 16 bits and without `deterministic`, once the kernels have run there."""
+    monkeypatch.setattr(setup_model, "_PACKED_RAN_ON_GPU", True)
     path, ordered = tmp_path / "plain", tmp_path / "ordered"
     integer_checkpoint(path, GPTQ, **SIZES)
     integer_checkpoint(ordered, FORMATS["packed, zeros, act-order"], **SIZES)

@@ -178,10 +178,10 @@ def drop(path: Path, name: str) -> None:
             for name in ("model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight")
             for dtype in (torch.float8_e5m2, torch.float8_e4m3fn)
         ),
-        (lambda p: (p / "adapter_config.json").write_text("{}"), ("adapter_config.json", "adapters", "merge")),
+        (lambda p: (p / "adapter_config.json").write_text("{}"), ("adapter_config.json", "model.adapter", "merged")),
         (
             lambda p: (p / "model.safetensors").rename(p / "adapter_model.safetensors"),
-            ("adapter_model.safetensors", "adapters", "merge"),
+            ("adapter_model.safetensors", "model.adapter", "merged"),
         ),
         (lambda p: edit_config(p, is_causal=False), ("is_causal",)),
         (lambda p: edit_config(p, mlp_bias=True), ("mlp.gate_proj.bias", "missing")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from specbatch.models.formats.gguf_config import gguf_model_config
 from specbatch.models.linears.integer import IntegerLinear
 from specbatch.models.linears.integer_quantization import IntegerQuantization
 from specbatch.models.weight_loader import WeightLoader
+from specbatch.setup import model as setup_model
 from specbatch.setup.model import resolve_quantization
 
 # Row lengths of 256 and more: blocks of the K types hold 256 elements.
@@ -179,7 +181,7 @@ def test_quantised_types(kind: Q, tolerance: float, tmp_path: Path) -> None:
     assert kind.name in checkpoint.description
 
 
-def test_whole_numbers_stay_so_on_a_gpu(tmp_path: Path) -> None:
+def test_whole_numbers_stay_so_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers that CUDA has, with the reference kernels; a CPU dequantises."""
     config, cpu = LlamaConfig(**SIZES), torch.device("cpu")
     for kind in (Q.Q8_0, Q.Q4_0):
@@ -199,9 +201,10 @@ def test_whole_numbers_stay_so_on_a_gpu(tmp_path: Path) -> None:
             assert isinstance(linear, IntegerLinear)
             torch.testing.assert_close(linear(x), x @ weight.T)
         options = load_config(None, [f"model.target={path}"])
-        for device in ("cpu", "cuda"):
+        for device, has_run in itertools.product(("cpu", "cuda"), (False, True)):
+            monkeypatch.setattr(setup_model, "_PACKED_RAN_ON_GPU", has_run)
             kept = resolve_quantization(options, checkpoint, torch.device(device), torch.bfloat16, [])
-            assert kept == (found if device == "cuda" else None)
+            assert kept == (found if device == "cuda" and has_run else None)
 
 
 def test_k_quants_and_headers_equal_the_gguf_package(tmp_path: Path) -> None:
