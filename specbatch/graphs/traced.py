@@ -170,7 +170,7 @@ class CompiledPieces:
             x_TE, aux_hidden_states = self.model.embedded(tokens_T), []
             for i, layer in enumerate(layers):
                 if i in self.aux_layers:
-                    aux_hidden_states.append(x_TE.clone())
+                    aux_hidden_states.append(self.model.auxiliary(x_TE))
                 q_THD = layer.queries(x_TE, step)
                 if i < len(layers) - 1:
                     x_TE = layer.finish(torch.ops.specbatch.attend(q_THD), x_TE)

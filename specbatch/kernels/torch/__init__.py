@@ -10,7 +10,16 @@ from specbatch.kernels.torch.logprobs import logprobs
 from specbatch.kernels.torch.long_sequences import long_sequences
 from specbatch.kernels.torch.mask import tree_mask_bits
 from specbatch.kernels.torch.mixture import fused_experts, route, route_and_norm
-from specbatch.kernels.torch.model import act_mul, add_normed, move_slots, rms_norm, rotary_write, soft_capped
+from specbatch.kernels.torch.model import (
+    act_mul,
+    activated,
+    add_normed,
+    layer_norm,
+    move_slots,
+    rms_norm,
+    rotary_write,
+    soft_capped,
+)
 from specbatch.kernels.torch.ngram import ngram_lookup
 from specbatch.kernels.torch.prefixes import attend_prefixes
 from specbatch.kernels.torch.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
@@ -23,6 +32,7 @@ __all__ = [
     "accept_chain",
     "act_mul",
     "act_mul_quantised",
+    "activated",
     "add_normed",
     "argmax",
     "argmax_and_margin",
@@ -37,6 +47,7 @@ __all__ = [
     "edit_logits",
     "fused_experts",
     "gated_linear",
+    "layer_norm",
     "linear",
     "logprobs",
     "long_sequences",

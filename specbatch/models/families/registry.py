@@ -9,12 +9,28 @@ from specbatch.errors import ModelError
 from specbatch.models.checks import shown
 from specbatch.models.config import ModelConfig
 from specbatch.models.config_keys import check_keys, unknown_keys
+from specbatch.models.families.cohere import COHERE, COHERE2
 from specbatch.models.families.family import Family
 from specbatch.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from specbatch.models.families.glm import GLM, GLM4
 from specbatch.models.families.gpt_oss import GPT_OSS
 from specbatch.models.families.hf_config import HfConfig
 from specbatch.models.families.llama import LLAMA, MISTRAL, MIXTRAL
-from specbatch.models.families.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
+from specbatch.models.families.olmo import EXAONE4, FLEX_OLMO, OLMO2, OLMO3, OLMOE
+from specbatch.models.families.plain_mlps import GPT_NEOX, NEMOTRON, PHI, STABLELM, STARCODER2
+from specbatch.models.families.pre_norms import (
+    ARCEE,
+    CWM,
+    ERNIE4_5,
+    GRANITE,
+    HELIUM,
+    HUNYUAN,
+    MINISTRAL,
+    MINISTRAL3,
+    PHI3,
+    SEED_OSS,
+    SMOLLM3,
+)
 from specbatch.models.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from specbatch.models.families.sigmoid_router import DOTS1, GLM4_MOE, HY_V3, MINIMAX_M2, SOLAR_OPEN
 
@@ -40,6 +56,27 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "gpt_oss": GPT_OSS,
+    "ministral": MINISTRAL,
+    "ministral3": MINISTRAL3,
+    "seed_oss": SEED_OSS,
+    "cwm": CWM,
+    "arcee": ARCEE,
+    "helium": HELIUM,
+    "hunyuan_v1_dense": HUNYUAN,
+    "ernie4_5": ERNIE4_5,
+    "smollm3": SMOLLM3,
+    "granite": GRANITE,
+    "exaone4": EXAONE4,
+    "phi3": PHI3,
+    "glm": GLM,
+    "glm4": GLM4,
+    "cohere": COHERE,
+    "cohere2": COHERE2,
+    "starcoder2": STARCODER2,
+    "stablelm": STABLELM,
+    "nemotron": NEMOTRON,
+    "phi": PHI,
+    "gpt_neox": GPT_NEOX,
 }
 
 

@@ -16,6 +16,7 @@ from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown, tensor_problems
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.families.registry import FAMILIES, check_family_keys, hint_of_unsupported, parse_hf_config
+from specbatch.models.formats.arranged import ArrangedSource, arranged
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
 from specbatch.models.formats.gguf_config import gguf_model_config
@@ -84,7 +85,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     files = open_tensors(path)
     try:
         is_interleaved = config.moe is not None and config.moe.is_interleaved
-        tensors: TensorSource = GptOssExperts(files) if is_interleaved else unstacked(files, config)
+        tensors: TensorSource = GptOssExperts(files) if is_interleaved else _canonical(files, config)
     except ModelError as error:
         files.close()
         raise ModelError(f"{path}: {error.message}") from error
@@ -93,6 +94,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     _check_tensors(path, config, tensors, quantization)
     kv_scales = read_kv_scales(tensors, config.num_layers) if has_fp8_cache(raw, modelopt) else ()
     return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales, generation, ignored)
+
+
+def _canonical(files: SafetensorsSource | TorchBinSource, config: ModelConfig) -> TensorSource:
+    """Return the tensors under their canonical names."""
+    names = FAMILIES[config.model_type].names
+    return arranged(unstacked(files, config), config, names, is_text_part=False)
 
 
 def check_no_adapter(path: Path) -> None:
@@ -161,7 +168,7 @@ def _check_tensors(
 
 def _wrong_types(tensors: TensorSource, quantization: Quantization | None) -> str:
     """Tensors that are in FP8 without a scale, or have a scale and are not in E4M3; empty where there are none."""
-    known = SafetensorsSource | TorchBinSource | StackedSource | GptOssExperts | GgufSource
+    known = SafetensorsSource | TorchBinSource | StackedSource | ArrangedSource | GptOssExperts | GgufSource
     assert isinstance(tensors, known), type(tensors)
     wrong = []
     for name, dtype in getattr(tensors, "dtypes", {}).items():
@@ -202,5 +209,6 @@ def _is_harmless(name: str, config: ModelConfig) -> bool:
 
 
 def _describe(tensors: TensorSource) -> str:
-    assert isinstance(tensors, SafetensorsSource | TorchBinSource | StackedSource | GptOssExperts), type(tensors)
+    known = SafetensorsSource | TorchBinSource | StackedSource | ArrangedSource | GptOssExperts
+    assert isinstance(tensors, known), type(tensors)
     return f"{tensors.kind} " + "/".join(sorted(set(tensors.dtypes.values())))

@@ -77,7 +77,9 @@ class StackedSource(TensorSource):
         self._files.close()
 
 
-def unstacked(files: SafetensorsSource | TorchBinSource, config: ModelConfig) -> TensorSource:
+def unstacked(
+    files: SafetensorsSource | TorchBinSource, config: ModelConfig
+) -> SafetensorsSource | TorchBinSource | StackedSource:
     """Return the tensors with one for each expert, whatever the files have."""
     return StackedSource(files, config) if _stacks(config).keys() & files.shapes().keys() else files
 
