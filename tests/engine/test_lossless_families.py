@@ -14,8 +14,11 @@ from specbatch.types import SamplingParams
 from tests.engine.test_lossless import GREEDY, SAMPLED, SHAPES, texts
 from tests.tiny_models import num_target_layers, random_prompts, run, tiny_device_engine, tiny_engine, tiny_oracle
 
-WIDE = [pytest.param(family, marks=pytest.mark.wide) for family in ("gemma3", "glm4-moe", "flex-olmo")]
-FAMILIES = ["gemma2", "qwen3-moe", "gpt-oss", *WIDE]
+WIDE = [
+    pytest.param(family, marks=pytest.mark.wide)
+    for family in ("gemma3", "glm4-moe", "flex-olmo", "gpt-neox", "cohere2")
+]
+FAMILIES = ["gemma2", "qwen3-moe", "gpt-oss", "pre-norms", *WIDE]
 # Method, shape, settings of the engine. Prompts of 17 shared tokens hit the prefix cache.
 CASES: dict[str, tuple[str, DraftShape | None, dict[str, Any]]] = {
     "plain": ("none", None, {}),

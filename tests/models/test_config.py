@@ -9,29 +9,50 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    CwmConfig,
     Dots1Config,
+    Ernie4_5Config,
+    Exaone4Config,
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
     Glm4MoeConfig,
+    GlmConfig,
+    GPTNeoXConfig,
     GptOssConfig,
+    GraniteConfig,
+    HeliumConfig,
+    HunYuanDenseV1Config,
     HYV3Config,
     LlamaConfig,
     MellumConfig,
     MiniMaxM2Config,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
     SolarOpenConfig,
+    StableLmConfig,
+    Starcoder2Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -231,6 +252,9 @@ CLASSES: tuple[type[PreTrainedConfig], ...] = (
     *(LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig, Gemma2Config, Gemma3TextConfig),
     *(MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig, OlmoeConfig, Glm4MoeConfig, Dots1Config, SolarOpenConfig),
     *(HYV3Config, MiniMaxM2Config, Olmo2Config, Olmo3Config, FlexOlmoConfig, MellumConfig, GptOssConfig),
+    *(MinistralConfig, Ministral3Config, SeedOssConfig, CwmConfig, ArceeConfig, HeliumConfig, HunYuanDenseV1Config),
+    *(Ernie4_5Config, SmolLM3Config, GraniteConfig, Exaone4Config, Phi3Config, GlmConfig, Glm4Config, CohereConfig),
+    *(Cohere2Config, Starcoder2Config, StableLmConfig, NemotronConfig, PhiConfig, GPTNeoXConfig),
 )
 
 
@@ -249,7 +273,10 @@ def test_keys_that_are_not_there_have_the_defaults_of_transformers(theirs: type[
     keys = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
     experts = "moe_intermediate_size", "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts"
     known = {field.name for field in fields(theirs)}
-    sizes = dict(zip(keys, (64, 128, 48, 3, 32), strict=True)) | {key: 4 for key in experts if key in known}
+    num_heads = 20 if theirs is HeliumConfig else 32  # a multiple of the default number of key-value heads
+    sizes = dict(zip(keys, (64, 8 * num_heads, 48, 3, num_heads), strict=True)) | {
+        key: 4 for key in experts if key in known
+    }
     sizes |= {"shared_expert_intermediate_size": 8} if theirs is Qwen2MoeConfig else {}
     ours = parse_hf_config({"model_type": theirs.model_type, **sizes})
     assert ours == parse_hf_config(theirs(**sizes).to_dict())
@@ -265,7 +292,7 @@ def test_unknown_keys_are_those_that_neither_change_nothing_nor_are_applied() ->
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gpt_neox"}, ("gpt_neox", "qwen3")),
+        ({"model_type": "bloom"}, ("bloom", "qwen3")),
         ({"model_type": None}, ("None", "qwen3")),
         ({"model_type": "gemma3", "text_config": {}}, ("'gemma3'", "docs/models.md")),
         ({"hidden_act": "gelu"}, ("gelu", "silu")),
