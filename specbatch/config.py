@@ -52,6 +52,12 @@ class ModelSection:
         "`auto`: sampling options that are left out are those of the model's `generation_config.json`, if it has them. "
         "`none`: they have the defaults below. End-of-sequence tokens are read from it in both cases.",
     )
+    max_model_len: int | None = option(
+        None,
+        "Tokens of the longest row, prompt and output. null: the length that the model was made for. Models with "
+        "LongRoPE (Phi-3, Phi-4-mini) compute with other frequencies if this is above their original length.",
+        AT_LEAST_1,
+    )
 
 
 # Keys of a generation_config.json -> the options of `sampling` that they are defaults of.

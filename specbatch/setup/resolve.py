@@ -43,6 +43,7 @@ from specbatch.setup.memory import CachedModel, CachePlan, Rows
 from specbatch.setup.model import (
     check_experts,
     check_norms,
+    for_rows,
     part_of_a_rank,
     quantization_name,
     quantization_of_draft,
@@ -119,6 +120,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if speculation.section.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     target, tokenizer = _open_model(config.model.target, dtype, device, progress)
+    target = for_rows(target, config.model.max_model_len, notes)
     config = replace(config, sampling=resolve_sampling(config, target, notes))
     as_chat = runs_prompts_as_chat(config.data, tokenizer)
     if config.data.prompts_as_chat is None:
@@ -304,6 +306,7 @@ def _open_draft(
         return None
     if speculation.method == "draft_model":
         draft, own_tokenizer = _open_model(speculation.draft, dtype, device, progress)
+        draft = replace(draft, config=draft.config.for_rows(target.config.max_position_embeddings))
         difference = describe_tokenizer_difference(tokenizer, own_tokenizer)
         if difference is not None:
             raise ModelError(
