@@ -133,10 +133,7 @@ class Attention:
         if self._norms_are_whole:
             qkv_TZ = self._normed(qkv_TZ)
         angles = step.angles(self._rotary)
-        if angles is None:
-            q_THD = self._rotate_and_write_fused(qkv_TZ, step)
-        else:
-            q_THD = self._by_angles(qkv_TZ, step, angles)
+        q_THD = self._rotate_and_write_fused(qkv_TZ, step) if angles is None else self._by_angles(qkv_TZ, step, angles)
         factors_P11 = self._query_factors_P11
         return q_THD if factors_P11 is None else q_THD * factors_P11[step.batch.positions_T]
 

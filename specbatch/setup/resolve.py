@@ -127,6 +127,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(note_on_prompts(as_chat))
     if target.path is None:
         notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
+    if target.text_of is not None:
+        notes.append(f"model.target: the text part of a {target.text_of} model; it reads no images, sounds and videos")
     if target.ignored:
         notes.append(f"model.target: it has keys that specbatch ignores: {first_names(target.ignored, limit=20)}")
     if (stretched := target.config.rope.stretching()) is not None:

@@ -294,7 +294,6 @@ def test_unknown_keys_are_those_that_neither_change_nothing_nor_are_applied() ->
     [
         ({"model_type": "bloom"}, ("bloom", "qwen3")),
         ({"model_type": None}, ("None", "qwen3")),
-        ({"model_type": "gemma3", "text_config": {}}, ("'gemma3'", "docs/models.md")),
         ({"hidden_act": "gelu"}, ("gelu", "silu")),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("dynamic", "yarn")),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ("low_freq_factor",)),

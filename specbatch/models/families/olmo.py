@@ -1,6 +1,6 @@
 """OLMo 2 and 3, FlexOlmo (an OLMo 2 with experts), OLMoE and EXAONE 4. All but OLMoE have norms after attention and
-after the MLP, and none before. OLMo 3 and the larger EXAONE 4 have windows in three of four layers. Norms of queries and
-keys are over all heads in OLMo, over each head in EXAONE."""
+after the MLP, and none before. OLMo 3 and the larger EXAONE 4 have windows in three of four layers. Norms of queries
+and keys are over all heads in OLMo, over each head in EXAONE."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Families with LayerNorms that have biases, most of them with an MLP without a gate: StarCoder2, StableLM, Nemotron and
-Minitron, Phi-1 to Phi-2, Pythia and other GPT-NeoX."""
+"""Families with LayerNorms that have biases, most of them with an MLP without a gate: StarCoder2, StableLM, Nemotron
+and Minitron, Phi-1 to Phi-2, Pythia and other GPT-NeoX."""
 
 from __future__ import annotations
 

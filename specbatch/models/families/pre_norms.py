@@ -60,7 +60,6 @@ def _read_ministral3(config: HfConfig) -> ModelConfig:
         max_position=max_position,
         eos=2,
         eps=1e-5,
-        theta=1e6,
         activation=_silu(config),
         query_growth=growth,
     )

@@ -90,18 +90,11 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
             f"model_type {shown(model_type)} is not supported",
-            hint=hint_of_unsupported(config) or f"supported model types: {', '.join(FAMILIES)}",
+            hint=f"supported model types: {', '.join(FAMILIES)}",
         )
     family = FAMILIES[model_type]
     check_keys(config, family.keys | family.neutral.keys())
     return family.read(HfConfig(config, generation_config))
-
-
-def hint_of_unsupported(config: Mapping[str, Any]) -> str | None:
-    """Return what users can do with a model that no family reads; None: there is no advice for this model."""
-    if config.get("model_type") == "gemma3":
-        return "this Gemma 3 also reads images: save its text part alone, see 'Gemma 3 with images' in docs/models.md"
-    return None
 
 
 def check_family_keys(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown, tensor_problems
 from specbatch.models.config import ModelConfig, expected_tensors
-from specbatch.models.families.registry import FAMILIES, check_family_keys, hint_of_unsupported, parse_hf_config
+from specbatch.models.families.registry import FAMILIES, check_family_keys, parse_hf_config
+from specbatch.models.families.vision import VISION_MODELS, text_part
 from specbatch.models.formats.arranged import ArrangedSource, arranged
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
@@ -47,6 +48,7 @@ class Checkpoint:
     kv_scales: tuple[KVScales, ...] = ()  # scales of each layer for a cache in FP8; empty: all are 1
     generation_config: Mapping[str, Any] = field(default_factory=dict)  # content of the file; empty: there is none
     ignored: tuple[str, ...] = ()  # keys of its configuration that are neither applied nor known to change nothing
+    text_of: str | None = None  # `model_type` of a model of which this is the text part
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -77,6 +79,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     _check_architecture(path, raw)
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if is_there(generation_file) else {}
+    whole, text = raw.get("model_type"), text_part(raw)
+    raw = raw if text is None else text
     config = parse_hf_config(raw, generation)
     ignored = check_family_keys(raw)
     modelopt_file = path / "hf_quant_config.json"
@@ -85,7 +89,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     files = open_tensors(path)
     try:
         is_interleaved = config.moe is not None and config.moe.is_interleaved
-        tensors: TensorSource = GptOssExperts(files) if is_interleaved else _canonical(files, config)
+        tensors: TensorSource = GptOssExperts(files) if is_interleaved else _canonical(files, config, text is not None)
     except ModelError as error:
         files.close()
         raise ModelError(f"{path}: {error.message}") from error
@@ -93,13 +97,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
         config = dataclasses.replace(config, tie_word_embeddings=False)
     _check_tensors(path, config, tensors, quantization)
     kv_scales = read_kv_scales(tensors, config.num_layers) if has_fp8_cache(raw, modelopt) else ()
-    return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales, generation, ignored)
+    text_of = None if text is None else str(whole)
+    return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales, generation, ignored, text_of)
 
 
-def _canonical(files: SafetensorsSource | TorchBinSource, config: ModelConfig) -> TensorSource:
-    """Return the tensors under their canonical names."""
+def _canonical(files: SafetensorsSource | TorchBinSource, config: ModelConfig, is_text_part: bool) -> TensorSource:
+    """Return the tensors under their canonical names. `is_text_part`: the files have other parts, too."""
     names = FAMILIES[config.model_type].names
-    return arranged(unstacked(files, config), config, names, is_text_part=False)
+    return arranged(unstacked(files, config), config, names, is_text_part=is_text_part)
 
 
 def check_no_adapter(path: Path) -> None:
@@ -119,6 +124,7 @@ def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"{path}: architectures must be a list of names, not {shown(names)}")
     known = [name for family in FAMILIES.values() for name in family.architectures]
+    known += [model.architecture for model in VISION_MODELS.values()]
     unknown = [name for name in names if name not in known]
     if unknown:
         draft_head = any("eagle" in name.lower() for name in unknown)
@@ -126,7 +132,7 @@ def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
             f"{path}: architecture {shown(unknown[0])} is not supported",
             hint="this is a draft head: set it as speculation.draft, with speculation.method eagle or eagle3"
             if draft_head
-            else hint_of_unsupported(raw) or f"supported architectures: {', '.join(known)}",
+            else f"supported architectures: {', '.join(known)}",
         )
 
 
