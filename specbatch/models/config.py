@@ -89,7 +89,7 @@ class ModelConfig:
     gated_mlp: bool = True  # False: the MLP has two layers, up_proj and down_proj
     window_rope: RopeConfig | None = None  # rope of the layers with a sliding window; None: `rope`
     nope_layers: tuple[bool, ...] = ()  # True: queries and keys of the layer do not rotate; empty: those of no layer
-    is_interleaved: bool = False  # in files, the two dimensions of a rotation are neighbours, see `formats/arranged.py`
+    is_interleaved: bool = False  # files rotate neighbouring dimensions together, see `formats/arranged.py`
     query_growth: QueryGrowth | None = None
     attention_soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     attention_sinks: bool = False  # each query head has a score that takes part in the softmax and has no value
@@ -97,7 +97,7 @@ class ModelConfig:
     logits_scale: float = 1.0  # factor of logits
     lm_head_bias: bool = False
     embedding_scale: float | None = None  # factor of the embeddings that enter the first layer
-    wide_embedding_scale: bool = False  # that factor is not rounded to the dtype of the model
+    wide_embedding_scale: bool = False  # True: the factor is not rounded to the dtype of the model
     # Factor of the outputs of attention and MLP before they are added to the residual. The decoder computes with
     # residuals that are divided by it, which norms do not change: families divide `embedding_scale`, and `rms_norm_eps`
     # by its square.
