@@ -39,9 +39,8 @@ class SandwichLayer(DecoderLayer):
     """A layer with norms before attention and MLP, and in most families (Gemma 2 and 3, GLM-4) also after them."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str, rotary: Rotary) -> None:
-        norms = {
-            name: weights.norm(f"{prefix}{name}", config.rms_norm_eps, config.norm_offset) for name in config.norms
-        }
+        eps, offset, is_wide = config.rms_norm_eps, config.norm_offset, config.wide_norms
+        norms = {name: weights.norm(f"{prefix}{name}", eps, offset, is_wide=is_wide) for name in config.norms}
         has_output_norms = config.norms == SANDWICH_NORMS
         self._input_norm = norms["input_layernorm"]
         self._attention_norm = norms["post_attention_layernorm"] if has_output_norms else None
