@@ -44,6 +44,8 @@ class MoeConfig:
     projections: tuple[str, str, str] = PROJECTIONS  # names in an expert
     expert_bias: bool = False  # the projections of experts have biases
     is_interleaved: bool = False  # files have the experts of a layer in one tensor, see `formats/gpt_oss_experts.py`
+    # Names in the block of the tensors of all experts in files, see `formats/stacked_experts.py`.
+    stacks: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
 
     @property
     def routing(self) -> Routing:

@@ -90,6 +90,7 @@ _ROPE_KEYS = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_facto
 _ROPE_KEYS_OF: Mapping[str, frozenset[str]] = {
     "default": _ROPE_KEYS,
     "linear": _ROPE_KEYS | {"factor"},
+    "dynamic": _ROPE_KEYS | {"factor"},
     "llama3": _ROPE_KEYS | {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": _ROPE_KEYS
     | {"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"},

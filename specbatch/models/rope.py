@@ -197,7 +197,7 @@ def parse_rope(
     theta = value("rope_theta", theta if outer_theta is None else number(outer_theta, "config.json: rope_theta"))
     kind = given.get("rope_type", given.get("type", "default"))
     scaling: RopeScaling
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # dynamic scaling begins above `max_position`, which no row exceeds
         scaling = "none"
     elif kind in ("linear", "llama3", "yarn", "longrope"):
         scaling = kind

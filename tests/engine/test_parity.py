@@ -19,6 +19,7 @@ from transformers import (
     Dots1Config,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneConfig,
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -29,9 +30,12 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HYV3Config,
+    InternLM3Config,
     LlamaConfig,
     MellumConfig,
     MiniMaxM2Config,
@@ -260,6 +264,22 @@ WIDE_CONFIGS: dict[str, PreTrainedConfig] = {
         rms_norm_eps=1e-2,
     ),
     "granite-tied": GraniteConfig(**SIZES, residual_multiplier=0.4, attention_multiplier=0.4, tie_word_embeddings=True),
+    "granite-moe": GraniteMoeConfig(
+        **SIZES, attention_multiplier=0.4, residual_multiplier=0.3, num_local_experts=6, num_experts_per_tok=3
+    ),
+    "granite-moe-shared": GraniteMoeSharedConfig(
+        **SIZES,
+        attention_multiplier=0.4,
+        embedding_multiplier=3.0,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=24,
+    ),
+    "exaone": ExaoneConfig(**SIZES, **NO_EOS, rope_parameters=LLAMA3),
+    "internlm3": InternLM3Config(
+        **SIZES, **NO_EOS, head_dim=8, rope_parameters={"rope_type": "dynamic", "factor": 6.0, "rope_theta": 500.0}
+    ),
+    "internlm3-bias": InternLM3Config(**SIZES, **NO_EOS, head_dim=12, attention_bias=True, mlp_bias=True),
     "exaone4-window": Exaone4Config(**SIZES, sliding_window=9, sliding_window_pattern=2),
     "exaone4": Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 3, head_dim=12),
     "phi3": Phi3Config(**SIZES, **NO_EOS),
@@ -357,6 +377,23 @@ def test_families(name: str, tmp_path: Path) -> None:
         )
         with torch.inference_mode():
             assert not torch.allclose(piecewise_logits(full, tokens, [LENGTH], torch.float32), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["granite", pytest.param("cohere2-window", marks=pytest.mark.wide)])
+def test_auxiliary_hidden_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """A draft head reads them, whatever the factor of residuals is."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(WIDE_CONFIGS[name], attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 97, (20,))
+    checkpoint = open_checkpoint(tmp_path)
+    decoder = build_decoder(checkpoint.config, checkpoint.tensors, 20, torch.float32, CPU)
+    layout = batch_of([Span(range(3), 0, 20)], PAGE, CPU)
+    with torch.inference_mode():
+        states = model(tokens[None], output_hidden_states=True).hidden_states
+        hidden, found = decoder.forward(tokens, layout, decoder.new_cache(24, torch.float32), (0, 2))
+    for ours, theirs in zip((*found, hidden), (states[0], states[2], states[3]), strict=True):
+        torch.testing.assert_close(ours, theirs[0], atol=1e-4, rtol=1e-4)
 
 
 PROMPTS = [

@@ -17,6 +17,7 @@ from transformers import (
     Dots1Config,
     Ernie4_5Config,
     Exaone4Config,
+    ExaoneConfig,
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -27,9 +28,12 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HYV3Config,
+    InternLM3Config,
     LlamaConfig,
     MellumConfig,
     MiniMaxM2Config,
@@ -255,6 +259,7 @@ CLASSES: tuple[type[PreTrainedConfig], ...] = (
     *(MinistralConfig, Ministral3Config, SeedOssConfig, CwmConfig, ArceeConfig, HeliumConfig, HunYuanDenseV1Config),
     *(Ernie4_5Config, SmolLM3Config, GraniteConfig, Exaone4Config, Phi3Config, GlmConfig, Glm4Config, CohereConfig),
     *(Cohere2Config, Starcoder2Config, StableLmConfig, NemotronConfig, PhiConfig, GPTNeoXConfig),
+    *(GraniteMoeConfig, GraniteMoeSharedConfig, ExaoneConfig, InternLM3Config),
 )
 
 
@@ -295,7 +300,7 @@ def test_unknown_keys_are_those_that_neither_change_nothing_nor_are_applied() ->
         ({"model_type": "bloom"}, ("bloom", "qwen3")),
         ({"model_type": None}, ("None", "qwen3")),
         ({"hidden_act": "gelu"}, ("gelu", "silu")),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("dynamic", "yarn")),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, ("mrope", "yarn")),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ("low_freq_factor",)),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
         ({"hidden_size": "32"}, ("hidden_size", "'32'")),

@@ -12,14 +12,17 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    InternVLConfig,
     LlamaConfig,
     LlavaConfig,
+    LlavaNextConfig,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
+    Qwen3Config,
     Qwen3VLConfig,
 )
 
@@ -59,6 +62,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         text_config=LlamaConfig(**SIZES),
         vision_config={**VISION, "projection_dim": 16, "model_type": "clip_vision_model"},
         image_token_index=90,
+    ),
+    "llava-next": LlavaNextConfig(
+        text_config=MistralConfig(**SIZES, sliding_window=9, head_dim=8),
+        vision_config={**VISION, "projection_dim": 16, "model_type": "clip_vision_model"},
+        image_token_index=90,
+        image_grid_pinpoints=[[28, 28]],
+    ),
+    "internvl": InternVLConfig(
+        text_config=Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+        vision_config={**CLIP, "image_size": [28, 28], "patch_size": [14, 14]},
+        image_token_id=90,
     ),
     "qwen2-vl": Qwen2VLConfig(text_config={**SIZES, "rope_parameters": MROPE}, vision_config=QWEN_VISION, **IDS),
     "qwen2.5-vl": Qwen2_5_VLConfig(

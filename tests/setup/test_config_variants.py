@@ -123,7 +123,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "both-types": ("llama", {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}}, ()),
     "default-rope-with-factor": ("llama", {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, ()),  # noted
-    "dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("dynamic",)),
+    "dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ()),
     "proportional": ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 9.0}}, ("proportional",)),
     "nested-rope": (
         "mistral", {"rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 9.0}}}, ("full_attention",)
@@ -356,6 +356,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "ministral-types": ("ministral", {**WINDOW, "layer_types": TYPES}, ()),
     "ministral-all": ("ministral", WINDOW, ()),
     "ministral3": ("ministral3", {"rope_theta": ...}, ()),
+    "ministral3-window": ("ministral3", {"sliding_window": 9}, ()),
     "ministral3-no-growth": (
         "ministral3",
         {"rope_theta": ..., "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.0, **YARN}},
@@ -380,7 +381,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "hunyuan_v1_dense", {"head_dim": 8, "rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 1.0}}, ()
     ),
     "hunyuan-dynamic": (
-        "hunyuan_v1_dense", {"head_dim": 8, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("dynamic",)
+        "hunyuan_v1_dense", {"head_dim": 8, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ()
     ),
     "hunyuan-no-norm": ("hunyuan_v1_dense", {"head_dim": 8, "use_qk_norm": False}, ("use_qk_norm",)),
     "ernie-bias": ("ernie4_5", {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False}, ()),
@@ -394,6 +395,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         (),
     ),
     "granite-multiplier-0": ("granite", {"residual_multiplier": 0}, ("residual_multiplier", "above 0")),
+    "exaone-published-keys": (
+        "exaone",
+        {
+            **{"num_hidden_layers": ..., "num_layers": 3, "rms_norm_eps": ..., "layer_norm_epsilon": 1e-3},
+            "activation_function": "silu",
+        },
+        (),
+    ),
+    "internlm3-published-keys": ("internlm3", {"head_dim": 8, "qkv_bias": True, "bias": True}, ()),
+    "internlm3-two-biases": ("internlm3", {"head_dim": 8, "qkv_bias": True, "bias": False}, ("qkv_bias", "bias")),
     "exaone4-types": ("exaone4", {"sliding_window": 9, "layer_types": TYPES}, ()),
     "exaone4-period": ("exaone4", {"sliding_window": 9, "sliding_window_pattern": 3, "head_dim": 8}, ()),
     "exaone4-letters": (

@@ -65,6 +65,47 @@ def _read_ministral3(config: HfConfig) -> ModelConfig:
     )
 
 
+def _read_exaone(config: HfConfig) -> ModelConfig:
+    raw = dict(config.raw)
+    for key, ours in _EXAONE_KEYS.items():
+        if raw.get(ours) is None and raw.get(key) is not None:
+            raw[ours] = raw[key]
+    config = HfConfig(raw, config.generation)
+    has_bias = config.flag("attention_bias")
+    return config.model_config(
+        full_windows(config),
+        num_kv_heads=8,
+        max_position=4096,
+        eos=361,
+        eps=1e-5,
+        theta=500000.0,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        mlp_bias=config.flag("mlp_bias"),
+        activation=_silu(config),
+    )
+
+
+def _read_internlm3(config: HfConfig) -> ModelConfig:
+    attention, mlp = (
+        any(config.flag(key) for key in keys) for keys in (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))
+    )
+    if attention != mlp:
+        raise ModelError("config.json: qkv_bias and bias differ, which is not supported in an internlm3 model")
+    return config.model_config(
+        full_windows(config),
+        num_kv_heads=2,
+        head_dim=128,
+        max_position=32768,
+        eos=2,
+        eps=1e-5,
+        qkv_bias=attention,
+        output_bias=attention,
+        mlp_bias=mlp,
+        activation=_silu(config),
+    )
+
+
 def _read_seed_oss(config: HfConfig) -> ModelConfig:
     return config.model_config(
         full_windows(config),
@@ -208,6 +249,27 @@ def _read_smollm3(config: HfConfig) -> ModelConfig:
 
 
 def _read_granite(config: HfConfig) -> ModelConfig:
+    return _granite(config, mlp_bias=config.flag("mlp_bias"))
+
+
+def _read_granite_moe(config: HfConfig) -> ModelConfig:
+    moe = config.experts(
+        ("num_local_experts",),
+        config.size("intermediate_size"),
+        (True,) * config.num_layers(),
+        norm_topk_prob=False,
+        scoring="softmax_of_chosen",
+        router="router.layer",
+        block="block_sparse_moe",
+        stacks=("input_linear.weight", "output_linear.weight"),
+        shared_size=config.count("shared_intermediate_size", 0),
+        shared_gate=False,
+        shared_name="shared_mlp",
+    )
+    return _granite(config, moe=moe)
+
+
+def _granite(config: HfConfig, **traits: Any) -> ModelConfig:
     has_bias = config.flag("attention_bias")
     read = config.model_config(
         full_windows(config),
@@ -215,10 +277,10 @@ def _read_granite(config: HfConfig) -> ModelConfig:
         eos=2,
         qkv_bias=has_bias,
         output_bias=has_bias,
-        mlp_bias=config.flag("mlp_bias"),
         activation=_silu(config),
         attention_scale=config.positive_number("attention_multiplier", 1.0),
         logits_scale=1 / (config.positive_number("logits_scaling", 1.0) or 1.0),
+        **traits,
     )
     residual = config.positive_number("residual_multiplier", 1.0) or 1.0
     return replace(
@@ -309,5 +371,56 @@ GRANITE = Family(
         )
     ),
     _NO_QKV_BIAS,
+)
+_GRANITE_MOE = frozenset(
+    (
+        *("attention_bias", "embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"),
+        *("num_local_experts", "num_experts_per_tok"),
+    )
+)
+GRANITE_MOE = Family(
+    ("GraniteMoeForCausalLM",), _read_granite_moe, _GRANITE_MOE, {"mlp_bias": (False,), "qkv_bias": (False,)}
+)
+GRANITE_MOE_SHARED = Family(
+    ("GraniteMoeSharedForCausalLM",),
+    _read_granite_moe,
+    _GRANITE_MOE | {"shared_intermediate_size"},
+    {"mlp_bias": (False,), "qkv_bias": (False,)},
+    names=TensorNames(
+        {"block_sparse_moe.shared_mlp.down_proj": "shared_mlp.output_linear"},
+        {
+            "shared_mlp.input_linear": (
+                "block_sparse_moe.shared_mlp.gate_proj",
+                "block_sparse_moe.shared_mlp.up_proj",
+            )
+        },
+    ),
+)
+# Keys of published files by our names.
+_EXAONE_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
+EXAONE = Family(
+    ("ExaoneForCausalLM", "LlamaForCausalLM"),
+    _read_exaone,
+    frozenset((*_EXAONE_KEYS, "attention_bias", "mlp_bias")),
+    _NO_QKV_BIAS,
+    names=TensorNames(
+        {
+            **{"model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f"},
+            **{f"self_attn.{name}_proj": f"attn.attention.{name}_proj" for name in "qkv"},
+            **{"self_attn.o_proj": "attn.attention.out_proj", "input_layernorm": "ln_1"},
+            **{"post_attention_layernorm": "ln_2", "mlp.gate_proj": "mlp.c_fc_0"},
+            **{"mlp.up_proj": "mlp.c_fc_1", "mlp.down_proj": "mlp.c_proj"},
+        },
+        layers="transformer.h.",
+    ),
+)
+INTERNLM3 = Family(
+    ("InternLM3ForCausalLM", "LlamaForCausalLM"),
+    _read_internlm3,
+    frozenset(("attention_bias", "qkv_bias", "mlp_bias", "bias")),
 )
 PHI3 = Family(("Phi3ForCausalLM",), _read_phi3, frozenset(("sliding_window",)), _NEUTRAL, names=PHI3_NAMES)

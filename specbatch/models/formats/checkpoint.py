@@ -132,7 +132,7 @@ def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
             f"{path}: architecture {shown(unknown[0])} is not supported",
             hint="this is a draft head: set it as speculation.draft, with speculation.method eagle or eagle3"
             if draft_head
-            else f"supported architectures: {', '.join(known)}",
+            else f"supported architectures: {', '.join(dict.fromkeys(known))}",
         )
 
 
