@@ -113,15 +113,15 @@ def rotary_write(
     num_tokens, head_dim, rotary_dim = qkv_TZ.shape[0], kv_2KSD.shape[3], cos_PR.shape[1]
     heads = qkv_TZ.view(num_tokens, -1, head_dim)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    has_norms = q_norm_D is not None and k_norm_D is not None
-    if has_norms and not norms_last:
-        q, k = rms_norm(q, q_norm_D, eps), rms_norm(k, k_norm_D, eps)
+    norms = None if q_norm_D is None or k_norm_D is None else (q_norm_D, k_norm_D)
+    if norms is not None and not norms_last:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     cos, sin = cos_PR[positions_T].unsqueeze(1), sin_PR[positions_T].unsqueeze(1)
     turned = (x[..., :rotary_dim] for x in (q, k))
     turned = (x * cos + x.roll(rotary_dim // 2, dims=-1) * sin for x in turned)
     q, k = (torch.cat((first, x[..., rotary_dim:]), dim=-1) for first, x in zip(turned, (q, k), strict=True))
-    if has_norms and norms_last:
-        q, k = rms_norm(q, q_norm_D, eps), rms_norm(k, k_norm_D, eps)
+    if norms is not None and norms_last:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     slots = torch.where(slots_T >= 0, slots_T, kv_2KSD.shape[2] - 1)
     k, v = storable(k, v)
     if k_offset_KD is not None:

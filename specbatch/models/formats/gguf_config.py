@@ -110,7 +110,7 @@ def _gemma(read: ModelConfig, meta: _Metadata, context: int) -> ModelConfig:
         return replace(read, **traits)
     window, period = meta.size("attention.sliding_window"), _WINDOW_PERIODS[kind]
     scalar = read.hidden_size // read.num_heads if num_layers == _LAYERS_27B[kind] else read.head_dim
-    caps = {
+    traits |= {
         trait: meta.number(key) if meta.get(key) else None
         for trait, key in (
             ("attention_soft_cap", "attn_logit_softcapping"),
@@ -128,7 +128,6 @@ def _gemma(read: ModelConfig, meta: _Metadata, context: int) -> ModelConfig:
     return replace(
         read,
         **traits,
-        **caps,
         norms=SANDWICH_NORMS,
         attention_scale=scalar**-0.5,
         sliding_windows=tuple(window if (i + 1) % period else None for i in range(num_layers)),
