@@ -98,7 +98,7 @@ class Attention:
         # A norm changes what the bias adds. A sink has no bias, so taking it from the keys would change the softmax.
         if config.qkv_bias and not config.qk_norm and not config.attention_sinks:
             self._key_offset_KD = key_offset(weights.tensor(f"{prefix}k_proj.bias"), config)
-        self._rotary_write = ops_for(weights.device, weights.dtype).rotary_write
+        self._ops = ops_for(weights.device, weights.dtype)
         self._query_factors_P11: Tensor | None = None
         num_positions, growth = len(rotary.cos_PR), config.query_growth
         if growth is not None and num_positions > growth.period:
@@ -126,8 +126,7 @@ class Attention:
 
     def traceable(self) -> Attention | None:
         """See `Layer.traceable`."""
-        is_plain = self._query_factors_P11 is None and not self._norms_last
-        return traceable_parts(self, "_qkv", "_out") if is_plain else None
+        return traceable_parts(self, "_qkv", "_out")
 
     def rotate_and_write(self, qkv_TZ: Tensor, step: ForwardPass) -> Tensor:
         if self._norms_are_whole:
@@ -138,12 +137,11 @@ class Attention:
         return q_THD if factors_P11 is None else q_THD * factors_P11[step.batch.positions_T]
 
     def _normed(self, qkv_TZ: Tensor) -> Tensor:
-        """Norm all heads of queries together, and all heads of keys."""
+        """Norm all heads of queries together, and all heads of keys. The projection may be overwritten."""
         assert self._q_norm is not None
         assert self._k_norm is not None
-        sizes = (self.num_heads, self._num_kv_heads, self._num_kv_heads)
-        q, k, v = qkv_TZ.split([size * self.head_dim for size in sizes], dim=1)
-        return torch.cat((self._q_norm(q), self._k_norm(k), v), dim=1)
+        normed: Tensor = self._ops.norm_whole_heads(qkv_TZ, self._q_norm.weight, self._k_norm.weight, self._q_norm.eps)
+        return normed
 
     def _norms_of_heads(self) -> tuple[RMSNorm, RMSNorm] | None:
         """Return the norms of each head of queries and of keys; None: there are none."""
@@ -168,7 +166,7 @@ class Attention:
 
     def _rotate_and_write_fused(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         norms = self._norms_of_heads()
-        q: Tensor = self._rotary_write(
+        q: Tensor = self._ops.rotary_write(
             qkv,
             self.num_heads,
             self._num_kv_heads,

@@ -170,6 +170,23 @@ def test_layer_norms(size: int, has_bias: bool, dtype: torch.dtype) -> None:
     close(found, torch.nn.functional.layer_norm(x, (size,), weight, bias, 1e-5), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "is_wide"), [(4, 4, True), (6, 2, False)])
+def test_norms_over_all_heads(heads: int, kv_heads: int, is_wide: bool, dtype: torch.dtype) -> None:
+    """Queries and keys have the bits of the norm alone, and values are not touched."""
+    sizes = heads * 64, kv_heads * 64
+    qkv = random(5, sizes[0] + 2 * sizes[1], dtype=dtype)
+    norms = [
+        1 + random(size, dtype=torch.float32 if is_wide else dtype, seed=seed)
+        for seed, size in enumerate(sizes, start=1)
+    ]
+    found = kernels.norm_whole_heads(qkv.clone(), *norms, 1e-6)
+    close(found, reference.norm_whole_heads(qkv, *norms, 1e-6), dtype)
+    parts = qkv.split((*sizes, sizes[1]), 1)
+    alone = [kernels.rms_norm(part, norm, 1e-6) for part, norm in zip(parts[:2], norms, strict=True)]
+    assert torch.equal(found, torch.cat((*alone, parts[2]), 1))
+
+
 def test_a_wide_weight_saves_a_rounding() -> None:
     x, weight = random(64, 576, dtype=torch.bfloat16), 1 + random(576, dtype=torch.float32, seed=2)
     exact = reference.rms_norm(x.double(), weight.double(), 1e-6)
@@ -239,7 +256,7 @@ def test_activations_in_gemms(name: str, activation: Activation) -> None:
     close(found, reference.norm_gated_linear(x, norm, 1e-6, weight, activation), dtype)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt-oss", "pre-norms", "cohere2", "gpt-neox"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt-oss", "flex-olmo", "pre-norms", "cohere2", "gpt-neox"])
 def test_a_model_is_that_of_the_cpu(family: str) -> None:
     """Logits of a prompt and of single tokens, float32."""
     config = target_config(family, 4, 32, 61)

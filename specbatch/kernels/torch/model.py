@@ -38,6 +38,13 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     return (weight_E * (wide if weight_E.dtype == torch.float32 else wide.to(x_TE.dtype))).to(x_TE.dtype)
 
 
+def norm_whole_heads(qkv_TZ: Tensor, q_norm_Q: Tensor, k_norm_K: Tensor, eps: float) -> Tensor:
+    """Norm all heads of queries of a fused projection together, and all heads of keys (OLMo 2). The input may be
+    overwritten."""
+    q, k, v = qkv_TZ.split((len(q_norm_Q), len(k_norm_K), qkv_TZ.shape[1] - len(q_norm_Q) - len(k_norm_K)), dim=1)
+    return torch.cat((rms_norm(q, q_norm_Q, eps), rms_norm(k, k_norm_K, eps), v), dim=1)
+
+
 def add_normed(
     y_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, next_weight_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:

@@ -53,6 +53,48 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
+def _norm_parts(
+    x_ptr, first_ptr, second_ptr, eps, width,
+    START: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Norm features START to START + E1 of a row in place, or in the second program of the row the E2 ones after."""
+    at = x_ptr + tl.program_id(0).to(tl.int64) * width + START
+    columns = tl.arange(0, BLOCK)
+    dtype = x_ptr.dtype.element_ty
+    await_former(PDL)
+    if tl.program_id(1) == 0:
+        ok = columns < E1
+        weight = tl.load(first_ptr + columns, mask=ok, other=0.0)
+        x = tl.load(at + columns, mask=ok, other=0.0).to(tl.float32)
+        tl.store(at + columns, _normed(x, weight, eps, E1, dtype), mask=ok)
+    else:
+        ok = columns < E2
+        weight = tl.load(second_ptr + columns, mask=ok, other=0.0)
+        x = tl.load(at + E1 + columns, mask=ok, other=0.0).to(tl.float32)
+        tl.store(at + E1 + columns, _normed(x, weight, eps, E2, dtype), mask=ok)
+
+
+def norm_whole_heads(qkv_TZ: Tensor, q_norm_Q: Tensor, k_norm_K: Tensor, eps: float) -> Tensor:
+    assert qkv_TZ.is_contiguous()
+    sizes = len(q_norm_Q), len(k_norm_K)
+    blocks = [triton.next_power_of_2(size) for size in sizes]
+    if not len(qkv_TZ):
+        return qkv_TZ
+    # Each norm has the block of `rms_norm`, and with it its order of summation. Both have one launch if it is the same.
+    launches = [(0, 2, blocks[0])] if blocks[0] == blocks[1] else [(0, 1, blocks[0]), (sizes[0], 1, blocks[1])]
+    for start, count, block in launches:
+        first, second = (q_norm_Q, k_norm_K) if start == 0 else (k_norm_K, k_norm_K)
+        pdl = dependent_launch(qkv_TZ)
+        launch(
+            _norm_parts, (len(qkv_TZ), count),
+            qkv_TZ, first, second, eps, qkv_TZ.shape[1],
+            START=start, E1=len(first), E2=len(second), BLOCK=block, PDL=pdl,
+            num_warps=min(8, max(1, block // 512)), **launch_options(pdl),
+        )  # fmt: skip
+    return qkv_TZ
+
+
+@triton.jit
 def _add_normed(
     y_ptr, residual_ptr, weight_ptr, next_weight_ptr, x_ptr, normed_ptr, eps,
     E: tl.constexpr, BLOCK: tl.constexpr, HAS_NEXT: tl.constexpr, PDL: tl.constexpr,
