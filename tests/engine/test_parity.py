@@ -306,6 +306,7 @@ WIDE_CONFIGS: dict[str, PreTrainedConfig] = {
     "nemotron": NemotronConfig(**SIZES),
     "nemotron-bias": NemotronConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=16, hidden_act="gelu"),
     "phi": PhiConfig(**SIZES),
+    "phi-tied": PhiConfig(**SIZES, tie_word_embeddings=True),
     "gpt-neox": GPTNeoXConfig(
         **{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}, **NO_EOS, hidden_act="gelu"
     ),

@@ -169,6 +169,13 @@ def test_expected_tensors_are_those_of_the_model(theirs: PreTrainedConfig) -> No
     assert expected_tensors(ours) == shapes
 
 
+def test_a_head_has_the_epsilon_of_the_file() -> None:
+    """The target's is another number if its residuals are divided by a factor."""
+    config = parse_hf_config(GraniteConfig(**SIZES, residual_multiplier=0.5, rms_norm_eps=1e-5).to_dict())
+    assert config.rms_norm_eps == pytest.approx(4e-5)
+    assert config.as_head().rms_norm_eps == pytest.approx(1e-5)
+
+
 def test_missing_optional_keys() -> None:
     bare = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "max_position_embeddings")}
     config = parse_hf_config(bare)

@@ -29,6 +29,8 @@ from specbatch.models.families.registry import parse_hf_config
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.gguf import GgufFile
 from specbatch.models.formats.gguf_config import gguf_model_config
+from specbatch.setup.build import build_decoder
+from tests.engine.test_parity import piecewise_logits
 
 # Row lengths of 256 and more: blocks of the K types hold 256 elements.
 SIZES: dict[str, Any] = {
@@ -297,6 +299,25 @@ def test_gemma(name: str, tmp_path: Path) -> None:
     assert checkpoint.config == dataclasses.replace(theirs, norm_offset=0.0, wide_norms=True)
     for key, tensor in shifted.items():
         assert torch.equal(checkpoint.tensors.load(key), tensor), key
+
+
+def test_norms_of_a_gemma_stay_in_float32(tmp_path: Path) -> None:
+    """Logits in bfloat16 have the bits of those of the folder."""
+    config, keys = GEMMAS["gemma3"]
+    state = state_of(config)
+    shifted = {key: tensor + 1 if key.endswith("norm.weight") else tensor for key, tensor in state.items()}
+    metadata = {f"gemma3.{key}": value for key, value in keys.items()}
+    write(tmp_path / "m.gguf", config, shifted, metadata=metadata, architecture="gemma3")
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(state, strict=False)
+    model.save_pretrained(tmp_path / "folder")
+    logits = []
+    for name in ("m.gguf", "folder"):
+        checkpoint = open_checkpoint(tmp_path / name)
+        decoder = build_decoder(checkpoint.config, checkpoint.tensors, 20, torch.bfloat16, torch.device("cpu"))
+        with torch.inference_mode():
+            logits.append(piecewise_logits(decoder, list(range(20)), [20], torch.bfloat16))
+    assert torch.equal(*logits)
 
 
 def test_end_of_sequence_ids(tmp_path: Path) -> None:
