@@ -161,9 +161,9 @@ class EngineSection:
     compile: Literal["off", "auto"] = option(
         "off",
         "`auto`: the pieces of `prefill.graphs: piecewise` and `both` are compiled by torch's Inductor, which fuses "
-        "operations. Layers in FP8, layers with experts, and those of Gemma and OLMo are not compiled. `off`: "
-        "specbatch's own kernels. On a CPU, with other `prefill.graphs` and with `engine.deterministic`, `auto` is an "
-        "error.",
+        "operations. Not compiled are layers in FP8, with experts, with LayerNorms or without a gate in the MLP, and "
+        "those of Gemma, OLMo and GLM-4. `off`: specbatch's own kernels. On a CPU, with other `prefill.graphs` and "
+        "with `engine.deterministic`, `auto` is an error.",
     )
     max_batch_size: int | None = option(
         None,

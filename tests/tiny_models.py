@@ -190,6 +190,7 @@ FAMILY_TRAITS: dict[str, dict[str, object]] = {
         "norm_bias": True,
         "is_parallel": True,
         "lm_head_bias": True,
+        "learned_positions": MAX_LENGTH,
     },
     "gemma3": {
         **_GEMMA2,

@@ -93,6 +93,7 @@ class ModelConfig:
     nope_layers: tuple[bool, ...] = ()  # True: queries and keys of the layer do not rotate; empty: those of no layer
     is_interleaved: bool = False  # files rotate neighbouring dimensions together, see `formats/arranged.py`
     query_growth: QueryGrowth | None = None
+    learned_positions: int = 0  # rows of the table of vectors that are added to embeddings, by position; 0: none
     attention_soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     attention_sinks: bool = False  # each query head has a score that takes part in the softmax and has no value
     logits_soft_cap: float | None = None  # the same of logits
@@ -149,6 +150,7 @@ class ModelConfig:
             nope_layers=(),
             is_interleaved=False,
             query_growth=None,
+            learned_positions=0,
             logits_soft_cap=None,
             logits_scale=1.0,
             lm_head_bias=False,
@@ -189,6 +191,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical (Hugging Face) tensor names and shapes of a checkpoint, in model order; linear weights (out, in)."""
     c = config
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    if c.learned_positions:
+        shapes["model.embed_positions.weight"] = (c.learned_positions, c.hidden_size)
     for layer in range(c.num_layers):
         shapes |= layer_tensors(c, f"model.layers.{layer}.", has_experts=c.moe is not None and c.moe.layers[layer])
     shapes |= _norm_tensors(c, "model.norm")

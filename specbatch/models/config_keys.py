@@ -77,7 +77,8 @@ _HARMLESS_NAMES = """
     tf_legacy_loss use_bfloat16 torchscript gradient_checkpointing tie_last_hidden_states is_decoder
     initializer_range initializer_factor attention_dropout hidden_dropout hidden_dropout_prob dropout attn_dropout
     attention_probs_dropout_prob attn_pdrop resid_pdrop embd_pdrop classifier_dropout
-    residual_dropout embedding_dropout
+    residual_dropout embedding_dropout n_ctx
+    summary_type summary_use_proj summary_activation summary_first_dropout summary_proj_to_labels
     use_cache cache_implementation pretraining_tp _attn_implementation attn_implementation
     _attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled
     _experts_implementation experts_implementation use_flash_attn use_flash_attention

@@ -106,6 +106,11 @@ class Decoder(PagedModel):
         self._second_backend = second_backend or backend
         self.embedding_VE = weights.tensor("model.embed_tokens.weight")  # on a rank: its part
         self.embed = weights.embedding(self.embedding_VE)
+        self._positions_PE: Tensor | None = None
+        if config.learned_positions:  # speculation computes slots after the last position, and drops them
+            table_PE = weights.tensor("model.embed_positions.weight")
+            missing = max(0, num_positions - len(table_PE))
+            self._positions_PE = torch.nn.functional.pad(table_PE, (0, 0, 0, missing))
         self._embedding_scale = config.embedding_scale
         if config.embedding_scale is not None and not config.wide_embedding_scale:  # rounded as in transformers
             self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=torch.float32).to(weights.dtype))
@@ -131,10 +136,12 @@ class Decoder(PagedModel):
         tied_VE = self.embedding_VE if config.tie_word_embeddings else None
         self.lm_head = weights.lm_head(tied_VE, config.vocab_size, has_bias=config.lm_head_bias)
 
-    def embedded(self, tokens_T: Tensor) -> Tensor:
-        """Return the input of the first layer (T, E): embeddings, scaled where the family does so. Draft heads take
-        the embeddings themselves (`embed`)."""
+    def embedded(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Return the input of the first layer (T, E): embeddings, scaled or with vectors of the positions where the
+        family does so. Draft heads take the embeddings themselves (`embed`)."""
         x_TE = self.embed(tokens_T)
+        if self._positions_PE is not None:
+            x_TE = x_TE + self._positions_PE[positions_T]
         return x_TE if self._embedding_scale is None else x_TE * self._embedding_scale
 
     def auxiliary(self, x_TE: Tensor) -> Tensor:
@@ -178,7 +185,7 @@ class Decoder(PagedModel):
         """Run `forward`, half a layer at a time. `turn`: the turn of this pass, if two passes run at the same time."""
         backend = self._second_backend if turn.is_second else self._backend
         step = ForwardPass(batch, backend, cache, turn=turn)
-        x = Residual(self.embedded(tokens_T))
+        x = Residual(self.embedded(tokens_T, batch.positions_T))
         aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:

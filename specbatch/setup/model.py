@@ -48,7 +48,7 @@ def resolve_quantization(
         if device.type == "cuda":
             _check_cuda(what, device)
     matrices = [name for name, shape in expected_tensors(target.config).items() if len(shape) == 2]
-    linear = [name.removesuffix(".weight") for name in matrices if "embed_tokens" not in name]
+    linear = [name.removesuffix(".weight") for name in matrices if ".embed_" not in name]
     covered = [name for name in linear if found.covers(name)]
     if found.inputs != "none" and "block" in (found.weights, found.inputs):
         _check_groups(covered, target.config, config.engine.tensor_parallel)

@@ -27,6 +27,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
+    GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -307,6 +308,17 @@ WIDE_CONFIGS: dict[str, PreTrainedConfig] = {
     "nemotron-bias": NemotronConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=16, hidden_act="gelu"),
     "phi": PhiConfig(**SIZES),
     "phi-tied": PhiConfig(**SIZES, tie_word_embeddings=True),
+    "gpt2": GPT2Config(
+        **{"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "initializer_range": 0.3},
+        **NO_EOS,
+    ),
+    "gpt2-untied": GPT2Config(
+        **{"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "initializer_range": 0.3},
+        **NO_EOS,
+        n_inner=80,
+        activation_function="relu",
+        tie_word_embeddings=False,
+    ),
     "gpt-neox": GPTNeoXConfig(
         **{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}, **NO_EOS, hidden_act="gelu"
     ),
@@ -354,8 +366,8 @@ def test_families(name: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in (*model.named_parameters(), *model.named_buffers()):
-            if "norm" in key or key.endswith(
-                "bias"
+            if (
+                "norm" in key or "ln_" in key or key.endswith("bias")
             ):  # as initialised they are ones and zeros, which would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(tmp_path)

@@ -25,6 +25,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
+    GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -266,7 +267,7 @@ CLASSES: tuple[type[PreTrainedConfig], ...] = (
     *(MinistralConfig, Ministral3Config, SeedOssConfig, CwmConfig, ArceeConfig, HeliumConfig, HunYuanDenseV1Config),
     *(Ernie4_5Config, SmolLM3Config, GraniteConfig, Exaone4Config, Phi3Config, GlmConfig, Glm4Config, CohereConfig),
     *(Cohere2Config, Starcoder2Config, StableLmConfig, NemotronConfig, PhiConfig, GPTNeoXConfig),
-    *(GraniteMoeConfig, GraniteMoeSharedConfig, ExaoneConfig, InternLM3Config),
+    *(GPT2Config, GraniteMoeConfig, GraniteMoeSharedConfig, ExaoneConfig, InternLM3Config),
 )
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Idefics3Config,
     InternVLConfig,
     LlamaConfig,
     LlavaConfig,
@@ -24,6 +25,7 @@ from transformers import (
     Qwen2VLConfig,
     Qwen3Config,
     Qwen3VLConfig,
+    SmolVLMConfig,
 )
 
 from specbatch.errors import ModelError
@@ -73,6 +75,19 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         text_config=Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
         vision_config={**CLIP, "image_size": [28, 28], "patch_size": [14, 14]},
         image_token_id=90,
+    ),
+    "smolvlm": SmolVLMConfig(
+        text_config=LlamaConfig(**SIZES, pad_token_id=None),
+        vision_config={**VISION, "model_type": "smolvlm_vision"},
+        image_token_id=90,
+        pad_token_id=0,
+        scale_factor=2,
+    ),
+    "idefics3": Idefics3Config(
+        text_config=LlamaConfig(**SIZES, pad_token_id=None),
+        vision_config={**VISION, "model_type": "idefics3_vision"},
+        image_token_id=90,
+        pad_token_id=0,
     ),
     "qwen2-vl": Qwen2VLConfig(text_config={**SIZES, "rope_parameters": MROPE}, vision_config=QWEN_VISION, **IDS),
     "qwen2.5-vl": Qwen2_5_VLConfig(

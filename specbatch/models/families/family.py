@@ -29,12 +29,16 @@ class TensorNames:
     joined: modules of the files that have the rows of several ones, one after the other.
     layers: the beginning of the names of layers.
     joins_heads: the rows of `joined` projections alternate by head (GPT-NeoX).
+    transposed: modules of the files whose weights are (in, out) (GPT-2).
+    optional: a beginning that all names but that of the LM head have, or none has.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layers: str = "model.layers."
     joins_heads: bool = False
+    transposed: frozenset[str] = frozenset()
+    optional: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Families with LayerNorms that have biases, most of them with an MLP without a gate: StarCoder2, StableLM, Nemotron
-and Minitron, Phi-1 to Phi-2, Pythia and other GPT-NeoX."""
+and Minitron, Phi-1 to Phi-2, Pythia and other GPT-NeoX, GPT-2."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from specbatch.models.families.family import Family, TensorNames
 from specbatch.models.families.hf_config import PLAIN_ACTIVATIONS, HfConfig
 from specbatch.models.families.layer_norms import LayerNormLayer
 from specbatch.models.families.pre_norms import full_windows
+from specbatch.models.rope import NO_ROPE
 
 
 def _read_starcoder2(config: HfConfig) -> ModelConfig:
@@ -103,6 +104,29 @@ def _read_gpt_neox(config: HfConfig) -> ModelConfig:
     )
 
 
+def _read_gpt2(config: HfConfig) -> ModelConfig:
+    raw = {"hidden_act": "gelu_new", "max_position_embeddings": 1024, "tie_word_embeddings": True} | {
+        _GPT2_KEYS.get(key, key): value
+        for key, value in config.raw.items()
+        if value is not None and key != "intermediate_size"  # transformers reads n_inner only
+    }
+    raw.setdefault("intermediate_size", 4 * HfConfig(raw).size("hidden_size"))
+    config = HfConfig(raw, config.generation)
+    return _model_config(
+        config,
+        max_position=1024,
+        eos=50256,
+        eps_key="layer_norm_epsilon",
+        rope=NO_ROPE,
+        tied=True,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        activation=config.activation("hidden_act", only=PLAIN_ACTIVATIONS),
+        learned_positions=config.size("max_position_embeddings"),
+    )
+
+
 def _model_config(config: HfConfig, windows: tuple[int | None, ...] | None = None, **values: Any) -> ModelConfig:
     defaults: dict[str, Any] = {"gated_mlp": False, "layer_norms": True, "norm_bias": True, "eps": 1e-5}
     return config.model_config(windows or full_windows(config), **(defaults | values))
@@ -160,5 +184,31 @@ GPT_NEOX = Family(
         {"attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
         layers="gpt_neox.layers.",
         joins_heads=True,
+    ),
+)
+# Names of keys in files by ours.
+_GPT2_KEYS = {
+    **{"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
+    **{"n_positions": "max_position_embeddings", "n_inner": "intermediate_size", "activation_function": "hidden_act"},
+}
+GPT2 = Family(
+    ("GPT2LMHeadModel",),
+    _read_gpt2,
+    frozenset((*_GPT2_KEYS, "layer_norm_epsilon")),
+    {
+        **{"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
+        "reorder_and_upcast_attn": (False, True),  # it changes the precision only
+    },
+    LayerNormLayer,
+    TensorNames(
+        {
+            **{"model.embed_tokens": "transformer.wte", "model.embed_positions": "transformer.wpe"},
+            **{"model.norm": "transformer.ln_f", "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"},
+            **{"self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+        },
+        {"attn.c_attn": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
+        layers="transformer.h.",
+        transposed=frozenset(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
+        optional="transformer.",
     ),
 )

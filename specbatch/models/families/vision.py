@@ -53,6 +53,8 @@ VISION_MODELS: Mapping[str, VisionModel] = {
     "llava": VisionModel("LlavaForConditionalGeneration", defaults={"model_type": "llama"}),
     "llava_next": VisionModel("LlavaNextForConditionalGeneration", defaults={"model_type": "llama"}),
     "internvl": VisionModel("InternVLForConditionalGeneration", defaults={"model_type": "qwen2"}),
+    "idefics3": VisionModel("Idefics3ForConditionalGeneration", defaults={"model_type": "llama"}),
+    "smolvlm": VisionModel("SmolVLMForConditionalGeneration", defaults={"model_type": "llama"}),
     "qwen2_vl": VisionModel("Qwen2VLForConditionalGeneration", "qwen2", _QWEN2_VL),
     "qwen2_5_vl": VisionModel("Qwen2_5_VLForConditionalGeneration", "qwen2", _QWEN2_VL),
     "qwen3_vl": VisionModel(

@@ -26,6 +26,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 _TEXT_PARTS = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
+    "model.text_model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.lm_head.": "lm_head.",
     "lm_head.": "lm_head.",
@@ -42,6 +43,7 @@ class _Rows(NamedTuple):
     last: int
     heads: int = 0
     groups: int = 1
+    is_transposed: bool = False  # the tensor of the files is (in, out)
 
 
 class ArrangedSource(TensorSource):
@@ -53,6 +55,10 @@ class ArrangedSource(TensorSource):
         self._files, self._rotary_dim = files, config.rope.rotary_dim(config.head_dim)
         stored = {_short(name) if is_text_part else name: name for name in files.shapes()}
         stored.pop("", None)
+        if names.optional and not any(name.startswith(names.optional) for name in stored):
+            stored = {
+                name if name.startswith("lm_head.") else f"{names.optional}{name}": stored[name] for name in stored
+            }
         self._parts: dict[str, _Rows] = {}
         shapes, expected = files.shapes(), expected_tensors(config)
         for name, shape in expected.items():
@@ -61,17 +67,19 @@ class ArrangedSource(TensorSource):
             found = stored.get(f"{file_module}.{kind}")
             if found is None:
                 continue
-            if total != shape[0] and shapes[found][0] != total:
+            is_transposed = kind == "weight" and _split_file(file_module, names) in names.transposed
+            rows = shapes[found][-1 if is_transposed else 0]
+            if total != shape[0] and rows != total:
                 raise ModelError(f"{found} is {list(shapes[found])}, expected {total} rows")
-            num_rows = shape[0] if total != shape[0] else shapes[found][0]
+            num_rows = shape[0] if total != shape[0] else rows
             heads = _num_heads(name, config) if config.is_interleaved else 0
             groups = config.num_heads if names.joins_heads and total != shape[0] else 1
-            self._parts[name] = _Rows(found, before, before + num_rows, heads, groups)
+            self._parts[name] = _Rows(found, before, before + num_rows, heads, groups, is_transposed)
         used = {part.stored for part in self._parts.values()}
         changed = {
             part.stored.rpartition(".")[0]
             for part in self._parts.values()
-            if part.heads or part.last - part.first != (shapes[part.stored] or (0,))[0]
+            if part.heads or part.last - part.first != (_outputs_first(shapes[part.stored], part) or (0,))[0]
         }
         modules = {file: module for module, file in _plain_modules(expected, names).items()}
         for short, name in stored.items():
@@ -99,13 +107,16 @@ class ArrangedSource(TensorSource):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         shapes = self._files.shapes()
         return {
-            name: (part.last - part.first, *shapes[part.stored][1:]) if shapes[part.stored] else ()
+            name: (part.last - part.first, *_outputs_first(shapes[part.stored], part)[1:])
+            if shapes[part.stored]
+            else ()
             for name, part in self._parts.items()
         }
 
     def load(self, name: str) -> Tensor:
         part = self._parts[name]
         tensor = self._files.load(part.stored)
+        tensor = tensor.t().contiguous() if part.is_transposed else tensor
         if part.last - part.first < (tensor.shape or (0,))[0]:
             rows = tensor.view(part.groups, -1, *tensor.shape[1:])
             tensor = rows[:, part.first // part.groups : part.last // part.groups].flatten(0, 1).clone()
@@ -113,6 +124,10 @@ class ArrangedSource(TensorSource):
 
     def close(self) -> None:
         self._files.close()
+
+
+def _outputs_first(shape: tuple[int, ...], part: _Rows) -> tuple[int, ...]:
+    return shape[::-1] if part.is_transposed else shape
 
 
 def half_by_half(tensor_O: Tensor, num_heads: int, rotary_dim: int) -> Tensor:
@@ -163,6 +178,11 @@ def _split(module: str) -> tuple[str, str]:
         return "", module
     number, _, inner = module.removeprefix("model.layers.").partition(".")
     return f"model.layers.{number}.", inner
+
+
+def _split_file(module: str, names: TensorNames) -> str:
+    """Return the name of a module of the files without the beginning of its layer's names."""
+    return module.removeprefix(names.layers).partition(".")[2] if module.startswith(names.layers) else module
 
 
 def _prefix(prefix: str, names: TensorNames) -> str:

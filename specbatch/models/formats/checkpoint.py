@@ -28,6 +28,7 @@ from specbatch.models.formats.tensor_files import (
     SafetensorsSource,
     TensorSource,
     TorchBinSource,
+    is_stored_mask,
     is_stored_rotary,
     open_tensors,
 )
@@ -201,12 +202,13 @@ def _wrong_scales(tensors: TensorSource, quantization: Quantization) -> str:
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Tensors that a model does not need: rotary frequencies that old checkpoints store (they are computed), the head
-    of a tied model (known by now to equal the embedding), scales of the KV cache, and layers that predict further
-    tokens."""
+    """Tensors that a model does not need: rotary frequencies and causal masks that old checkpoints store (they are
+    computed), the head of a tied model (known by now to equal the embedding), scales of the KV cache, and layers that
+    predict further tokens."""
     first, last = config.num_layers, config.num_layers + config.num_mtp_layers
     return (
         is_stored_rotary(name)
+        or is_stored_mask(name)
         or is_kv_scale(name)
         or (name == "lm_head.weight" and config.tie_word_embeddings)
         or name.startswith(tuple(f"model.layers.{layer}." for layer in range(first, last)))

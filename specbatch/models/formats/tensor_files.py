@@ -161,7 +161,8 @@ def open_tensors(directory: Path) -> SafetensorsSource | TorchBinSource:
     """
     tensors = _open_files(directory)
     for name, dtype in tensors.dtypes.items():
-        if dtype not in _FLOATS and name not in _WHOLE_NUMBERS and not _PACKED_EXPERTS.fullmatch(name):
+        is_known = name in _WHOLE_NUMBERS or _PACKED_EXPERTS.fullmatch(name) or is_stored_mask(name)
+        if dtype not in _FLOATS and not is_known:
             tensors.close()
             raise ModelError(
                 f"tensor {shown(name)} of {directory} has the type {dtype}; weights must be floating-point numbers",
@@ -207,6 +208,11 @@ def _shards(index: Path) -> list[Path]:
             hint="the download is incomplete; fetch the missing files",
         )
     return [index.parent / name for name in names]
+
+
+def is_stored_mask(name: str) -> bool:
+    """Return whether a tensor is the causal mask of an attention, which old files of GPT-2 and GPT-NeoX have."""
+    return re.fullmatch(r"(.+\.)?(attention|attn)\.(masked_)?bias", name) is not None
 
 
 def is_stored_rotary(name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, NemotronConfig, Phi3Config, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, NemotronConfig, Phi3Config, PreTrainedConfig
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
 from specbatch.errors import ModelError
@@ -62,6 +62,23 @@ def test_scales_of_divided_weights_are_refused(tmp_path: Path) -> None:
     scale = {QKV.replace(".weight", ".weight_scale"): torch.ones(160, 1)}
     with pytest.raises(ModelError, match=r"qkv_proj\.weight_scale belongs to a weight whose rows are divided"):
         open_checkpoint(edited(path, scale, quantization_config=compressed()))
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
+def test_older_files_have_masks_and_shorter_names(model_type: str, tmp_path: Path) -> None:
+    """GPT-2 was published without the beginning of the names."""
+    sizes = {"vocab_size": 288, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(model_type, **sizes, intermediate_size=64, **NO_EOS)
+    expected = open_checkpoint(written(config, tmp_path / "new"))
+    old = written(config, tmp_path / "old")
+    state = {name.removeprefix("transformer."): tensor for name, tensor in load_file(old / "model.safetensors").items()}
+    layer = "h.0.attn" if model_type == "gpt2" else "gpt_neox.layers.0.attention"
+    masks = {f"{layer}.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool), f"{layer}.masked_bias": torch.tensor(-1e9)}
+    save_file(state | masks, old / "model.safetensors")
+    found = open_checkpoint(old)
+    assert found.config == expected.config
+    for name in expected_tensors(found.config):
+        assert torch.equal(found.tensors.load(name), expected.tensors.load(name)), name
 
 
 def test_an_unknown_tensor_keeps_its_name(tmp_path: Path) -> None:
