@@ -28,6 +28,7 @@ from transformers import (
     Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -318,6 +319,11 @@ WIDE_CONFIGS: dict[str, PreTrainedConfig] = {
         n_inner=80,
         activation_function="relu",
         tie_word_embeddings=False,
+    ),
+    "gptj": GPTJConfig(
+        **{"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 3, "n_positions": 256, "initializer_range": 0.3},
+        **NO_EOS,
+        rotary_dim=8,
     ),
     "gpt-neox": GPTNeoXConfig(
         **{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}, **NO_EOS, hidden_act="gelu"

@@ -26,6 +26,7 @@ from transformers import (
     Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -267,7 +268,7 @@ CLASSES: tuple[type[PreTrainedConfig], ...] = (
     *(MinistralConfig, Ministral3Config, SeedOssConfig, CwmConfig, ArceeConfig, HeliumConfig, HunYuanDenseV1Config),
     *(Ernie4_5Config, SmolLM3Config, GraniteConfig, Exaone4Config, Phi3Config, GlmConfig, Glm4Config, CohereConfig),
     *(Cohere2Config, Starcoder2Config, StableLmConfig, NemotronConfig, PhiConfig, GPTNeoXConfig),
-    *(GPT2Config, GraniteMoeConfig, GraniteMoeSharedConfig, ExaoneConfig, InternLM3Config),
+    *(GPT2Config, GPTJConfig, GraniteMoeConfig, GraniteMoeSharedConfig, ExaoneConfig, InternLM3Config),
 )
 
 
@@ -291,6 +292,7 @@ def test_keys_that_are_not_there_have_the_defaults_of_transformers(theirs: type[
         key: 4 for key in experts if key in known
     }
     sizes |= {"shared_expert_intermediate_size": 8} if theirs is Qwen2MoeConfig else {}
+    sizes |= {"rotary_dim": 4} if theirs is GPTJConfig else {}  # the default is more than these heads have
     ours = parse_hf_config({"model_type": theirs.model_type, **sizes})
     assert ours == parse_hf_config(theirs(**sizes).to_dict())
 

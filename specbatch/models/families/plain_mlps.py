@@ -1,5 +1,5 @@
 """Families with LayerNorms that have biases, most of them with an MLP without a gate: StarCoder2, StableLM, Nemotron
-and Minitron, Phi-1 to Phi-2, Pythia and other GPT-NeoX, GPT-2."""
+and Minitron, Phi-1 to Phi-2, Pythia and other GPT-NeoX, GPT-2, GPT-J."""
 
 from __future__ import annotations
 
@@ -105,13 +105,7 @@ def _read_gpt_neox(config: HfConfig) -> ModelConfig:
 
 
 def _read_gpt2(config: HfConfig) -> ModelConfig:
-    raw = {"hidden_act": "gelu_new", "max_position_embeddings": 1024, "tie_word_embeddings": True} | {
-        _GPT2_KEYS.get(key, key): value
-        for key, value in config.raw.items()
-        if value is not None and key != "intermediate_size"  # transformers reads n_inner only
-    }
-    raw.setdefault("intermediate_size", 4 * HfConfig(raw).size("hidden_size"))
-    config = HfConfig(raw, config.generation)
+    config = _renamed(config, max_position_embeddings=1024)
     return _model_config(
         config,
         max_position=1024,
@@ -125,6 +119,36 @@ def _read_gpt2(config: HfConfig) -> ModelConfig:
         activation=config.activation("hidden_act", only=PLAIN_ACTIVATIONS),
         learned_positions=config.size("max_position_embeddings"),
     )
+
+
+def _read_gptj(config: HfConfig) -> ModelConfig:
+    config = _renamed(config)
+    turned = config.optional_size("rotary_dim") if "rotary_dim" in config.raw else 64
+    head_dim = config.size("hidden_size") // config.size("num_attention_heads")
+    return _model_config(
+        config,
+        max_position=2048,
+        eos=50256,
+        eps_key="layer_norm_epsilon",
+        partial=1.0 if turned is None else turned / head_dim,
+        mlp_bias=True,
+        activation=config.activation("hidden_act", only=PLAIN_ACTIVATIONS),
+        norms=PRE_NORMS[:1],
+        is_parallel=True,
+        is_interleaved=True,
+        lm_head_bias=True,
+    )
+
+
+def _renamed(config: HfConfig, **defaults: Any) -> HfConfig:
+    """Return the configuration of a GPT-2 or GPT-J with our names of keys."""
+    raw: dict[str, Any] = {"hidden_act": "gelu_new", **defaults} | {
+        _GPT2_KEYS.get(key, key): value
+        for key, value in config.raw.items()
+        if value is not None and key != "intermediate_size"  # transformers reads n_inner only
+    }
+    raw.setdefault("intermediate_size", 4 * HfConfig(raw).size("hidden_size"))
+    return HfConfig(raw, config.generation)
 
 
 def _model_config(config: HfConfig, windows: tuple[int | None, ...] | None = None, **values: Any) -> ModelConfig:
@@ -210,5 +234,20 @@ GPT2 = Family(
         layers="transformer.h.",
         transposed=frozenset(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
         optional="transformer.",
+    ),
+)
+GPTJ = Family(
+    ("GPTJForCausalLM",),
+    _read_gptj,
+    frozenset((*_GPT2_KEYS, "layer_norm_epsilon", "rotary_dim")),
+    {"scale_attn_weights": (True,), "rotary": (True,), "attention_bias": (False,), "mlp_bias": (True,)},
+    LayerNormLayer,
+    TensorNames(
+        {
+            **{"model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f", "input_layernorm": "ln_1"},
+            **{f"self_attn.{name}_proj": f"attn.{name}_proj" for name in "qkv"},
+            **{"self_attn.o_proj": "attn.out_proj", "mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out"},
+        },
+        layers="transformer.h.",
     ),
 )

@@ -17,7 +17,7 @@ from specbatch.models.families.gpt_oss import GPT_OSS
 from specbatch.models.families.hf_config import HfConfig
 from specbatch.models.families.llama import LLAMA, MISTRAL, MIXTRAL
 from specbatch.models.families.olmo import EXAONE4, FLEX_OLMO, OLMO2, OLMO3, OLMOE
-from specbatch.models.families.plain_mlps import GPT2, GPT_NEOX, NEMOTRON, PHI, STABLELM, STARCODER2
+from specbatch.models.families.plain_mlps import GPT2, GPT_NEOX, GPTJ, NEMOTRON, PHI, STABLELM, STARCODER2
 from specbatch.models.families.pre_norms import (
     ARCEE,
     CWM,
@@ -86,6 +86,7 @@ FAMILIES: Mapping[str, Family] = {
     "phi": PHI,
     "gpt_neox": GPT_NEOX,
     "gpt2": GPT2,
+    "gptj": GPTJ,
 }
 
 
