@@ -93,7 +93,7 @@ def test_texts_are_those_of_transformers(name: str, case: str, folder: Path) -> 
     path = folder / name
     if not path.exists():
         write_model(WIDE_CONFIGS[name], path)
-    check_texts(path, 128, **CASES[case])
+    check_texts(path, 128 if name.startswith("phi3") else None, **CASES[case])
 
 
 @pytest.mark.parametrize(
