@@ -266,11 +266,17 @@ def _all_finite(x1, x2):
 
 
 @triton.jit
-def _normed_heads(y1, y2, w1, w2, eps, D: tl.constexpr, dtype: tl.constexpr):
-    """Norm each head, given by its two halves, with its weight."""
+def _normed_heads(
+    y1, y2, q_norm_ptr, k_norm_ptr, dim1, dim2, pair_ok, is_query, eps, D: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """Norm each head, given by its dimensions `dim1` and `dim2`."""
     scale = 1.0 / tl.sqrt_rn((tl.sum(y1 * y1, 1) + tl.sum(y2 * y2, 1)) / D + eps)
-    y1 = scaled_norm(y1 * scale[:, None], w1, dtype).to(tl.float32)
-    y2 = scaled_norm(y2 * scale[:, None], w2, dtype).to(tl.float32)
+    wq1 = tl.load(q_norm_ptr + dim1, mask=pair_ok, other=0.0)[None, :]
+    wq2 = tl.load(q_norm_ptr + dim2, mask=pair_ok, other=0.0)[None, :]
+    wk1 = tl.load(k_norm_ptr + dim1, mask=pair_ok, other=0.0)[None, :]
+    wk2 = tl.load(k_norm_ptr + dim2, mask=pair_ok, other=0.0)[None, :]
+    y1 = scaled_norm(y1 * scale[:, None], tl.where(is_query, wq1, wk1), dtype).to(tl.float32)
+    y2 = scaled_norm(y2 * scale[:, None], tl.where(is_query, wq2, wk2), dtype).to(tl.float32)
     return y1, y2
 
 
@@ -323,14 +329,8 @@ def _rotary_write(
     is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]
 
     y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
-    if HAS_NORM:
-        wq1 = tl.load(q_norm_ptr + dim1, mask=pair_ok, other=0.0)[None, :]
-        wq2 = tl.load(q_norm_ptr + dim2, mask=pair_ok, other=0.0)[None, :]
-        wk1 = tl.load(k_norm_ptr + dim1, mask=pair_ok, other=0.0)[None, :]
-        wk2 = tl.load(k_norm_ptr + dim2, mask=pair_ok, other=0.0)[None, :]
-        w1, w2 = tl.where(is_query, wq1, wk1), tl.where(is_query, wq2, wk2)
-        if not NORMS_LAST:
-            y1, y2 = _normed_heads(y1, y2, w1, w2, eps, D, dtype)
+    if HAS_NORM and not NORMS_LAST:
+        y1, y2 = _normed_heads(y1, y2, q_norm_ptr, k_norm_ptr, dim1, dim2, pair_ok, is_query, eps, D, dtype)
     position = tl.load(positions_ptr + token)
     angle, rotates = position * R + pairs, pairs < turned
     cos1 = tl.load(cos_ptr + angle, mask=rotates, other=1.0).to(tl.float32)[None, :]
@@ -341,7 +341,8 @@ def _rotary_write(
     rotated1 = (y1 * cos1 + y2 * sin1).to(dtype)
     rotated2 = (y2 * cos2 + y1 * sin2).to(dtype)
     if HAS_NORM and NORMS_LAST:
-        y1, y2 = _normed_heads(rotated1.to(tl.float32), rotated2.to(tl.float32), w1, w2, eps, D, dtype)
+        y1, y2 = rotated1.to(tl.float32), rotated2.to(tl.float32)
+        y1, y2 = _normed_heads(y1, y2, q_norm_ptr, k_norm_ptr, dim1, dim2, pair_ok, is_query, eps, D, dtype)
         rotated1, rotated2 = y1.to(dtype), y2.to(dtype)
     out1 = tl.where(is_value, x1, rotated1)
     out2 = tl.where(is_value, x2, rotated2)
