@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
+from specbatch.errors import ConfigError
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
@@ -109,3 +110,11 @@ def test_longrope_has_the_frequencies_of_the_longest_row(
     config.rope_parameters["original_max_position_embeddings"] = original
     notes = check_texts(write_model(config, tmp_path), max_model_len, **CASES["ngram"])
     assert any(f"LongRoPE has its frequencies for {which} rows" in note for note in notes)
+
+
+def test_rows_cannot_be_longer_than_the_model_allows(tmp_path: Path) -> None:
+    path = write_model(WIDE_CONFIGS["phi3"], tmp_path)
+    with pytest.raises(ConfigError, match="max_model_len: 257 is more than the 256 tokens of phi3"):
+        resolve(Config(model=ModelSection(target=str(path), max_model_len=257), engine=EngineSection(device="cpu")))
+    run = resolve(Config(model=ModelSection(target=str(path), max_model_len=40), engine=EngineSection(device="cpu")))
+    assert run.cache.capacity == 40

@@ -59,8 +59,19 @@ class ArrangedSource(TensorSource):
             stored = {
                 name if name.startswith("lm_head.") else f"{names.optional}{name}": stored[name] for name in stored
             }
-        self._parts: dict[str, _Rows] = {}
-        shapes, expected = files.shapes(), expected_tensors(config)
+        expected = expected_tensors(config)
+        self._parts = self._expected(stored, expected, config, names)
+        self._parts |= self._others(stored, _plain_modules(expected, names))
+
+    def _expected(
+        self,
+        stored: Mapping[str, str],
+        expected: Mapping[str, tuple[int, ...]],
+        config: ModelConfig,
+        names: TensorNames,
+    ) -> dict[str, _Rows]:
+        """Find the rows of the tensors that the model needs. `stored`: names in the files, by shorter ones."""
+        shapes, parts = self._files.shapes(), {}
         for name, shape in expected.items():
             module, _, kind = name.rpartition(".")
             file_module, before, total = _place(module, names, expected, kind)
@@ -68,20 +79,27 @@ class ArrangedSource(TensorSource):
             if found is None:
                 continue
             is_transposed = kind == "weight" and _split_file(file_module, names) in names.transposed
-            rows = shapes[found][-1 if is_transposed else 0]
-            if total != shape[0] and rows != total:
+            rows = (shapes[found] or (0,))[-1 if is_transposed else 0]
+            is_divided = total != shape[0]
+            if is_divided and rows != total:
                 raise ModelError(f"{found} is {list(shapes[found])}, expected {total} rows")
-            num_rows = shape[0] if total != shape[0] else rows
             heads = _num_heads(name, config) if config.is_interleaved else 0
-            groups = config.num_heads if names.joins_heads and total != shape[0] else 1
-            self._parts[name] = _Rows(found, before, before + num_rows, heads, groups, is_transposed)
-        used = {part.stored for part in self._parts.values()}
+            groups = config.num_heads if names.joins_heads and is_divided else 1
+            last = before + (shape[0] if is_divided else rows)
+            parts[name] = _Rows(found, before, last, heads, groups, is_transposed)
+        return parts
+
+    def _others(self, stored: Mapping[str, str], modules: Mapping[str, str]) -> dict[str, _Rows]:
+        """Return the other tensors of the files, such as scales, with their names translated. `modules`: see
+        `_plain_modules`."""
+        shapes, used = self._files.shapes(), {part.stored for part in self._parts.values()}
         changed = {
             part.stored.rpartition(".")[0]
             for part in self._parts.values()
             if part.heads or part.last - part.first != (_outputs_first(shapes[part.stored], part) or (0,))[0]
         }
-        modules = {file: module for module, file in _plain_modules(expected, names).items()}
+        canonical = {file: module for module, file in modules.items()}
+        parts = {}
         for short, name in stored.items():
             if name in used:
                 continue
@@ -92,8 +110,9 @@ class ArrangedSource(TensorSource):
                     hint="use the unquantised checkpoint; model.quantization: fp8 quantises it while it is loaded",
                 )
             module, _, kind = short.rpartition(".")
-            canonical = f"{modules.get(module, module)}.{kind}".removeprefix(".")
-            self._parts[canonical] = _Rows(name, 0, shapes[name][0] if shapes[name] else 0)
+            ours = f"{canonical.get(module, module)}.{kind}".removeprefix(".")
+            parts[ours] = _Rows(name, 0, shapes[name][0] if shapes[name] else 0)
+        return parts
 
     @property
     def kind(self) -> str:
