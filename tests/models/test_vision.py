@@ -32,6 +32,7 @@ from specbatch.errors import ModelError
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.setup.build import build_decoder
 from tests.engine.test_parity import GEMMA, LENGTH, NO_EOS, PIECES, SIZES, piecewise_logits
+from tests.fp8_checkpoints import compressed, fp8_checkpoint
 
 CLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION = {**CLIP, "image_size": 28, "patch_size": 14}
@@ -163,6 +164,24 @@ def test_keys_of_older_files_of_qwen(tmp_path: Path) -> None:
         {key.replace("language_model.", ""): value for key, value in state.items()}, tmp_path / "model.safetensors"
     )
     check(tmp_path, model)
+
+
+def test_a_text_part_in_fp8(tmp_path: Path) -> None:
+    """Scales have the names of their weights, and the section of the quantization is the whole model's."""
+    plain = fp8_checkpoint(tmp_path / "plain", compressed())
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    raw = json.loads((plain / "config.json").read_text())
+    section = raw.pop("quantization_config")
+    config = {"model_type": "llava", "text_config": raw, "quantization_config": section}
+    (whole / "config.json").write_text(json.dumps(config))
+    state = {f"language_model.{name}": tensor for name, tensor in load_file(plain / "model.safetensors").items()}
+    save_file(state | {"vision_tower.weight": torch.ones(2)}, whole / "model.safetensors")
+    expected, found = open_checkpoint(plain), open_checkpoint(whole)
+    assert (found.config, found.quantization, found.text_of) == (expected.config, expected.quantization, "llava")
+    assert found.tensors.shapes() == expected.tensors.shapes()
+    for name in expected.tensors.shapes():
+        assert torch.equal(found.tensors.load(name).float(), expected.tensors.load(name).float()), name
 
 
 def test_a_text_part_of_no_family(tmp_path: Path) -> None:
