@@ -58,6 +58,12 @@ class ModelSection:
         "`auto`: sampling options that are left out are those of the model's `generation_config.json`, if it has them. "
         "`none`: they have the defaults below. End-of-sequence tokens are read from it in both cases.",
     )
+    max_model_len: int | None = option(
+        None,
+        "Tokens of the longest row, prompt and output. null: the length that the model was made for. Models with "
+        "LongRoPE (Phi-3, Phi-4-mini) compute with other frequencies if this is above their original length.",
+        AT_LEAST_1,
+    )
 
 
 # Keys of a generation_config.json -> the options of `sampling` that they are defaults of.
@@ -161,9 +167,9 @@ class EngineSection:
     compile: Literal["off", "auto"] = option(
         "off",
         "`auto`: the pieces of `prefill.graphs: piecewise` and `both` are compiled by torch's Inductor, which fuses "
-        "operations. Layers with quantised weights or experts, and those of Gemma and OLMo are not compiled. `off`: "
-        "specbatch's own kernels. On a CPU, with other `prefill.graphs` and with `engine.deterministic`, `auto` is an "
-        "error.",
+        "operations. Not compiled are layers with quantised weights, with experts, with LayerNorms or without a gate "
+        "in the MLP, and those of Gemma, OLMo and GLM-4. `off`: specbatch's own kernels. On a CPU, with other "
+        "`prefill.graphs` and with `engine.deterministic`, `auto` is an error.",
     )
     max_batch_size: int | None = option(
         None,

@@ -28,7 +28,7 @@ from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.engine.prefill.models import EAGER, PromptPieces, piecewise_trunks
 from specbatch.engine.round import Round
 from specbatch.kernels import ops_for
-from specbatch.models.config import ModelConfig, MoeConfig
+from specbatch.models.config import ModelConfig, MoeConfig, QueryGrowth
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_config import EagleConfig, expected_eagle_tensors
@@ -57,7 +57,7 @@ class RandomTensors:
         for name, shape in shapes.items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
             rng = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
-            self._tensors[name] = 1.0 + rng if "norm" in name else rng
+            self._tensors[name] = 1.0 + rng if "norm" in name and name.endswith("weight") else rng
 
     def load(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -154,6 +154,44 @@ FAMILY_TRAITS: dict[str, dict[str, object]] = {
             expert_bias=True,
         ),
     },
+    # All traits of the families that have Llama's norms.
+    "pre-norms": {
+        "model_type": "smollm3",
+        "qk_norm": True,
+        "qk_norm_last": True,
+        "wide_norms": True,
+        "nope_layers": (False, True) * 5,
+        "query_growth": QueryGrowth(0.5, 8),
+        "gated_mlp": False,
+        "activation": "relu2",
+        "mlp_bias": True,
+        "embedding_scale": 2.5,
+        "residual_scale": 0.6,
+        "logits_scale": 1.7,
+    },
+    "cohere2": {
+        "model_type": "cohere2",
+        "norms": ("input_layernorm",),
+        "layer_norms": True,
+        "is_parallel": True,
+        "nope_layers": (False, True) * 5,
+        "logits_scale": 1.3,
+        "tie_word_embeddings": True,
+    },
+    "gpt-neox": {
+        "model_type": "gpt_neox",
+        "rope": RopeConfig(theta=10000.0, partial=0.5),
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "gated_mlp": False,
+        "activation": "gelu",
+        "layer_norms": True,
+        "norm_bias": True,
+        "is_parallel": True,
+        "lm_head_bias": True,
+        "learned_positions": MAX_LENGTH,
+    },
     "gemma3": {
         **_GEMMA2,
         "model_type": "gemma3_text",
@@ -166,7 +204,7 @@ FAMILY_TRAITS: dict[str, dict[str, object]] = {
 
 
 def target_config(family: str, num_layers: int, hidden: int, vocab: int, head_dim: int = 8) -> ModelConfig:
-    has_windows = family.startswith(("gemma", "gpt-oss"))
+    has_windows = family.startswith(("gemma", "gpt-oss", "cohere2"))
     windows = tuple((9, None)[i % 2] if has_windows else None for i in range(num_layers))
     traits = FAMILY_TRAITS[family]
     return tiny_config(num_layers, hidden, vocab, head_dim=head_dim, sliding_windows=windows, **traits)

@@ -116,8 +116,11 @@ class PlainPieces:
     ) -> tuple[Tensor, Tensor | None]:
         """Run piece i. Return the input of layer i, (S, E), and a copy of it if it is an auxiliary hidden state."""
         layers = self.model.layers
-        x_SE = self.model.embedded(tokens_S) if x_SE is None else layers[i - 1].finish(between.attended_SHD, x_SE)
-        aux = x_SE.clone() if i in self.aux_layers else None  # a copy, because later layers may write over x_SE
+        if x_SE is None:
+            x_SE = self.model.embedded(tokens_S, step.batch.positions_T)
+        else:
+            x_SE = layers[i - 1].finish(between.attended_SHD, x_SE)
+        aux = self.model.auxiliary(x_SE) if i in self.aux_layers else None
         between.queries_SHD.copy_(layers[i].queries(x_SE, step))
         return x_SE, aux
 

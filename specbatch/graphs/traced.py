@@ -129,6 +129,7 @@ class CompiledPieces:
     """Pieces that Inductor compiles, where layers allow it. See `Pieces`."""
 
     def __init__(self, model: Decoder, aux_layers: Sequence[int]) -> None:
+        assert not model.config.learned_positions, "the trace has no positions"
         self.model, self.aux_layers = model, tuple(i for i in aux_layers if i < len(model.layers))
         self.num_compiled = 0
         self.split, self._arguments, self._order = self._trace(
@@ -167,10 +168,10 @@ class CompiledPieces:
 
         def trunk(tokens_T: Tensor) -> TrunkOutput:
             """Compute the same as `Decoder.stages`, which is a generator and cannot be traced."""
-            x_TE, aux_hidden_states = self.model.embedded(tokens_T), []
+            x_TE, aux_hidden_states = self.model.embedded(tokens_T, tokens_T), []  # no positions are added here
             for i, layer in enumerate(layers):
                 if i in self.aux_layers:
-                    aux_hidden_states.append(x_TE.clone())
+                    aux_hidden_states.append(self.model.auxiliary(x_TE))
                 q_THD = layer.queries(x_TE, step)
                 if i < len(layers) - 1:
                     x_TE = layer.finish(torch.ops.specbatch.attend(q_THD), x_TE)

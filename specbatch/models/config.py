@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from specbatch.errors import ModelError
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import Routing, Scoring
-from specbatch.models.rope import RopeConfig
+from specbatch.models.rope import NO_ROPE, RopeConfig
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # names of an MLP's layers
 # Norms of a layer besides those of heads, in the names of Hugging Face checkpoints.
@@ -44,6 +44,8 @@ class MoeConfig:
     projections: tuple[str, str, str] = PROJECTIONS  # names in an expert
     expert_bias: bool = False  # the projections of experts have biases
     is_interleaved: bool = False  # files have the experts of a layer in one tensor, see `formats/gpt_oss_experts.py`
+    # Names in the block of the tensors of all experts in files, see `formats/stacked_experts.py`.
+    stacks: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
 
     @property
     def routing(self) -> Routing:
@@ -55,8 +57,16 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """The factor of queries that grows with their position p: 1 + beta * log(1 + floor(p / period)) (Llama 4)."""
+
+    beta: float
+    period: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and traits of a decoder-only transformer with RMSNorm, RoPE and a gated MLP."""
+    """Sizes and traits of a decoder-only transformer."""
 
     model_type: str  # a key of `families.registry.FAMILIES`
     vocab_size: int  # number of embeddings; the tokenizer can have fewer tokens
@@ -77,32 +87,56 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]  # per layer; w: position p sees (p - w, p]; None: all of [0, p]
     eos_token_ids: tuple[int, ...]  # any of them ends a generation
     attention_scale: float | None = None  # factor of queries times keys; None: head_dim ** -0.5
-    activation: Activation = "silu"  # activation of the MLP's gate
+    activation: Activation = "silu"  # activation of the MLP's gate, or of the inner features of one without a gate
+    gated_mlp: bool = True  # False: the MLP has two layers, up_proj and down_proj
     window_rope: RopeConfig | None = None  # rope of the layers with a sliding window; None: `rope`
+    nope_layers: tuple[bool, ...] = ()  # True: queries and keys of the layer do not rotate; empty: those of no layer
+    is_interleaved: bool = False  # files rotate neighbouring dimensions together, see `formats/arranged.py`
+    query_growth: QueryGrowth | None = None
+    learned_positions: int = 0  # rows of the table of vectors that are added to embeddings, by position; 0: none
     attention_soft_cap: float | None = None  # scores become cap * tanh(score / cap)
     attention_sinks: bool = False  # each query head has a score that takes part in the softmax and has no value
     logits_soft_cap: float | None = None  # the same of logits
+    logits_scale: float = 1.0  # factor of logits
+    lm_head_bias: bool = False
     embedding_scale: float | None = None  # factor of the embeddings that enter the first layer
+    wide_embedding_scale: bool = False  # True: the factor is not rounded to the dtype of the model
+    # Factor of the outputs of attention and MLP before they are added to the residual. The decoder computes with
+    # residuals that are divided by it, which norms do not change: families divide `embedding_scale`, and `rms_norm_eps`
+    # by its square.
+    residual_scale: float = 1.0
     norms: tuple[str, ...] = PRE_NORMS  # names of a layer's norms
     norm_offset: float = 0.0  # is added to the weights of all norms
+    layer_norms: bool = False  # norms also subtract the mean (LayerNorm); False: RMSNorm
+    norm_bias: bool = False  # LayerNorms have biases
+    is_parallel: bool = False  # attention and MLP of a layer read the same residual
     wide_norms: bool = False  # norms are rounded after their weight scales them; False: before, too
     qk_norm_whole: bool = False  # the norms of queries and keys are over all heads of a token; False: over each head
+    qk_norm_last: bool = False  # the norms of queries and keys are after RoPE
     num_mtp_layers: int = 0  # layers after the last one that predict further tokens; they are not loaded
     moe: MoeConfig | None = None  # None: no layer has experts
 
     def rope_of(self, layer: int) -> RopeConfig:
         """Return the rotary embedding of a layer."""
+        if self.nope_layers and self.nope_layers[layer]:
+            return NO_ROPE
         return self.rope if self.window_rope is None or self.sliding_windows[layer] is None else self.window_rope
 
+    def for_rows(self, max_tokens: int | None) -> ModelConfig:
+        """Return the configuration for rows of up to this number of tokens; None: as many as the model allows."""
+        length = min(max_tokens or self.max_position_embeddings, self.max_position_embeddings)
+        return replace(self, rope=self.rope.for_rows(length), max_position_embeddings=length)
+
     def as_head(self, *, qkv_bias: bool = False, output_bias: bool = False) -> ModelConfig:
-        """Return the configuration of a draft head's one layer. It has the sizes, the activation (but for gpt-oss's)
-        and the rotary embedding of this one, and no other trait, whatever the family is."""
+        """Return the configuration of a draft head's one layer. It has the sizes, the activation (if a gate can have
+        it) and the rotary embedding of this one, and no other trait, whatever the family is."""
         return replace(
             self,
             num_layers=1,
             sliding_windows=(None,),
             qk_norm=False,
             qk_norm_whole=False,
+            qk_norm_last=False,
             num_mtp_layers=0,
             mlp_bias=False,
             qkv_bias=qkv_bias,
@@ -111,11 +145,24 @@ class ModelConfig:
             window_rope=None,
             attention_soft_cap=None,
             attention_sinks=False,
-            activation="silu" if self.activation == "clamped_swiglu" else self.activation,
+            activation=self.activation if self.activation in ("silu", "gelu_tanh") else "silu",
+            gated_mlp=True,
+            nope_layers=(),
+            is_interleaved=False,
+            query_growth=None,
+            learned_positions=0,
             logits_soft_cap=None,
+            logits_scale=1.0,
+            lm_head_bias=False,
             embedding_scale=None,
+            wide_embedding_scale=False,
+            rms_norm_eps=self.rms_norm_eps * self.residual_scale**2,
+            residual_scale=1.0,
             norms=PRE_NORMS,
             norm_offset=0.0,
+            layer_norms=False,
+            norm_bias=False,
+            is_parallel=False,
             wide_norms=False,
             moe=None,
         )
@@ -131,8 +178,12 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelError(f"{source}: head_dim {self.head_dim} is odd; rotary embeddings need pairs")
         for layer in range(self.num_layers):
-            if (turned := self.rope_of(layer).rotary_dim(self.head_dim)) % 2 or not turned:
+            rope = self.rope_of(layer)
+            if (turned := rope.rotary_dim(self.head_dim)) % 2 or not turned:
                 raise ModelError(f"{source}: {turned} dimensions of a head rotate; rotary embeddings need pairs")
+            divisors = (rope.frequency_divisors or (), rope.long_divisors) if rope.scaling == "longrope" else ()
+            if any(len(some) != turned // 2 for some in divisors):
+                raise ModelError(f"{source}: short_factor and long_factor must have {turned // 2} numbers each")
         return self
 
 
@@ -140,12 +191,21 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical (Hugging Face) tensor names and shapes of a checkpoint, in model order; linear weights (out, in)."""
     c = config
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    if c.learned_positions:
+        shapes["model.embed_positions.weight"] = (c.learned_positions, c.hidden_size)
     for layer in range(c.num_layers):
         shapes |= layer_tensors(c, f"model.layers.{layer}.", has_experts=c.moe is not None and c.moe.layers[layer])
-    shapes["model.norm.weight"] = (c.hidden_size,)
+    shapes |= _norm_tensors(c, "model.norm")
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+    if c.lm_head_bias:
+        shapes["lm_head.bias"] = (c.vocab_size,)
     return shapes
+
+
+def _norm_tensors(config: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
+    kinds = ("weight", "bias") if config.norm_bias else ("weight",)
+    return {f"{name}.{kind}": (config.hidden_size,) for kind in kinds}
 
 
 def layer_tensors(
@@ -169,7 +229,9 @@ def layer_tensors(
             other[f"{prefix}{c.moe.block}.{c.moe.correction_bias}"] = (c.moe.num_experts,)
     else:
         linears |= _mlp_linears("mlp", c.hidden_size, c.intermediate_size, has_bias=c.mlp_bias)
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}{c.norms[0]}.weight": (c.hidden_size,)}
+        if not c.gated_mlp:
+            del linears["mlp.gate_proj"]
+    shapes = _norm_tensors(c, f"{prefix}{c.norms[0]}")
     for name, (size_out, size_in, has_bias) in linears.items():
         shapes[f"{prefix}{name}.weight"] = (size_out, size_in)
         if has_bias:
@@ -179,7 +241,9 @@ def layer_tensors(
     if c.qk_norm:
         sizes = {"q": q_size, "k": kv_size} if c.qk_norm_whole else dict.fromkeys("qk", c.head_dim)
         shapes |= {f"{prefix}self_attn.{name}_norm.weight": (size,) for name, size in sizes.items()}
-    return shapes | other | {f"{prefix}{name}.weight": (c.hidden_size,) for name in c.norms[1:]}
+    for name in c.norms[1:]:
+        other |= _norm_tensors(c, f"{prefix}{name}")
+    return shapes | other
 
 
 Linears = dict[str, tuple[int, int, bool]]  # (outputs, inputs, whether it has a bias) by name

@@ -77,6 +77,8 @@ _HARMLESS_NAMES = """
     tf_legacy_loss use_bfloat16 torchscript gradient_checkpointing tie_last_hidden_states is_decoder
     initializer_range initializer_factor attention_dropout hidden_dropout hidden_dropout_prob dropout attn_dropout
     attention_probs_dropout_prob attn_pdrop resid_pdrop embd_pdrop classifier_dropout
+    residual_dropout embedding_dropout n_ctx
+    summary_type summary_use_proj summary_activation summary_first_dropout summary_proj_to_labels
     use_cache cache_implementation pretraining_tp _attn_implementation attn_implementation
     _attn_implementation_autoset _attn_implementation_internal _flash_attn_2_enabled
     _experts_implementation experts_implementation use_flash_attn use_flash_attention
@@ -89,9 +91,11 @@ _ROPE_KEYS = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_facto
 _ROPE_KEYS_OF: Mapping[str, frozenset[str]] = {
     "default": _ROPE_KEYS,
     "linear": _ROPE_KEYS | {"factor"},
+    "dynamic": _ROPE_KEYS | {"factor"},
     "llama3": _ROPE_KEYS | {"factor", "low_freq_factor", "high_freq_factor"},
     "yarn": _ROPE_KEYS
     | {"factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"},
+    "longrope": _ROPE_KEYS | {"factor", "attention_factor", "short_factor", "long_factor"},
 }
 
 
@@ -124,12 +128,13 @@ def unknown_keys(config: Mapping[str, Any], read: Collection[str], neutral: Coll
     unknown = [key for key, value in config.items() if key not in known and not is_one_of(value, _EMPTY)]
     section = next((name for name in ("rope_scaling", "rope_parameters") if config.get(name)), None)
     if section is not None:
-        unknown += _unknown_rope_keys(config[section], section)
+        unknown += [name for name in _unknown_rope_keys(config[section], section) if name not in read]
     return unknown
 
 
 def _unknown_rope_keys(rope: Mapping[str, Any], section: str) -> list[str]:
     nested = {key: value for key, value in rope.items() if isinstance(value, Mapping)}  # parameters of a layer type
-    read = _ROPE_KEYS_OF[rope.get("rope_type", rope.get("type", "default"))] | nested.keys()
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    read = _ROPE_KEYS_OF.get(kind, _ROPE_KEYS) | nested.keys()
     unknown = [f"{section}.{key}" for key, value in rope.items() if key not in read and value is not None]
     return unknown + [name for key, value in nested.items() for name in _unknown_rope_keys(value, f"{section}.{key}")]

@@ -21,7 +21,7 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
 from specbatch.models.families.registry import FAMILIES
-from specbatch.models.layers import Rotary
+from specbatch.models.layers import LayerNorm, RMSNorm, Rotary
 from specbatch.models.linears.linear import Residual
 from specbatch.models.linears.sharded import GatheredLinear
 from specbatch.models.rope import RopeConfig
@@ -106,8 +106,13 @@ class Decoder(PagedModel):
         self._second_backend = second_backend or backend
         self.embedding_VE = weights.tensor("model.embed_tokens.weight")  # on a rank: its part
         self.embed = weights.embedding(self.embedding_VE)
-        self._embedding_scale: float | None = None
-        if config.embedding_scale is not None:  # rounded to the dtype of the model, as in transformers
+        self._positions_PE: Tensor | None = None
+        if config.learned_positions:  # speculation computes slots after the last position, and drops them
+            table_PE = weights.tensor("model.embed_positions.weight")
+            missing = max(0, num_positions - len(table_PE))
+            self._positions_PE = torch.nn.functional.pad(table_PE, (0, 0, 0, missing))
+        self._embedding_scale = config.embedding_scale
+        if config.embedding_scale is not None and not config.wide_embedding_scale:  # rounded as in transformers
             self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=torch.float32).to(weights.dtype))
         layer = FAMILIES[config.model_type].layer
         self.layers: list[DecoderLayer] = [
@@ -119,15 +124,30 @@ class Decoder(PagedModel):
             self.routing = RoutingCounter(len(mixtures), config.moe.num_experts, weights.device)
         for mixture in mixtures:
             mixture.counter = self.routing
-        self._norm = weights.norm("model.norm", config.rms_norm_eps, config.norm_offset, is_wide=config.wide_norms)
+        eps, offset = config.rms_norm_eps, config.norm_offset
+        self._norm: RMSNorm | LayerNorm
+        if config.layer_norms:
+            self._norm = weights.layer_norm("model.norm", eps, offset, has_bias=config.norm_bias)
+        else:
+            self._norm = weights.norm("model.norm", eps, offset, is_wide=config.wide_norms)
+        # The norm that the last layer may compute with its sum.
+        self._fused_norm = self._norm if isinstance(self._norm, RMSNorm) else None
         self._soft_capped = ops_for(weights.device, weights.dtype).soft_capped
-        self.lm_head = weights.lm_head(self.embedding_VE if config.tie_word_embeddings else None, config.vocab_size)
+        tied_VE = self.embedding_VE if config.tie_word_embeddings else None
+        self.lm_head = weights.lm_head(tied_VE, config.vocab_size, has_bias=config.lm_head_bias)
 
-    def embedded(self, tokens_T: Tensor) -> Tensor:
-        """Return the input of the first layer (T, E): embeddings, scaled where the family does so. Draft heads take
-        the embeddings themselves (`embed`)."""
+    def embedded(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        """Return the input of the first layer (T, E): embeddings, scaled or with vectors of the positions where the
+        family does so. Draft heads take the embeddings themselves (`embed`)."""
         x_TE = self.embed(tokens_T)
+        if self._positions_PE is not None:
+            x_TE = x_TE + self._positions_PE[positions_T]
         return x_TE if self._embedding_scale is None else x_TE * self._embedding_scale
+
+    def auxiliary(self, x_TE: Tensor) -> Tensor:
+        """Return the residual as an auxiliary hidden state. It is a copy, because layers may write over x."""
+        scale = self.config.residual_scale
+        return x_TE.clone() if scale == 1 else x_TE * scale
 
     def forward(
         self,
@@ -145,7 +165,7 @@ class Decoder(PagedModel):
             return completed(self.stages(tokens_T, batch, cache, aux_layers, logits_indices))
         step = ForwardPass(batch, self._backend, cache)
         q_THD, x_TE, aux_hidden_states = trunk(tokens_T, step, aux_layers)
-        x = completed(self.layers[-1].select(q_THD, x_TE, step, logits_indices, self._norm))
+        x = completed(self.layers[-1].select(q_THD, x_TE, step, logits_indices, self._fused_norm))
         return self._finished(x, aux_hidden_states, aux_layers, logits_indices)
 
     def static_pass(self, batch: PagedBatch, cache: KVCache) -> ForwardPass:
@@ -165,13 +185,13 @@ class Decoder(PagedModel):
         """Run `forward`, half a layer at a time. `turn`: the turn of this pass, if two passes run at the same time."""
         backend = self._second_backend if turn.is_second else self._backend
         step = ForwardPass(batch, backend, cache, turn=turn)
-        x = Residual(self.embedded(tokens_T))
+        x = Residual(self.embedded(tokens_T, batch.positions_T))
         aux_hidden_states: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
-                aux_hidden_states.append(x.x_TE.clone())  # later layers may write their sums over it
+                aux_hidden_states.append(self.auxiliary(x.x_TE))
             is_last = i == len(self.layers) - 1
-            next_norm = self._norm if is_last else self.layers[i + 1].first_norm
+            next_norm = self._fused_norm if is_last else self.layers[i + 1].first_norm
             x = yield from layer.stages(x, step, logits_indices if is_last else None, next_norm=next_norm)
         return self._finished(x, aux_hidden_states, aux_layers, logits_indices)
 
@@ -184,11 +204,11 @@ class Decoder(PagedModel):
     ) -> tuple[Tensor, list[Tensor]]:
         if len(self.layers) in aux_layers:
             assert logits_indices is None, "auxiliary hidden states are those of all tokens"
-            aux_hidden_states.append(x.x_TE)
+            aux_hidden_states.append(self.auxiliary(x.x_TE))
         return x.normed(self._norm), aux_hidden_states
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
-        logits_RV = self.lm_head(hidden_RE)
+        logits_RV = self.lm_head(self._scaled(hidden_RE))
         cap = self.config.logits_soft_cap
         return logits_RV if cap is None else self._soft_capped(logits_RV, cap)
 
@@ -199,4 +219,9 @@ class Decoder(PagedModel):
             return None
         if not isinstance(head, GatheredLinear) or not head.exchanges_best(hidden_RE):
             return None
-        return head.best(hidden_RE, ops)
+        return head.best(self._scaled(hidden_RE), ops)
+
+    def _scaled(self, hidden_RE: Tensor) -> Tensor:
+        """Return the input of the LM head. Hidden states are scaled in place of logits, which are many more numbers."""
+        scale = self.config.logits_scale
+        return hidden_RE if scale == 1 else hidden_RE * scale

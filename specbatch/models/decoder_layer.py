@@ -88,7 +88,7 @@ class Attention:
         if config.qk_norm:
             eps, offset = config.rms_norm_eps, config.norm_offset
             norms = [weights.norm(f"{prefix}{x}_norm", eps, offset, is_wide=config.wide_norms) for x in "qk"]
-        self._norms_are_whole = config.qk_norm_whole
+        self._norms_are_whole, self._norms_last = config.qk_norm_whole, config.qk_norm_last
         self._q_norm, self._k_norm = norms
         self.sinks_H: Tensor | None = None
         if config.attention_sinks:
@@ -98,7 +98,12 @@ class Attention:
         # A norm changes what the bias adds. A sink has no bias, so taking it from the keys would change the softmax.
         if config.qkv_bias and not config.qk_norm and not config.attention_sinks:
             self._key_offset_KD = key_offset(weights.tensor(f"{prefix}k_proj.bias"), config)
-        self._rotary_write = ops_for(weights.device, weights.dtype).rotary_write
+        self._ops = ops_for(weights.device, weights.dtype)
+        self._query_factors_P11: Tensor | None = None
+        num_positions, growth = len(rotary.cos_PR), config.query_growth
+        if growth is not None and num_positions > growth.period:
+            periods = torch.arange(num_positions, device=weights.device) // growth.period
+            self._query_factors_P11 = (1 + growth.beta * torch.log(1 + periods)).to(weights.dtype)[:, None, None]
 
     def queries(self, x_TI: Tensor, step: ForwardPass, norm: RMSNorm | None) -> Tensor:
         """Queries (T, H, D) of norm(x); its keys and values are in the cache then."""
@@ -127,15 +132,16 @@ class Attention:
         if self._norms_are_whole:
             qkv_TZ = self._normed(qkv_TZ)
         angles = step.angles(self._rotary)
-        return self._rotate_and_write_fused(qkv_TZ, step) if angles is None else self._by_angles(qkv_TZ, step, angles)
+        q_THD = self._rotate_and_write_fused(qkv_TZ, step) if angles is None else self._by_angles(qkv_TZ, step, angles)
+        factors_P11 = self._query_factors_P11
+        return q_THD if factors_P11 is None else q_THD * factors_P11[step.batch.positions_T]
 
     def _normed(self, qkv_TZ: Tensor) -> Tensor:
-        """Norm all heads of queries together, and all heads of keys."""
+        """Norm all heads of queries together, and all heads of keys. The projection may be overwritten."""
         assert self._q_norm is not None
         assert self._k_norm is not None
-        sizes = (self.num_heads, self._num_kv_heads, self._num_kv_heads)
-        q, k, v = qkv_TZ.split([size * self.head_dim for size in sizes], dim=1)
-        return torch.cat((self._q_norm(q), self._k_norm(k), v), dim=1)
+        normed: Tensor = self._ops.norm_whole_heads(qkv_TZ, self._q_norm.weight, self._k_norm.weight, self._q_norm.eps)
+        return normed
 
     def _norms_of_heads(self) -> tuple[RMSNorm, RMSNorm] | None:
         """Return the norms of each head of queries and of keys; None: there are none."""
@@ -146,18 +152,21 @@ class Attention:
     def _by_angles(self, qkv: Tensor, step: ForwardPass, angles: tuple[Tensor, Tensor]) -> Tensor:
         sizes = (self.num_heads, self._num_kv_heads, self._num_kv_heads)
         qkv = qkv.view(qkv.shape[0], sum(sizes), self.head_dim)
-        if (norms := self._norms_of_heads()) is not None:
+        norms = self._norms_of_heads()
+        if norms is not None and not self._norms_last:
             q, k, v = qkv.split(sizes, dim=1)
             qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
         else:
             qk, v = qkv.split((sizes[0] + sizes[1], sizes[2]), dim=1)
         q, k = Rotary.apply(qk, *angles).split(sizes[:2], dim=1)
+        if norms is not None and self._norms_last:
+            q, k = norms[0](q), norms[1](k)
         step.cache.write(self.layer, step.slots_T, k, v)
         return q
 
     def _rotate_and_write_fused(self, qkv: Tensor, step: ForwardPass) -> Tensor:
         norms = self._norms_of_heads()
-        q: Tensor = self._rotary_write(
+        q: Tensor = self._ops.rotary_write(
             qkv,
             self.num_heads,
             self._num_kv_heads,
@@ -171,16 +180,20 @@ class Attention:
             0.0 if norms is None else norms[0].eps,
             *step.cache.scales(self.layer),
             self._key_offset_KD if step.cache.dtype == torch.float8_e4m3fn else None,
+            norms_last=self._norms_last,
         )
         return q
 
 
 class MLP:
-    """Gated feed-forward (Shazeer 2020)."""
+    """Feed-forward, with a gate (Shazeer 2020) or without."""
 
     def __init__(self, config: ModelConfig, weights: WeightLoader, prefix: str) -> None:
         gate, up = f"{prefix}gate_proj", f"{prefix}up_proj"
-        self._gated = weights.gated_linear(gate, up, config.activation, has_bias=config.mlp_bias)
+        if config.gated_mlp:
+            self._gated = weights.gated_linear(gate, up, config.activation, has_bias=config.mlp_bias)
+        else:
+            self._gated = weights.activated_linear(up, config.activation, has_bias=config.mlp_bias)
         self._down = weights.summed_linear(f"{prefix}down_proj", has_bias=config.mlp_bias)
 
     @property
@@ -191,6 +204,10 @@ class MLP:
     def start(self, x: Residual, norm: RMSNorm, next_norm: RMSNorm | None = None) -> Callable[[], Residual]:
         """Launch x + mlp(norm(x)). x may be overwritten."""
         return self._gated.start_into(self._down, x, norm, next_norm)
+
+    def start_added(self, x_TE: Tensor, residual_TE: Tensor) -> Callable[[], Residual]:
+        """Launch residual + mlp(x). The residual may be overwritten."""
+        return self._gated.start_added(self._down, x_TE, residual_TE)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """Return mlp(x), (T, E)."""
@@ -281,10 +298,10 @@ class PreNormLayer(DecoderLayer):
         *,
         input_norm: bool = True,
     ) -> None:
-        norm = f"{prefix}input_layernorm"
-        self._input_norm = weights.norm(norm, config.rms_norm_eps) if input_norm else None
+        eps, is_wide = config.rms_norm_eps, config.wide_norms
+        self._input_norm = weights.norm(f"{prefix}input_layernorm", eps, is_wide=is_wide) if input_norm else None
         self.attention = Attention(config, layer, weights, f"{prefix}self_attn.", rotary)
-        self._post_norm = weights.norm(f"{prefix}post_attention_layernorm", config.rms_norm_eps)
+        self._post_norm = weights.norm(f"{prefix}post_attention_layernorm", eps, is_wide=is_wide)
         self.mixture = mixture_of(config, layer, weights, prefix)
         self._mlp = self.mixture or MLP(config, weights, f"{prefix}mlp.")
 

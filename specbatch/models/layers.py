@@ -36,6 +36,18 @@ class RMSNorm:
         return sums
 
 
+class LayerNorm:
+    """Layer norm (Ba et al. 2016), see `kernels.torch.model.layer_norm`. Linear layers do not compute it, as they do an
+    RMSNorm: families whose norms are these have layers of their own (`families/layer_norms.py`)."""
+
+    def __init__(self, weight_E: Tensor, bias_E: Tensor | None, eps: float, ops: ModuleType) -> None:
+        self._weight, self._bias, self._eps, self._ops = weight_E, bias_E, eps, ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._ops.layer_norm(x, self._weight, self._bias, self._eps)
+        return y
+
+
 class Rotary:
     """Rotary position embedding (Su et al. 2021), rotate-half form, from tables of cos and sin for `num_positions`. The
     first R dimensions of a head rotate; in most models these are all."""

@@ -94,6 +94,20 @@ def _published() -> dict[str, dict[str, Any]]:
         # google/gemma-3-4b-pt, without its part for images
         "gemma-3-4b": _gemma("gemma3_text", 262208, _sizes(2560, 10240, 34, 8, 4, 131072))
         | {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        # allenai/OLMo-2-1124-7B
+        "olmo-2-7b": _family("olmo2", 100352, 1e-6, 500000.0, bos=100257, eos=100257)
+        | _sizes(4096, 11008, 32, 32, 32, 4096),
+        # microsoft/Phi-4-mini-instruct, without the two sets of factors of its LongRoPE
+        "phi-4-mini": _family("phi3", 200064, 1e-5, 10000.0, bos=199999, eos=199999)
+        | _sizes(3072, 8192, 32, 24, 8, 131072)
+        | tied
+        | {"partial_rotary_factor": 0.75, "sliding_window": 262144},
+        # ibm-granite/granite-3.1-8b-base
+        "granite-3-8b": _family("granite", 49155, 1e-5, 10000000.0, bos=0, eos=0)
+        | _sizes(4096, 12800, 40, 32, 8, 131072)
+        | tied
+        | {"attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 16.0}
+        | {"residual_multiplier": 0.22},
         # openai/gpt-oss-20b and gpt-oss-120b
         "gpt-oss-20b": _gpt_oss(24, 32),
         "gpt-oss-120b": _gpt_oss(36, 128),

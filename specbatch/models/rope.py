@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from specbatch.errors import ModelError
 from specbatch.models.checks import flag, mapping, number, shown, whole_number
 
-RopeScaling = Literal["none", "linear", "llama3", "yarn"]
+RopeScaling = Literal["none", "linear", "llama3", "yarn", "longrope", "off"]
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,16 @@ class RopeConfig:
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    original_max_position: int = 0  # linear, llama3 and yarn: tokens, before scaling; linear: 0 if not known
+    original_max_position: int = 0  # linear, llama3, yarn and longrope: tokens, before scaling; linear: 0 if not known
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn; None: computed from factor (and the mscales)
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
-    frequency_divisors: tuple[float, ...] | None = None  # one for each frequency (`rope_freqs.weight` of a GGUF)
+    # One divisor for each frequency: `rope_freqs.weight` of a GGUF, or those of LongRoPE.
+    frequency_divisors: tuple[float, ...] | None = None
+    long_divisors: tuple[float, ...] = ()  # longrope: those of rows above `original_max_position`
 
     def checked(self, source: str) -> RopeConfig:
         """Itself. Raises ModelError, which begins with `source`, where a value is out of range."""
@@ -52,7 +54,7 @@ class RopeConfig:
                 ranges.append(("attention_factor", self.attention_factor, self.attention_factor > 0, "above 0"))
             for name, value in (("mscale", self.mscale), ("mscale_all_dim", self.mscale_all_dim)):
                 ranges.append((name, value or 0.0, (value or 0.0) >= 0, "0 or more"))
-        for value in self.frequency_divisors or ():
+        for value in (*(self.frequency_divisors or ()), *self.long_divisors):
             ranges.append(("a frequency divisor", value, 0 < value < math.inf, "above 0 and finite"))
         for name, value, is_fine, wanted in ranges:
             if not is_fine:
@@ -92,6 +94,11 @@ class RopeConfig:
         powers = self.theta**exponents
         inverse = 1.0 / powers
         attention_factor = 1.0
+        if self.scaling == "off":
+            return torch.zeros_like(inverse), 1.0
+        if self.scaling == "longrope":
+            assert self.frequency_divisors is not None
+            return 1.0 / (torch.tensor(self.frequency_divisors) * powers), self._longrope_attention_factor()
         if self.scaling == "linear":
             inverse = inverse / self.factor
         elif self.scaling == "llama3":
@@ -136,6 +143,18 @@ class RopeConfig:
         inverse = 1.0 / (self.factor * powers) * (1 - extrapolation) + 1.0 / powers * extrapolation
         return inverse, self._yarn_attention_factor()
 
+    def _longrope_attention_factor(self) -> float:
+        if self.attention_factor is not None or self.factor <= 1:
+            return self.attention_factor or 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position))
+
+    def for_rows(self, max_tokens: int) -> RopeConfig:
+        """Return the rotary embedding for rows of up to this number of tokens. LongRoPE (Ding et al. 2024) has other
+        frequencies for long rows. All rows of a run have the same ones, because they share keys in the cache."""
+        if self.scaling != "longrope" or max_tokens <= self.original_max_position:
+            return self
+        return replace(self, frequency_divisors=self.long_divisors)
+
     def _yarn_attention_factor(self) -> float:
         if self.attention_factor is not None:
             return self.attention_factor
@@ -146,6 +165,10 @@ class RopeConfig:
         if self.mscale and self.mscale_all_dim:
             return float(mscale(self.mscale) / mscale(self.mscale_all_dim))
         return mscale(1.0)
+
+
+# Heads that do not rotate ("NoPE"): all frequencies are 0, so that a rotation changes no bit.
+NO_ROPE = RopeConfig(theta=10000.0, scaling="off")
 
 
 def parse_rope(
@@ -174,13 +197,14 @@ def parse_rope(
     theta = value("rope_theta", theta if outer_theta is None else number(outer_theta, "config.json: rope_theta"))
     kind = given.get("rope_type", given.get("type", "default"))
     scaling: RopeScaling
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # dynamic scaling begins above `max_position`, which no row exceeds
         scaling = "none"
-    elif kind in ("linear", "llama3", "yarn"):
+    elif kind in ("linear", "llama3", "yarn", "longrope"):
         scaling = kind
     else:
         raise ModelError(
-            f"rope type {shown(kind)} is not supported", hint="supported rope types: default, linear, llama3, yarn"
+            f"rope type {shown(kind)} is not supported",
+            hint="supported rope types: default, linear, llama3, yarn, longrope",
         )
     share = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial is None and share not in (None, 1, 1.0):
@@ -196,11 +220,15 @@ def parse_rope(
     lengths = [where[key] for where in (config, given) if where.get(key) is not None]
     original = whole_number(lengths[0], f"config.json: {key}") if lengths else max_position
     factor = optional("factor")
-    if factor is None and scaling == "yarn":
+    if factor is None and scaling in ("yarn", "longrope"):
         factor = max_position / original
+        if scaling == "longrope":  # below 1 nothing has a factor
+            factor = max(factor, 1.0)
     missing = [] if factor is not None else ["factor"]
     if scaling == "llama3":
         missing += [name for name in ("low_freq_factor", "high_freq_factor") if given.get(name) is None]
+    if scaling == "longrope":
+        missing += [name for name in ("short_factor", "long_factor") if not given.get(name)]
     if missing or factor is None:
         raise ModelError(f"config.json: rope type {kind!r} needs {', '.join(missing)}")
     return RopeConfig(
@@ -217,7 +245,19 @@ def parse_rope(
         mscale=optional("mscale"),
         mscale_all_dim=optional("mscale_all_dim"),
         truncate=given.get("truncate") is None or flag(given["truncate"], "config.json: truncate"),
+        frequency_divisors=_numbers(given, "short_factor") if scaling == "longrope" else None,
+        long_divisors=(_numbers(given, "long_factor") or ()) if scaling == "longrope" else (),
     ).checked("config.json")
+
+
+def _numbers(given: Mapping[str, Any], key: str) -> tuple[float, ...] | None:
+    """Return a list of numbers; None: there is none."""
+    values = given.get(key)
+    if values is None:
+        return None
+    if not isinstance(values, list):
+        raise ModelError(f"config.json: {key} must be a list of numbers, not {shown(values)}")
+    return tuple(number(value, f"config.json: {key}") for value in values)
 
 
 def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -21,7 +21,7 @@ from specbatch.kernels.integers import IntegerWeight
 from specbatch.models.formats.gguf import GgufSource
 from specbatch.models.formats.integer_tensors import read_integers
 from specbatch.models.formats.tensor_files import PackedReader
-from specbatch.models.layers import RMSNorm
+from specbatch.models.layers import LayerNorm, RMSNorm
 from specbatch.models.linears.experts import (
     Experts,
     SeparateExperts,
@@ -30,6 +30,7 @@ from specbatch.models.linears.experts import (
     stack_quantised,
 )
 from specbatch.models.linears.fp8 import (
+    Fp8ActivatedLinear,
     Fp8GatedLinear,
     Fp8Linear,
     Fp8Weight,
@@ -42,8 +43,8 @@ from specbatch.models.linears.integer import IntegerLinear, IntegerNumbers, join
 from specbatch.models.linears.integer_quantization import IntegerQuantization
 from specbatch.models.linears.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
 from specbatch.models.linears.layer_quantization import LayerQuantization
-from specbatch.models.linears.linear import DenseGatedLinear, DenseLinear, GatedLinear, Linear
-from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear, is_packable
+from specbatch.models.linears.linear import ActivatedLinear, DenseGatedLinear, DenseLinear, GatedLinear, Linear
+from specbatch.models.linears.packed import PackedActivatedLinear, PackedGatedLinear, PackedLinear, is_packable
 from specbatch.models.linears.quantization import ON_LOAD, Quantization
 from specbatch.models.linears.scaled import ScaledGatedLinear, ScaledLinear
 from specbatch.models.linears.sharded import Embedding, GatheredLinear, ModelShard, SummedLinear, part_of, scale_part_of
@@ -116,6 +117,11 @@ class WeightLoader:
             return RMSNorm(self.tensor(f"{name}.weight"), eps)
         return RMSNorm(self.wide(f"{name}.weight") + offset, eps, self._ops)
 
+    def layer_norm(self, name: str, eps: float, offset: float = 0.0, *, has_bias: bool = True) -> LayerNorm:
+        """Make a LayerNorm that multiplies by offset + weight."""
+        weight = self.wide(f"{name}.weight") + offset if offset else self.tensor(f"{name}.weight")
+        return LayerNorm(weight, self.tensor(f"{name}.bias") if has_bias else None, eps, self._ops)
+
     def linear(self, *names: str, has_bias: bool = False) -> Linear:
         """One layer; several names: layers of the same input, their outputs concatenated."""
         if self._is_quantised(*names):
@@ -154,10 +160,13 @@ class WeightLoader:
         linear = self.linear("fc", has_bias=has_bias)
         return linear if self._shard is None else SummedLinear(linear, self._shard.group, has_whole_input=True)
 
-    def lm_head(self, embedding_VE: Tensor | None, vocab_size: int) -> Linear:
+    def lm_head(self, embedding_VE: Tensor | None, vocab_size: int, *, has_bias: bool = False) -> Linear:
         """Make the LM head. `embedding_VE`: the matrix of a model that has one for both embedding and LM head; None:
         the LM head is a tensor of its own."""
-        linear = self.linear("lm_head") if embedding_VE is None else self.new_linear(embedding_VE)
+        if embedding_VE is None:
+            linear = self.linear("lm_head", has_bias=has_bias)
+        else:
+            linear = self.new_linear(embedding_VE, self.tensor("lm_head.bias") if has_bias else None)
         if self._shard is None or self._shard.vocab is None:
             return linear
         return GatheredLinear(linear, self._shard.group, self._shard.vocab, vocab_size)
@@ -173,6 +182,15 @@ class WeightLoader:
             return Fp8GatedLinear(*layers, activation)
         biases = (self.tensor(f"{gate}.bias"), self.tensor(f"{up}.bias")) if has_bias else None
         return self.new_gated_linear(self.tensor(f"{gate}.weight"), self.tensor(f"{up}.weight"), biases, activation)
+
+    def activated_linear(self, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
+        """Make the first half of a feed-forward without a gate."""
+        is_fp8 = self._is_quantised(up) and not isinstance(self._quantization, IntegerQuantization)
+        if is_fp8 and self.device.type != "cuda":
+            return Fp8ActivatedLinear(self.linear(up, has_bias=has_bias), activation)
+        if not self._is_quantised(up) and is_packable(weight := self.tensor(f"{up}.weight")):
+            return PackedActivatedLinear(weight, self.tensor(f"{up}.bias") if has_bias else None, activation)
+        return ActivatedLinear(self.linear(up, has_bias=has_bias), self._ops, activation)
 
     def experts(
         self, names: Sequence[tuple[str, str, str]], activation: Activation, *, has_bias: bool = False

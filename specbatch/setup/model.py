@@ -55,7 +55,7 @@ def resolve_quantization(
         if device.type == "cuda":
             _check_cuda(what, device)
     matrices = [name for name, shape in expected_tensors(target.config).items() if len(shape) == 2]
-    linear = [name.removesuffix(".weight") for name in matrices if "embed_tokens" not in name]
+    linear = [name.removesuffix(".weight") for name in matrices if ".embed_" not in name]
     covered = [name for name in linear if found.covers(name)]
     if isinstance(found, Quantization) and found.is_kept and "block" in (found.weights, found.inputs):
         _check_groups(covered, target.config, config.engine.tensor_parallel)
@@ -109,6 +109,26 @@ def _note_on_experts(quantization: LayerQuantization, device: torch.device, dtyp
     if device.type != "cuda":
         inputs += f"; the experts are dequantised to {DTYPE_NAMES[dtype]} while loading"
     return f"model.quantization: {inputs}"
+
+
+def for_rows(target: Checkpoint, max_model_len: int | None, notes: list[str]) -> Checkpoint:
+    """Limit the rows to `max_model_len` tokens, and decide the frequencies of LongRoPE. All rows of a job have the same
+    ones, because texts must not depend on the rows that run with them."""
+    longest = target.config.max_position_embeddings
+    if max_model_len is not None and max_model_len > longest:
+        raise ConfigError(
+            f"model.max_model_len: {max_model_len} is more than the {longest} tokens of {target.config.model_type}",
+            hint="leave it out",
+        )
+    config = target.config.for_rows(max_model_len)
+    if (rope := config.rope).scaling == "longrope":
+        short, kept = rope.original_max_position, config.max_position_embeddings
+        which = "short" if kept <= short else "long"
+        notes.append(
+            f"model.max_model_len: rows of up to {kept} tokens, so LongRoPE has its frequencies for {which} rows"
+            + (f"; set {short} if no row is longer: transformers computes such rows so" if which == "long" else "")
+        )
+    return replace(target, config=config)
 
 
 def check_norms(name: str, model: Checkpoint, config: Config) -> None:

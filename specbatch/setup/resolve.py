@@ -43,6 +43,7 @@ from specbatch.setup.memory import CachedModel, CachePlan, Rows
 from specbatch.setup.model import (
     check_experts,
     check_norms,
+    for_rows,
     part_of_a_rank,
     quantization_name,
     quantization_of_draft,
@@ -121,12 +122,15 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     target, tokenizer = _open_model(config.model.target, dtype, device, progress)
     if config.model.adapter is not None:
         target = with_adapter(target, resolve_model(config.model.adapter, progress=progress))
+    target = for_rows(target, config.model.max_model_len, notes)
     config = replace(config, sampling=resolve_sampling(config, target, notes))
     as_chat = runs_prompts_as_chat(config.data, tokenizer)
     if config.data.prompts_as_chat is None:
         notes.append(note_on_prompts(as_chat))
     if target.path is None:
         notes.append(f"model.target: {RANDOM_WEIGHTS} of a known geometry; the texts are no answers")
+    if target.text_of is not None:
+        notes.append(f"model.target: the text part of a {target.text_of} model; it reads no images, sounds and videos")
     if target.ignored:
         notes.append(f"model.target: it has keys that specbatch ignores: {first_names(target.ignored, limit=20)}")
     if (stretched := target.config.rope.stretching()) is not None:
@@ -309,6 +313,7 @@ def _open_draft(
         return None
     if speculation.method == "draft_model":
         draft, own_tokenizer = _open_model(speculation.draft, dtype, device, progress)
+        draft = replace(draft, config=draft.config.for_rows(target.config.max_position_embeddings))
         difference = describe_tokenizer_difference(tokenizer, own_tokenizer)
         if difference is not None:
             raise ModelError(

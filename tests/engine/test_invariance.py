@@ -15,12 +15,13 @@ import torch
 from specbatch.attention.cpu import TorchAttention
 from specbatch.cache.pages import KVCache
 from specbatch.draft.shape import DraftShape
+from specbatch.kernels import ops_for
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.torch.attention import attend
-from specbatch.kernels.torch.model import gated
+from specbatch.kernels.torch.model import activated, gated
 from specbatch.logprobs import TokenLogprobs
-from specbatch.models.layers import RMSNorm, Rotary
-from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear
+from specbatch.models.layers import LayerNorm, RMSNorm, Rotary
+from specbatch.models.linears.packed import PackedActivatedLinear, PackedGatedLinear, PackedLinear
 from specbatch.types import Margin, SamplingParams
 from tests.oracle.spans import Span, batch_of
 from tests.tiny_models import CPU, random_prompts, run, tiny_engine
@@ -52,8 +53,11 @@ def test_elementwise() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 1152, generator=generator) * 3
     norm = RMSNorm(torch.randn(1152, generator=generator), 1e-5)
+    layer_norm = LayerNorm(norm.weight, torch.randn(1152, generator=generator), 1e-5, ops_for(CPU, torch.float32))
     for rows in ROWS:
         assert torch.equal(norm(x[:rows]), norm(x)[:rows])
+        assert torch.equal(layer_norm(x[:rows]), layer_norm(x)[:rows])
+        assert torch.equal(layer_norm(x[7 : 7 + rows]), layer_norm(x)[7 : 7 + rows])
         assert torch.equal(torch.exp(x[7 : 7 + rows]), torch.exp(x)[7 : 7 + rows])  # merges of attention chunks
     rotary = Rotary(torch.rand(32, generator=generator), 1.0, 300, torch.float32, CPU)
     heads = x.view(300, 18, 64)
@@ -62,6 +66,20 @@ def test_elementwise() -> None:
         assert torch.equal(
             Rotary.apply(heads[9 : 9 + rows], *rotary.at(torch.arange(9, 9 + rows))), whole[9 : 9 + rows]
         )
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 48), (576, 1536)])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu2"])
+def test_linear_with_an_activation(inputs: int, outputs: int, activation: Activation) -> None:
+    generator = torch.Generator().manual_seed(0)
+    up, bias = torch.randn(outputs, inputs, generator=generator) * 0.02, torch.randn(outputs, generator=generator)
+    linear = PackedActivatedLinear(up, bias, activation)
+    x = torch.randn(400, inputs, generator=generator)
+    whole = linear(x)
+    torch.testing.assert_close(whole, activated(x @ up.T + bias, activation), atol=1e-5, rtol=1e-4)
+    for rows in ROWS:
+        assert torch.equal(linear(x[:rows]), whole[:rows])
+        assert torch.equal(linear(x[100 : 100 + rows]), whole[100 : 100 + rows])
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 48), (576, 1536), (896, 4864)])

@@ -11,29 +11,56 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    CwmConfig,
     Dots1Config,
+    Ernie4_5Config,
+    Exaone4Config,
+    ExaoneConfig,
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
     Glm4MoeConfig,
+    GlmConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
+    HeliumConfig,
+    HunYuanDenseV1Config,
     HYV3Config,
+    InternLM3Config,
     LlamaConfig,
     MellumConfig,
     MiniMaxM2Config,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
     SolarOpenConfig,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 from specbatch.models.decoder import Decoder
@@ -75,6 +102,16 @@ GROUPS: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
+}
+TYPES = ["full_attention", "sliding_attention", "full_attention"]
+NO_EOS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 1}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 4.0, 9.0],
+    "original_max_position_embeddings": 128,
+    "partial_rotary_factor": 0.75,
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
@@ -192,6 +229,116 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 
+# Families whose traits have no other family. They are `wide`, but for those of `NOT_WIDE`.
+WIDE_CONFIGS: dict[str, PreTrainedConfig] = {
+    "ministral-window": MinistralConfig(**SIZES, sliding_window=9, layer_types=TYPES, head_dim=8),
+    "ministral3": Ministral3Config(**SIZES, head_dim=12, **NO_EOS),
+    "ministral3-growth": Ministral3Config(
+        **SIZES,
+        **NO_EOS,
+        head_dim=16,
+        rope_parameters={**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.4},
+    ),
+    "seed-oss": SeedOssConfig(**SIZES, head_dim=16, attention_out_bias=True, mlp_bias=True),
+    "cwm-window": CwmConfig(**SIZES, head_dim=16, sliding_window=9, bos_token_id=1, eos_token_id=1),
+    "arcee": ArceeConfig(**SIZES, bos_token_id=1, eos_token_id=1),
+    "arcee-bias": ArceeConfig(**SIZES, attention_bias=True, mlp_bias=True, bos_token_id=1, eos_token_id=1),
+    "helium": HeliumConfig(**SIZES, head_dim=8),
+    "hunyuan": HunYuanDenseV1Config(**SIZES, head_dim=16),
+    "hunyuan-bias": HunYuanDenseV1Config(**SIZES, head_dim=8, attention_bias=True, rope_parameters=YARN),
+    "hunyuan-alpha": HunYuanDenseV1Config(
+        **SIZES, head_dim=8, rope_parameters={"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 100.0, "factor": 1.0}
+    ),
+    "ernie": Ernie4_5Config(**SIZES, head_dim=16),
+    "ernie-bias": Ernie4_5Config(**SIZES, head_dim=8, use_bias=True, tie_word_embeddings=False),
+    "smollm3": SmolLM3Config(**SIZES, **NO_EOS, no_rope_layer_interval=2),
+    "smollm3-window": SmolLM3Config(
+        **SIZES, **NO_EOS, no_rope_layers=[0, 1, 1], layer_types=TYPES, sliding_window=9, use_sliding_window=True
+    ),
+    "granite": GraniteConfig(
+        **SIZES,
+        embedding_multiplier=12.0,
+        logits_scaling=0.7,
+        residual_multiplier=0.22,
+        attention_multiplier=0.3,
+        attention_bias=True,
+        mlp_bias=True,
+        rms_norm_eps=1e-2,
+    ),
+    "granite-tied": GraniteConfig(**SIZES, residual_multiplier=0.4, attention_multiplier=0.4, tie_word_embeddings=True),
+    "granite-moe": GraniteMoeConfig(
+        **SIZES, attention_multiplier=0.4, residual_multiplier=0.3, num_local_experts=6, num_experts_per_tok=3
+    ),
+    "granite-moe-shared": GraniteMoeSharedConfig(
+        **SIZES,
+        attention_multiplier=0.4,
+        embedding_multiplier=3.0,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=24,
+    ),
+    "exaone": ExaoneConfig(**SIZES, **NO_EOS, rope_parameters=LLAMA3),
+    "internlm3": InternLM3Config(
+        **SIZES, **NO_EOS, head_dim=8, rope_parameters={"rope_type": "dynamic", "factor": 6.0, "rope_theta": 500.0}
+    ),
+    "internlm3-bias": InternLM3Config(**SIZES, **NO_EOS, head_dim=12, attention_bias=True, mlp_bias=True),
+    "exaone4-window": Exaone4Config(**SIZES, sliding_window=9, sliding_window_pattern=2),
+    "exaone4": Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 3, head_dim=12),
+    "phi3": Phi3Config(**SIZES, **NO_EOS),
+    "phi3-window": Phi3Config(
+        **SIZES,
+        **NO_EOS,
+        sliding_window=9,
+        tie_word_embeddings=True,
+        rope_parameters=LONGROPE,
+        original_max_position_embeddings=128,
+    ),
+    "glm": GlmConfig(**SIZES, **NO_EOS, head_dim=16),
+    "glm-no-bias": GlmConfig(**SIZES, **NO_EOS, head_dim=8, attention_bias=False, partial_rotary_factor=0.25),
+    "glm4": Glm4Config(**SIZES, **NO_EOS, head_dim=16),
+    "cohere": CohereConfig(**SIZES, **NO_EOS, logit_scale=0.3),
+    "cohere-bias": CohereConfig(**SIZES, **NO_EOS, logit_scale=1.3, attention_bias=True, tie_word_embeddings=False),
+    "cohere2-window": Cohere2Config(**SIZES, **NO_EOS, sliding_window=9, sliding_window_pattern=2, logit_scale=0.7),
+    "starcoder2": Starcoder2Config(**SIZES, **NO_EOS),
+    "starcoder2-window": Starcoder2Config(
+        **SIZES, **NO_EOS, sliding_window=9, use_bias=False, hidden_act="gelu", tie_word_embeddings=False
+    ),
+    "stablelm": StableLmConfig(**SIZES, use_qkv_bias=True),
+    "stablelm-parallel": StableLmConfig(**SIZES, use_parallel_residual=True, partial_rotary_factor=0.5),
+    "nemotron": NemotronConfig(**SIZES),
+    "nemotron-bias": NemotronConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=16, hidden_act="gelu"),
+    "phi": PhiConfig(**SIZES),
+    "phi-tied": PhiConfig(**SIZES, tie_word_embeddings=True),
+    "gpt2": GPT2Config(
+        **{"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "initializer_range": 0.3},
+        **NO_EOS,
+    ),
+    "gpt2-untied": GPT2Config(
+        **{"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": 256, "initializer_range": 0.3},
+        **NO_EOS,
+        n_inner=80,
+        activation_function="relu",
+        tie_word_embeddings=False,
+    ),
+    "gptj": GPTJConfig(
+        **{"vocab_size": 97, "n_embd": 48, "n_layer": 3, "n_head": 3, "n_positions": 256, "initializer_range": 0.3},
+        **NO_EOS,
+        rotary_dim=8,
+    ),
+    "gpt-neox": GPTNeoXConfig(
+        **{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}, **NO_EOS, hidden_act="gelu"
+    ),
+    "gpt-neox-serial": GPTNeoXConfig(
+        **{key: value for key, value in SIZES.items() if key != "num_key_value_heads"},
+        **NO_EOS,
+        use_parallel_residual=False,
+        attention_bias=False,
+        rotary_pct=0.5,
+        hidden_act="gelu_new",
+    ),
+}
+NOT_WIDE = {"ministral3-growth", "hunyuan-alpha", "granite", "phi3-window", "cohere2-window", "nemotron-bias"}
+
 
 def piecewise_logits(decoder: Decoder, tokens: list[int], pieces: list[int], dtype: torch.dtype) -> Tensor:
     """Logits (T, V), computed piece by piece over a paged cache whose pages lie out of order."""
@@ -211,16 +358,22 @@ def piecewise_logits(decoder: Decoder, tokens: list[int], pieces: list[int], dty
 PIECES = {"whole": [LENGTH], "chunks": [1, 30, 7, 32], "decode": [40] + [1] * 30}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *CONFIGS,
+        *(name if name in NOT_WIDE else pytest.param(name, marks=pytest.mark.wide) for name in WIDE_CONFIGS),
+    ],
+)
 def test_families(name: str, tmp_path: Path) -> None:
-    config = CONFIGS[name]
+    config = CONFIGS[name] if name in CONFIGS else WIDE_CONFIGS[name]
     torch.manual_seed(1)
     # Of the implementations, only eager applies soft caps to scores.
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for key, parameter in (*model.named_parameters(), *model.named_buffers()):
-            if "norm" in key or key.endswith(
-                "bias"
+            if (
+                "norm" in key or "ln_" in key or key.endswith("bias")
             ):  # as initialised they are ones and zeros, which would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(tmp_path)
@@ -243,6 +396,23 @@ def test_families(name: str, tmp_path: Path) -> None:
         )
         with torch.inference_mode():
             assert not torch.allclose(piecewise_logits(full, tokens, [LENGTH], torch.float32), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["granite", pytest.param("cohere2-window", marks=pytest.mark.wide)])
+def test_auxiliary_hidden_states_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """A draft head reads them, whatever the factor of residuals is."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(WIDE_CONFIGS[name], attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 97, (20,))
+    checkpoint = open_checkpoint(tmp_path)
+    decoder = build_decoder(checkpoint.config, checkpoint.tensors, 20, torch.float32, CPU)
+    layout = batch_of([Span(range(3), 0, 20)], PAGE, CPU)
+    with torch.inference_mode():
+        states = model(tokens[None], output_hidden_states=True).hidden_states
+        hidden, found = decoder.forward(tokens, layout, decoder.new_cache(24, torch.float32), (0, 2))
+    for ours, theirs in zip((*found, hidden), (states[0], states[2], states[3]), strict=True):
+        torch.testing.assert_close(ours, theirs[0], atol=1e-4, rtol=1e-4)
 
 
 PROMPTS = [

@@ -159,6 +159,34 @@ def test_norms_with_weights_in_float32(size: int, dtype: torch.dtype) -> None:
             close(found[1], expected[1], dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "has_bias"), [(64, True), (576, False), (2560, True)])
+def test_layer_norms(size: int, has_bias: bool, dtype: torch.dtype) -> None:
+    """The mean is far from 0. The result is that of torch."""
+    x, weight = random(5, size, dtype=dtype) + 3, 1 + random(size, dtype=dtype, seed=1)
+    bias = random(size, dtype=dtype, seed=2) if has_bias else None
+    found = kernels.layer_norm(x, weight, bias, 1e-5)
+    close(found, reference.layer_norm(x, weight, bias, 1e-5), dtype)
+    close(found, torch.nn.functional.layer_norm(x, (size,), weight, bias, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "is_wide"), [(4, 4, True), (6, 2, False)])
+def test_norms_over_all_heads(heads: int, kv_heads: int, is_wide: bool, dtype: torch.dtype) -> None:
+    """Queries and keys have the bits of the norm alone, and values are not touched."""
+    sizes = heads * 64, kv_heads * 64
+    qkv = random(5, sizes[0] + 2 * sizes[1], dtype=dtype)
+    norms = [
+        1 + random(size, dtype=torch.float32 if is_wide else dtype, seed=seed)
+        for seed, size in enumerate(sizes, start=1)
+    ]
+    found = kernels.norm_whole_heads(qkv.clone(), *norms, 1e-6)
+    close(found, reference.norm_whole_heads(qkv, *norms, 1e-6), dtype)
+    parts = qkv.split((*sizes, sizes[1]), 1)
+    alone = [kernels.rms_norm(part, norm, 1e-6) for part, norm in zip(parts[:2], norms, strict=True)]
+    assert torch.equal(found, torch.cat((*alone, parts[2]), 1))
+
+
 def test_a_wide_weight_saves_a_rounding() -> None:
     x, weight = random(64, 576, dtype=torch.bfloat16), 1 + random(576, dtype=torch.float32, seed=2)
     exact = reference.rms_norm(x.double(), weight.double(), 1e-6)
@@ -167,8 +195,9 @@ def test_a_wide_weight_saves_a_rounding() -> None:
     assert wide < 0.7 * narrow
 
 
+@pytest.mark.parametrize("norms_last", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_queries_and_keys_have_norms_with_weights_in_float32(dtype: torch.dtype) -> None:
+def test_queries_and_keys_have_norms_with_weights_in_float32(dtype: torch.dtype, norms_last: bool) -> None:
     heads, kv_heads, dim = 4, 2, 256
     qkv = random(3, (heads + 2 * kv_heads) * dim, dtype=dtype)
     cos, sin = random(9, dim, dtype=dtype, seed=1), random(9, dim, dtype=dtype, seed=2)
@@ -176,7 +205,7 @@ def test_queries_and_keys_have_norms_with_weights_in_float32(dtype: torch.dtype)
     norms = [1 + random(dim, dtype=torch.float32, seed=seed) for seed in (3, 4)]
     caches = [torch.zeros(2, kv_heads, 5, dim, dtype=dtype, device=DEVICE) for _ in range(2)]
     found, expected = (
-        ops.rotary_write(qkv, heads, kv_heads, cos, sin, positions, slots, cache, *norms, 1e-6)
+        ops.rotary_write(qkv, heads, kv_heads, cos, sin, positions, slots, cache, *norms, 1e-6, norms_last=norms_last)
         for ops, cache in zip((kernels, reference), caches, strict=True)
     )
     close(found, expected, dtype)
@@ -191,6 +220,16 @@ def test_activations(name: Activation, dtype: torch.dtype) -> None:
     found = kernels.act_mul_quantised(x, None, False, name)
     expected = reference.act_mul_quantised(x, None, False, name)
     torch.testing.assert_close(found.scale_TG, expected.scale_TG, rtol=1e-2, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu", "relu", "relu2"])
+def test_activations_without_a_gate(name: Activation, dtype: torch.dtype) -> None:
+    x = random(3, 1000, dtype=dtype) * 4
+    x[0, 0] = torch.nan
+    found, expected = kernels.activated(x.clone(), name), reference.activated(x, name)
+    assert bool(found[0, 0].isnan())
+    close(found[1:], expected[1:], dtype)
 
 
 def test_the_clamped_swiglu() -> None:
@@ -217,7 +256,7 @@ def test_activations_in_gemms(name: str, activation: Activation) -> None:
     close(found, reference.norm_gated_linear(x, norm, 1e-6, weight, activation), dtype)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt-oss", "flex-olmo", "pre-norms", "cohere2", "gpt-neox"])
 def test_a_model_is_that_of_the_cpu(family: str) -> None:
     """Logits of a prompt and of single tokens, float32."""
     config = target_config(family, 4, 32, 61)

@@ -9,29 +9,56 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    CwmConfig,
     Dots1Config,
+    Ernie4_5Config,
+    Exaone4Config,
+    ExaoneConfig,
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
     Glm4MoeConfig,
+    GlmConfig,
+    GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
+    HeliumConfig,
+    HunYuanDenseV1Config,
     HYV3Config,
+    InternLM3Config,
     LlamaConfig,
     MellumConfig,
     MiniMaxM2Config,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
     SolarOpenConfig,
+    StableLmConfig,
+    Starcoder2Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -144,6 +171,13 @@ def test_expected_tensors_are_those_of_the_model(theirs: PreTrainedConfig) -> No
     assert expected_tensors(ours) == shapes
 
 
+def test_a_head_has_the_epsilon_of_the_file() -> None:
+    """The target's is another number if its residuals are divided by a factor."""
+    config = parse_hf_config(GraniteConfig(**SIZES, residual_multiplier=0.5, rms_norm_eps=1e-5).to_dict())
+    assert config.rms_norm_eps == pytest.approx(4e-5)
+    assert config.as_head().rms_norm_eps == pytest.approx(1e-5)
+
+
 def test_missing_optional_keys() -> None:
     bare = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "max_position_embeddings")}
     config = parse_hf_config(bare)
@@ -231,6 +265,10 @@ CLASSES: tuple[type[PreTrainedConfig], ...] = (
     *(LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig, Gemma2Config, Gemma3TextConfig),
     *(MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig, OlmoeConfig, Glm4MoeConfig, Dots1Config, SolarOpenConfig),
     *(HYV3Config, MiniMaxM2Config, Olmo2Config, Olmo3Config, FlexOlmoConfig, MellumConfig, GptOssConfig),
+    *(MinistralConfig, Ministral3Config, SeedOssConfig, CwmConfig, ArceeConfig, HeliumConfig, HunYuanDenseV1Config),
+    *(Ernie4_5Config, SmolLM3Config, GraniteConfig, Exaone4Config, Phi3Config, GlmConfig, Glm4Config, CohereConfig),
+    *(Cohere2Config, Starcoder2Config, StableLmConfig, NemotronConfig, PhiConfig, GPTNeoXConfig),
+    *(GPT2Config, GPTJConfig, GraniteMoeConfig, GraniteMoeSharedConfig, ExaoneConfig, InternLM3Config),
 )
 
 
@@ -249,8 +287,12 @@ def test_keys_that_are_not_there_have_the_defaults_of_transformers(theirs: type[
     keys = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
     experts = "moe_intermediate_size", "num_experts_per_tok", "num_experts", "num_local_experts", "n_routed_experts"
     known = {field.name for field in fields(theirs)}
-    sizes = dict(zip(keys, (64, 128, 48, 3, 32), strict=True)) | {key: 4 for key in experts if key in known}
+    num_heads = 20 if theirs is HeliumConfig else 32  # a multiple of the default number of key-value heads
+    sizes = dict(zip(keys, (64, 8 * num_heads, 48, 3, num_heads), strict=True)) | {
+        key: 4 for key in experts if key in known
+    }
     sizes |= {"shared_expert_intermediate_size": 8} if theirs is Qwen2MoeConfig else {}
+    sizes |= {"rotary_dim": 4} if theirs is GPTJConfig else {}  # the default is more than these heads have
     ours = parse_hf_config({"model_type": theirs.model_type, **sizes})
     assert ours == parse_hf_config(theirs(**sizes).to_dict())
 
@@ -265,11 +307,10 @@ def test_unknown_keys_are_those_that_neither_change_nothing_nor_are_applied() ->
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gpt_neox"}, ("gpt_neox", "qwen3")),
+        ({"model_type": "bloom"}, ("bloom", "qwen3")),
         ({"model_type": None}, ("None", "qwen3")),
-        ({"model_type": "gemma3", "text_config": {}}, ("'gemma3'", "docs/models.md")),
         ({"hidden_act": "gelu"}, ("gelu", "silu")),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("dynamic", "yarn")),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, ("mrope", "yarn")),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, ("low_freq_factor",)),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
         ({"hidden_size": "32"}, ("hidden_size", "'32'")),

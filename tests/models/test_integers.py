@@ -297,3 +297,30 @@ def test_words_of_compressed_tensors() -> None:
         offset = numbers.int() + (1 << (bits - 1))
         assert torch.equal(helpers.pack_to_int32(numbers, bits), pack_words(offset, bits))
         assert torch.equal(helpers.pack_to_int32(numbers, bits, packed_dim=0), pack_words(offset.T, bits).T)
+
+
+def test_families_whose_rows_are_reordered_are_refused(tmp_path: Path) -> None:
+    """The packed rows of queries and keys would stay in the order of the file."""
+    integer_checkpoint(tmp_path, GPTQ, **SIZES, model_type="cohere", tie_word_embeddings=False)
+    with pytest.raises(ModelError, match="belongs to a weight whose rows are divided or reordered"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_family_without_gates(tmp_path: Path) -> None:
+    sizes = {**SIZES, "model_type": "nemotron", "hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5}
+    integer_checkpoint(tmp_path, GPTQ, **sizes)
+    found = open_checkpoint(tmp_path)
+    assert found.quantization is not None
+    kept, plain = (
+        plain_logits(
+            Decoder(
+                found.config,
+                WeightLoader(found.tensors, torch.float32, CPU, quantization=quantization),
+                attention_of(found.config, CPU),
+                64,
+            ),
+            list(range(3, 20)),
+        )
+        for quantization in (found.quantization, found.quantization.dequantised())
+    )
+    torch.testing.assert_close(kept, plain, rtol=1e-4, atol=1e-3)

@@ -65,6 +65,15 @@ def test_geometries_are_the_published_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "parameters", "turned"),
+    [("phi-4-mini", 3_836_021_760, 96), ("granite-3-8b", 8_170_848_256, 128), ("olmo-2-7b", 7_298_617_344, 128)],
+)
+def test_other_families(name: str, parameters: int, turned: int) -> None:
+    c = random_config(f"random:{name}")
+    assert (num_parameters(c), c.rope.rotary_dim(c.head_dim)) == (parameters, turned)
+
+
+@pytest.mark.parametrize(
     ("name", "parameters", "num_layers"), [("gpt-oss-20b", 20_914_757_184, 24), ("gpt-oss-120b", 116_829_156_672, 36)]
 )
 def test_gpt_oss(name: str, parameters: int, num_layers: int) -> None:

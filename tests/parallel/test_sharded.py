@@ -160,6 +160,21 @@ def test_experts_of_ranks_answer_as_one_process(kind: str) -> None:
         assert experts == alone.stats.experts
 
 
+@pytest.mark.parametrize(
+    "family", ["gpt-neox", *(pytest.param(name, marks=pytest.mark.wide) for name in ("pre-norms", "cohere2"))]
+)
+def test_families_on_ranks(family: str) -> None:
+    """Biases that are added once, MLPs without a gate, layers whose attention and MLP are added to one residual."""
+    settings: dict[str, Any] = {"num_pages": 256, "family": family, "num_layers": 3}
+    expected = run(ENGINES["CPU"]("eagle3", TREE, **settings), PROMPTS, SAMPLED)
+
+    def work(group: Group) -> list[Completion]:
+        return run(ENGINES["CPU"]("eagle3", TREE, group=group, **settings), PROMPTS, SAMPLED)
+
+    for completions in on_ranks(2, work):
+        assert outputs(completions) == outputs(expected)
+
+
 def test_more_ranks_than_an_expert_has_features() -> None:
     moe = MoeConfig(4, 2, 16, norm_topk_prob=False, layers=(True, True), shared_size=3)
     with pytest.raises(ValueError, match="an expert has 3 inner features"):

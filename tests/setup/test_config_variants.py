@@ -44,6 +44,12 @@ BASE_OF: dict[str, dict[str, Any]] = {
         "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "swiglu_limit": 7.0, "hidden_act": "silu",
     },
     "hy_v3": {**MOE, "head_dim": 12},
+    "granite": {"attention_multiplier": 0.3},
+    **{
+        family: {"pad_token_id": None, "bos_token_id": None, "head_dim": 8}
+        for family in ("glm", "glm4", "cohere", "cohere2", "phi3", "smollm3", "arcee", "ministral3", "gpt_neox")
+    },
+    "cohere2": {"pad_token_id": None, "bos_token_id": None, "logit_scale": 0.5},
 }  # fmt: skip
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "hidden_activation": "gelu_pytorch_tanh"}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -117,12 +123,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "both-types": ("llama", {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}}, ()),
     "default-rope-with-factor": ("llama", {"rope_scaling": {"rope_type": "default", "factor": 2.0}}, ()),  # noted
-    "dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ("dynamic",)),
-    "longrope": (
-        "llama",
-        {"rope_scaling": {"type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.0] * 4, "factor": 2.0}},
-        ("longrope",),
-    ),
+    "dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ()),
     "proportional": ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 9.0}}, ("proportional",)),
     "nested-rope": (
         "mistral", {"rope_parameters": {FULL: {"rope_type": "default", "rope_theta": 9.0}}}, ("full_attention",)
@@ -338,8 +339,114 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12, "rotary_dim": 4, "use_qk_norm": True},
         (),
     ),
+    "longrope-short-row": (
+        "llama",
+        {
+            "rope_scaling": {"type": "longrope", "factor": 2.0, "long_factor": [2.0] * 4, "short_factor": [1.5] * 4},
+            "original_max_position_embeddings": 128,
+        },
+        (),
+    ),
+    "longrope-3-factors": (
+        "llama",
+        {"rope_scaling": {"type": "longrope", "factor": 2.0, "long_factor": [2.0] * 3, "short_factor": [1.0] * 4}},
+        ("short_factor", "4 numbers"),
+    ),
+    "longrope-no-factors": ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, ("short_factor",)),
+    "ministral-types": ("ministral", {**WINDOW, "layer_types": TYPES}, ()),
+    "ministral-all": ("ministral", WINDOW, ()),
+    "ministral3": ("ministral3", {"rope_theta": ...}, ()),
+    "ministral3-window": ("ministral3", {"sliding_window": 9}, ()),
+    "ministral3-no-growth": (
+        "ministral3",
+        {"rope_theta": ..., "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.0, **YARN}},
+        (),
+    ),
+    "ministral3-growth": (
+        "ministral3",
+        {"rope_theta": ..., "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.5, **YARN}},
+        (),
+    ),
+    "seed-oss": ("seed_oss", {"head_dim": 8, "attention_out_bias": True, "attention_bias": False}, ()),
+    "seed-oss-mlp-bias": ("seed_oss", {"head_dim": 8, "mlp_bias": True}, ()),
+    "cwm": ("cwm", {"sliding_window": 9, "head_dim": 8}, ()),
+    "cwm-types": ("cwm", {"head_dim": 8, "sliding_window": 9, "layer_types": TYPES, "mlp_bias": True}, ()),
+    "cwm-no-window": ("cwm", {"sliding_window": None}, ("layer_types", "sliding_window is null")),
+    "arcee-gelu": ("arcee", {"hidden_act": "gelu"}, ()),
+    "arcee-silu-bias": ("arcee", {"hidden_act": "silu", "mlp_bias": True, "attention_bias": True}, ()),
+    "arcee-tanh": ("arcee", {"hidden_act": "tanh"}, ("hidden_act", "tanh")),
+    "helium": ("helium", {"head_dim": 8}, ()),
+    "helium-bias": ("helium", {"head_dim": 8, "attention_bias": True}, ()),
+    "hunyuan-alpha": (
+        "hunyuan_v1_dense", {"head_dim": 8, "rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 1.0}}, ()
+    ),
+    "hunyuan-dynamic": (
+        "hunyuan_v1_dense", {"head_dim": 8, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ()
+    ),
+    "hunyuan-no-norm": ("hunyuan_v1_dense", {"head_dim": 8, "use_qk_norm": False}, ("use_qk_norm",)),
+    "ernie-bias": ("ernie4_5", {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False}, ()),
+    "smollm3-layers": ("smollm3", {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True}, ()),
+    "smollm3-window": ("smollm3", {"use_sliding_window": True, "sliding_window": 9, "no_rope_layer_interval": 2}, ()),
+    "smollm3-types": ("smollm3", {"layer_types": TYPES}, ("layer_types", "use_sliding_window")),
+    "smollm3-no-rope-of-2": ("smollm3", {"no_rope_layers": [0, 1]}, ("no_rope_layers", "3 times")),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 5, "logits_scaling": 0.5, "residual_multiplier": 0.3, "attention_bias": True},
+        (),
+    ),
+    "granite-multiplier-0": ("granite", {"residual_multiplier": 0}, ("residual_multiplier", "above 0")),
+    "exaone-published-keys": (
+        "exaone",
+        {
+            **{"num_hidden_layers": ..., "num_layers": 3, "rms_norm_eps": ..., "layer_norm_epsilon": 1e-3},
+            "activation_function": "silu",
+        },
+        (),
+    ),
+    "internlm3-published-keys": ("internlm3", {"head_dim": 8, "qkv_bias": True, "bias": True}, ()),
+    "internlm3-two-biases": ("internlm3", {"head_dim": 8, "qkv_bias": True, "bias": False}, ("qkv_bias", "bias")),
+    "exaone4-types": ("exaone4", {"sliding_window": 9, "layer_types": TYPES}, ()),
+    "exaone4-period": ("exaone4", {"sliding_window": 9, "sliding_window_pattern": 3, "head_dim": 8}, ()),
+    "exaone4-letters": (
+        "exaone4", {"sliding_window": 9, "sliding_window_pattern": "LLLG", "layer_types": TYPES}, ()
+    ),
+    "phi3-partial": ("phi3", {"partial_rotary_factor": 0.75, "sliding_window": 9}, ()),
+    "phi3-su": (
+        "phi3",
+        {
+            "rope_scaling": {
+                "type": "su", "long_factor": [2.0] * 4, "short_factor": [1.0, 1.2, 1.4, 2.0],
+                "original_max_position_embeddings": 128,
+            },
+            "original_max_position_embeddings": 128,
+        },
+        (),
+    ),
+    "phi3-layer-types": ("phi3", {"sliding_window": 9, "layer_types": TYPES}, ("layer_types", "phi3")),
+    "glm-no-bias": ("glm", {"attention_bias": False, "partial_rotary_factor": 1.0}, ()),
+    "glm4": ("glm4", {"partial_rotary_factor": 0.25}, ()),
+    "cohere": ("cohere", {"attention_bias": True, "logit_scale": 2.0, "layer_norm_eps": 1e-3}, ()),
+    "cohere-qk-norm": ("cohere", {"use_qk_norm": True}, ("use_qk_norm",)),
+    "cohere2-types": ("cohere2", {"sliding_window": 9, "layer_types": TYPES}, ()),
+    "cohere2-period": ("cohere2", {"sliding_window": 9, "sliding_window_pattern": 2, "head_dim": 8}, ()),
+    "starcoder2": ("starcoder2", {"use_bias": False, "sliding_window": 9, "norm_epsilon": 1e-3}, ()),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}, ()),
+    "stablelm-qk-norm": ("stablelm", {"qk_layernorm": True}, ("qk_layernorm",)),
+    "nemotron": ("nemotron", {"norm_eps": 1e-3, "attention_bias": True, "mlp_bias": True, "head_dim": 12}, ()),
+    "phi": ("phi", {"partial_rotary_factor": 1.0, "layer_norm_eps": 1e-3, "hidden_act": "relu"}, ()),
+    "phi-qk-norm": ("phi", {"qk_layernorm": True}, ("qk_layernorm",)),
+    "gpt-neox": (
+        "gpt_neox", {"num_key_value_heads": ..., "rotary_pct": 0.5, "rope_theta": ..., "hidden_act": "gelu"}, ()
+    ),
+    "gpt-neox-old-rope": (
+        "gpt_neox",
+        {"num_key_value_heads": ..., "rotary_emb_base": 900, "rope_theta": ..., "use_parallel_residual": False},
+        (),
+    ),
+    "gpt-neox-two-thetas": ("gpt_neox", {"rotary_emb_base": 900}, ("rotary_emb_base 900", "rope_theta 500.0")),
     "qwen2-mlp-bias": ("qwen2", {"mlp_bias": True}, ("mlp_bias", "qwen2")),
 }  # fmt: skip
+TIED = ("gemma", "cohere", "smollm3", "ernie", "starcoder2")  # the families whose embeddings are tied by default
 # A default run has one of each kind.
 NOT_WIDE = {
     *("mistral-layer-types", "mistral-types-without-window", "mistral-window-off", "qwen2-types-window-off"),
@@ -349,6 +456,14 @@ NOT_WIDE = {
     *("qwen3-moe-dense-layers", "qwen2-moe", "olmoe-biases", "glm4-moe-groups", "minimax-m2-rotary"),
     *("hy-v3-published", "hy-v3-2-dense", "hy-v3-no-norm", "hy-v3-softmax"),
     *("gpt-oss", "gpt-oss-no-window", "gpt-oss-limit"),
+    *(
+        "longrope-3-factors",
+        "phi3-su",
+        "smollm3-types",
+        "granite-multiplier-0",
+        "cohere-qk-norm",
+        "gpt-neox-two-thetas",
+    ),
 }
 
 
@@ -362,7 +477,7 @@ def config_of(family: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(folder: Path, raw: dict[str, Any], state: dict[str, Tensor]) -> None:
-    tied = raw.get("tie_word_embeddings", "gemma" in raw["model_type"]) and "lm_head.weight"
+    tied = raw.get("tie_word_embeddings", raw["model_type"].startswith(TIED)) and "lm_head.weight"
     save_file({name: t.contiguous() for name, t in state.items() if name != tied}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(raw))
 

@@ -42,7 +42,7 @@ class PromptPieces(NamedTuple):
         target: Decoder, net: DraftNet | None, *, compiled: bool, on_progress: Callable[[str], None] = lambda _: None
     ) -> PromptPieces:
         def make(name: str, model: Decoder, aux_layers: Sequence[int]) -> Pieces:
-            if not compiled:
+            if not compiled or model.config.learned_positions:
                 return PlainPieces(model, aux_layers)
             # A later start finds the compiled code there. Torch sets this, too, as soon as it traces.
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))

@@ -38,6 +38,13 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     return (weight_E * (wide if weight_E.dtype == torch.float32 else wide.to(x_TE.dtype))).to(x_TE.dtype)
 
 
+def norm_whole_heads(qkv_TZ: Tensor, q_norm_Q: Tensor, k_norm_K: Tensor, eps: float) -> Tensor:
+    """Norm all heads of queries of a fused projection together, and all heads of keys (OLMo 2). The input may be
+    overwritten."""
+    q, k, v = qkv_TZ.split((len(q_norm_Q), len(k_norm_K), qkv_TZ.shape[1] - len(q_norm_Q) - len(k_norm_K)), dim=1)
+    return torch.cat((rms_norm(q, q_norm_Q, eps), rms_norm(k, k_norm_K, eps), v), dim=1)
+
+
 def add_normed(
     y_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, next_weight_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -47,9 +54,22 @@ def add_normed(
     return x_TE, None if next_weight_E is None else rms_norm(x_TE, next_weight_E, eps)
 
 
-def activated(gate: Tensor, activation: Activation) -> Tensor:
-    """Return the activation of an MLP's gate, "silu" or "gelu_tanh"."""
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+def layer_norm(x_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> Tensor:
+    """Norm over the last dimension with its mean subtracted (Ba et al. 2016), computed in float32 at least and rounded
+    once."""
+    wide = torch.promote_types(x_TE.dtype, torch.float32)
+    bias = None if bias_E is None else bias_E.to(wide)
+    return F.layer_norm(x_TE.to(wide), weight_E.shape, weight_E.to(wide), bias, eps).to(x_TE.dtype)
+
+
+def activated(x_TI: Tensor, activation: Activation) -> Tensor:
+    """Return the activation of an MLP's gate, or of the inner features of an MLP without one. Not "clamped_swiglu"."""
+    if activation == "silu":
+        return F.silu(x_TI)
+    if activation in ("relu", "relu2"):
+        positive = F.relu(x_TI)
+        return positive if activation == "relu" else positive * positive
+    return F.gelu(x_TI, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -88,22 +108,27 @@ def rotary_write(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     k_offset_KD: Tensor | None = None,
+    *,
+    norms_last: bool = False,
 ) -> Tensor:
     """Split a fused projection, norm each head if the model does (Qwen3), rotate the first R dimensions of queries and
     keys (rotate-half; the sign is in `sin_PR`), and write keys and values to the cache at `slots_T` (-1: not written),
     in its dtype. Return queries (T, H, D). `k_scale`, `v_scale`: the scales of a cache in float8, by which keys and
     values are divided.
-    `k_offset_KD`: it is first subtracted from all keys, in float32.
+    `k_offset_KD`: it is first subtracted from all keys, in float32. `norms_last`: norms come after the rotation.
     """
     num_tokens, head_dim, rotary_dim = qkv_TZ.shape[0], kv_2KSD.shape[3], cos_PR.shape[1]
     heads = qkv_TZ.view(num_tokens, -1, head_dim)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    if q_norm_D is not None and k_norm_D is not None:
-        q, k = rms_norm(q, q_norm_D, eps), rms_norm(k, k_norm_D, eps)
+    norms = None if q_norm_D is None or k_norm_D is None else (q_norm_D, k_norm_D)
+    if norms is not None and not norms_last:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     cos, sin = cos_PR[positions_T].unsqueeze(1), sin_PR[positions_T].unsqueeze(1)
     turned = (x[..., :rotary_dim] for x in (q, k))
     turned = (x * cos + x.roll(rotary_dim // 2, dims=-1) * sin for x in turned)
     q, k = (torch.cat((first, x[..., rotary_dim:]), dim=-1) for first, x in zip(turned, (q, k), strict=True))
+    if norms is not None and norms_last:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
     slots = torch.where(slots_T >= 0, slots_T, kv_2KSD.shape[2] - 1)
     k, v = storable(k, v)
     if k_offset_KD is not None:

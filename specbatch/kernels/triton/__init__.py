@@ -11,7 +11,17 @@ from specbatch.kernels.triton.logprobs import logprobs
 from specbatch.kernels.triton.long_sequences import long_sequences
 from specbatch.kernels.triton.mask import tree_mask_bits
 from specbatch.kernels.triton.mixture.ops import fused_experts, route, route_and_norm
-from specbatch.kernels.triton.model import act_mul, add_normed, move_slots, rms_norm, rotary_write, soft_capped
+from specbatch.kernels.triton.model import (
+    act_mul,
+    activated,
+    add_normed,
+    layer_norm,
+    move_slots,
+    norm_whole_heads,
+    rms_norm,
+    rotary_write,
+    soft_capped,
+)
 from specbatch.kernels.triton.ngram import ngram_lookup
 from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
@@ -24,6 +34,7 @@ __all__ = [
     "accept_chain",
     "act_mul",
     "act_mul_quantised",
+    "activated",
     "add_normed",
     "argmax",
     "argmax_and_margin",
@@ -40,6 +51,7 @@ __all__ = [
     "gated_linear",
     "integer_gated_linear",
     "integer_linear",
+    "layer_norm",
     "linear",
     "logprobs",
     "long_sequences",
@@ -47,6 +59,7 @@ __all__ = [
     "ngram_lookup",
     "norm_gated_linear",
     "norm_linear",
+    "norm_whole_heads",
     "quantise",
     "rms_norm",
     "rms_norm_quantised",

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specbatch.kernels.activations import Activation
-from specbatch.kernels.triton.parts.elementwise import gate_and_up, scaled_norm
+from specbatch.kernels.triton.parts.elementwise import activation_of, gate_and_up, scaled_norm
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 
 _PLANES = 32  # (layer, key or value, head) triples of one program that moves a slot
@@ -50,6 +50,48 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
             **launch_options(pdl),
         )  # fmt: skip
     return y
+
+
+@triton.jit
+def _norm_parts(
+    x_ptr, first_ptr, second_ptr, eps, width,
+    START: tl.constexpr, E1: tl.constexpr, E2: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Norm features START to START + E1 of a row in place, or in the second program of the row the E2 ones after."""
+    at = x_ptr + tl.program_id(0).to(tl.int64) * width + START
+    columns = tl.arange(0, BLOCK)
+    dtype = x_ptr.dtype.element_ty
+    await_former(PDL)
+    if tl.program_id(1) == 0:
+        ok = columns < E1
+        weight = tl.load(first_ptr + columns, mask=ok, other=0.0)
+        x = tl.load(at + columns, mask=ok, other=0.0).to(tl.float32)
+        tl.store(at + columns, _normed(x, weight, eps, E1, dtype), mask=ok)
+    else:
+        ok = columns < E2
+        weight = tl.load(second_ptr + columns, mask=ok, other=0.0)
+        x = tl.load(at + E1 + columns, mask=ok, other=0.0).to(tl.float32)
+        tl.store(at + E1 + columns, _normed(x, weight, eps, E2, dtype), mask=ok)
+
+
+def norm_whole_heads(qkv_TZ: Tensor, q_norm_Q: Tensor, k_norm_K: Tensor, eps: float) -> Tensor:
+    assert qkv_TZ.is_contiguous()
+    sizes = len(q_norm_Q), len(k_norm_K)
+    blocks = [triton.next_power_of_2(size) for size in sizes]
+    if not len(qkv_TZ):
+        return qkv_TZ
+    # Each norm has the block of `rms_norm`, and with it its order of summation. Both have one launch if it is the same.
+    launches = [(0, 2, blocks[0])] if blocks[0] == blocks[1] else [(0, 1, blocks[0]), (sizes[0], 1, blocks[1])]
+    for start, count, block in launches:
+        first, second = (q_norm_Q, k_norm_K) if start == 0 else (k_norm_K, k_norm_K)
+        pdl = dependent_launch(qkv_TZ)
+        launch(
+            _norm_parts, (len(qkv_TZ), count),
+            qkv_TZ, first, second, eps, qkv_TZ.shape[1],
+            START=start, E1=len(first), E2=len(second), BLOCK=block, PDL=pdl,
+            num_warps=min(8, max(1, block // 512)), **launch_options(pdl),
+        )  # fmt: skip
+    return qkv_TZ
 
 
 @triton.jit
@@ -92,6 +134,63 @@ def add_normed(
             **launch_options(pdl),
         )  # fmt: skip
     return x, normed
+
+
+@triton.jit
+def _layer_norm(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, eps,
+    E: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * E
+    columns = tl.arange(0, BLOCK)
+    ok = columns < E
+    weight = tl.load(weight_ptr + columns, mask=ok, other=0.0).to(tl.float32)
+    bias = tl.zeros_like(weight)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + columns, mask=ok, other=0.0).to(tl.float32)
+    await_former(PDL)
+    x = tl.load(x_ptr + at + columns, mask=ok, other=0.0).to(tl.float32)
+    x = tl.where(ok, x - tl.sum(x, 0) / E, 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / E + eps)
+    tl.store(y_ptr + at + columns, (x * scale * weight + bias).to(y_ptr.dtype.element_ty), mask=ok)
+
+
+def layer_norm(x_TE: Tensor, weight_E: Tensor, bias_E: Tensor | None, eps: float) -> Tensor:
+    size = x_TE.shape[-1]
+    x_TE = x_TE.contiguous()
+    y = torch.empty_like(x_TE)
+    num_rows = x_TE.numel() // size
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        pdl = dependent_launch(x_TE)
+        launch(
+            _layer_norm, (num_rows,),
+            x_TE, weight_E, weight_E if bias_E is None else bias_E, y, eps,
+            E=size, BLOCK=block, HAS_BIAS=bias_E is not None, PDL=pdl, num_warps=min(8, max(1, block // 512)),
+            **launch_options(pdl),
+        )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _activated(x_ptr, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_former(PDL)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < size, other=0.0)
+    tl.store(x_ptr + at, activation_of(x.to(tl.float32), ACTIVATION).to(x.dtype), mask=at < size)
+
+
+def activated(x_TI: Tensor, activation: Activation) -> Tensor:
+    """Return the activation. The input is overwritten."""
+    assert x_TI.is_contiguous()
+    size = x_TI.numel()
+    if size:
+        pdl = dependent_launch(x_TI)
+        launch(
+            _activated, (triton.cdiv(size, 2048),), x_TI, size, ACTIVATION=activation, BLOCK=2048, PDL=pdl, num_warps=4,
+            **launch_options(pdl),
+        )  # fmt: skip
+    return x_TI
 
 
 @triton.jit
@@ -167,6 +266,21 @@ def _all_finite(x1, x2):
 
 
 @triton.jit
+def _normed_heads(
+    y1, y2, q_norm_ptr, k_norm_ptr, dim1, dim2, pair_ok, is_query, eps, D: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """Norm each head, given by its dimensions `dim1` and `dim2`."""
+    scale = 1.0 / tl.sqrt_rn((tl.sum(y1 * y1, 1) + tl.sum(y2 * y2, 1)) / D + eps)
+    wq1 = tl.load(q_norm_ptr + dim1, mask=pair_ok, other=0.0)[None, :]
+    wq2 = tl.load(q_norm_ptr + dim2, mask=pair_ok, other=0.0)[None, :]
+    wk1 = tl.load(k_norm_ptr + dim1, mask=pair_ok, other=0.0)[None, :]
+    wk2 = tl.load(k_norm_ptr + dim2, mask=pair_ok, other=0.0)[None, :]
+    y1 = scaled_norm(y1 * scale[:, None], tl.where(is_query, wq1, wk1), dtype).to(tl.float32)
+    y2 = scaled_norm(y2 * scale[:, None], tl.where(is_query, wq2, wk2), dtype).to(tl.float32)
+    return y1, y2
+
+
+@triton.jit
 def _rotary_write(
     qkv_ptr,
     q_ptr,
@@ -190,6 +304,7 @@ def _rotary_write(
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    NORMS_LAST: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -214,14 +329,8 @@ def _rotary_write(
     is_value = (heads >= NUM_HEADS + NUM_KV_HEADS)[:, None]
 
     y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
-    if HAS_NORM:
-        scale = 1.0 / tl.sqrt_rn((tl.sum(y1 * y1, 1) + tl.sum(y2 * y2, 1)) / D + eps)
-        wq1 = tl.load(q_norm_ptr + dim1, mask=pair_ok, other=0.0)[None, :]
-        wq2 = tl.load(q_norm_ptr + dim2, mask=pair_ok, other=0.0)[None, :]
-        wk1 = tl.load(k_norm_ptr + dim1, mask=pair_ok, other=0.0)[None, :]
-        wk2 = tl.load(k_norm_ptr + dim2, mask=pair_ok, other=0.0)[None, :]
-        y1 = scaled_norm(y1 * scale[:, None], tl.where(is_query, wq1, wk1), dtype).to(tl.float32)
-        y2 = scaled_norm(y2 * scale[:, None], tl.where(is_query, wq2, wk2), dtype).to(tl.float32)
+    if HAS_NORM and not NORMS_LAST:
+        y1, y2 = _normed_heads(y1, y2, q_norm_ptr, k_norm_ptr, dim1, dim2, pair_ok, is_query, eps, D, dtype)
     position = tl.load(positions_ptr + token)
     angle, rotates = position * R + pairs, pairs < turned
     cos1 = tl.load(cos_ptr + angle, mask=rotates, other=1.0).to(tl.float32)[None, :]
@@ -231,6 +340,10 @@ def _rotary_write(
     # The table of sines has the sign of rotate-half.
     rotated1 = (y1 * cos1 + y2 * sin1).to(dtype)
     rotated2 = (y2 * cos2 + y1 * sin2).to(dtype)
+    if HAS_NORM and NORMS_LAST:
+        y1, y2 = rotated1.to(tl.float32), rotated2.to(tl.float32)
+        y1, y2 = _normed_heads(y1, y2, q_norm_ptr, k_norm_ptr, dim1, dim2, pair_ok, is_query, eps, D, dtype)
+        rotated1, rotated2 = y1.to(dtype), y2.to(dtype)
     out1 = tl.where(is_value, x1, rotated1)
     out2 = tl.where(is_value, x2, rotated2)
 
@@ -282,6 +395,8 @@ def rotary_write(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     k_offset_KD: Tensor | None = None,
+    *,
+    norms_last: bool = False,
 ) -> Tensor:
     num_tokens, head_dim = qkv_TZ.shape[0], kv_2KSD.shape[3]
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv_TZ.dtype, device=qkv_TZ.device)
@@ -315,6 +430,7 @@ def rotary_write(
         HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_H=block_h,
         HAS_NORM=has_norm,
+        NORMS_LAST=norms_last,
         HAS_OFFSET=k_offset_KD is not None,
         PDL=pdl,
         num_warps=4 if num_tokens > 64 else 2,

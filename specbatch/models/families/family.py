@@ -22,6 +22,26 @@ class MakeLayer(Protocol):
 
 
 @dataclass(frozen=True)
+class TensorNames:
+    """The names of a family's tensors in files, where they differ from the canonical ones, which are Llama's.
+
+    modules: names in files by canonical ones. Names in layers begin after the layer's number.
+    joined: modules of the files that have the rows of several ones, one after the other.
+    layers: the beginning of the names of layers.
+    joins_heads: the rows of `joined` projections alternate by head (GPT-NeoX).
+    transposed: modules of the files whose weights are (in, out) (GPT-2).
+    optional: a beginning that all names but that of the LM head have, or none has.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layers: str = "model.layers."
+    joins_heads: bool = False
+    transposed: frozenset[str] = frozenset()
+    optional: str = ""
+
+
+@dataclass(frozen=True)
 class Family:
     """One `model_type` of config.json.
 
@@ -31,6 +51,7 @@ class Family:
     neutral: keys that transformers' class of this family does not have, with the values that change nothing. They
     replace those of `config_keys`.
     layer: the class of the layers.
+    names: the names of tensors in files; None: they are the canonical ones.
     """
 
     architectures: tuple[str, ...]
@@ -38,3 +59,4 @@ class Family:
     keys: frozenset[str] = frozenset()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     layer: MakeLayer = PreNormLayer
+    names: TensorNames | None = None

@@ -26,18 +26,22 @@ from specbatch.models.rope import RopeConfig
 from specbatch.models.stages import Stages
 from specbatch.models.weight_loader import WeightLoader
 
-_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+SANDWICH_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 _GELU = "gelu_pytorch_tanh"
 
 
-class GemmaLayer(DecoderLayer):
-    """A layer with norms before, and in Gemma 2 and 3 also after, attention and MLP."""
+class SandwichLayer(DecoderLayer):
+    """A layer with norms before attention and MLP, and in most families (Gemma 2 and 3, GLM-4) also after them."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str, rotary: Rotary) -> None:
-        norms = {
-            name: weights.norm(f"{prefix}{name}", config.rms_norm_eps, config.norm_offset) for name in config.norms
-        }
-        has_output_norms = config.norms == _NORMS
+        eps, offset, is_wide = config.rms_norm_eps, config.norm_offset, config.wide_norms
+        norms = {name: weights.norm(f"{prefix}{name}", eps, offset, is_wide=is_wide) for name in config.norms}
+        has_output_norms = config.norms == SANDWICH_NORMS
         self._input_norm = norms["input_layernorm"]
         self._attention_norm = norms["post_attention_layernorm"] if has_output_norms else None
         self._mlp_input_norm = norms["pre_feedforward_layernorm" if has_output_norms else "post_attention_layernorm"]
@@ -109,7 +113,7 @@ def _model_config(
     config: HfConfig,
     windows: tuple[int | None, ...],
     *,
-    norms: tuple[str, ...] = _NORMS,
+    norms: tuple[str, ...] = SANDWICH_NORMS,
     key: str = "hidden_activation",
     **traits: Any,
 ) -> ModelConfig:
@@ -154,11 +158,11 @@ def _ropes(config: HfConfig, max_position: int) -> tuple[RopeConfig, RopeConfig]
 
 _KEYS = frozenset(("attention_bias", "hidden_activation"))
 _KEYS_23 = _KEYS | {"sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"}
-GEMMA = Family(("GemmaForCausalLM",), _read_gemma, _KEYS, layer=GemmaLayer)
-GEMMA2 = Family(("Gemma2ForCausalLM",), _read_gemma2, _KEYS_23 | {"attn_logit_softcapping"}, layer=GemmaLayer)
+GEMMA = Family(("GemmaForCausalLM",), _read_gemma, _KEYS, layer=SandwichLayer)
+GEMMA2 = Family(("Gemma2ForCausalLM",), _read_gemma2, _KEYS_23 | {"attn_logit_softcapping"}, layer=SandwichLayer)
 GEMMA3 = Family(
     ("Gemma3ForCausalLM",),
     _read_gemma3,
     _KEYS_23 | {"sliding_window_pattern", "_sliding_window_pattern", "rope_local_base_freq"},
-    layer=GemmaLayer,
+    layer=SandwichLayer,
 )

@@ -16,7 +16,11 @@ MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # names of the number
 WINDOW_HINT = "make layer_types and the sliding window of config.json agree; see the model's page"
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers
 # Our name of an activation, by its names in config.json.
-_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS: Mapping[str, Activation] = {
+    **{"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"},
+    **{"gelu": "gelu", "relu": "relu", "relu2": "relu2"},
+}
+PLAIN_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "silu", "swish")  # without a gate
 
 
 class HfConfig:
@@ -173,8 +177,9 @@ class HfConfig:
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         max_position: int,
-        eos: int | None = None,
+        eos: int | list[int] | None = None,
         eps: float = 1e-6,
+        eps_key: str = "rms_norm_eps",
         theta: float = 10000.0,
         partial: float | None = None,
         intermediate_size: int | None = None,
@@ -212,7 +217,7 @@ class HfConfig:
             num_heads=num_heads,
             num_kv_heads=self.optional_size("num_key_value_heads") or num_kv_heads or num_heads,
             head_dim=head_dim,
-            rms_norm_eps=norm_eps(self.raw.get("rms_norm_eps", eps), "config.json: rms_norm_eps"),
+            rms_norm_eps=norm_eps(self.raw.get(eps_key, eps), f"config.json: {eps_key}"),
             rope=rope,
             max_position_embeddings=rope.context_length(max_position, "config.json: max_position_embeddings"),
             tie_word_embeddings=self.flag("tie_word_embeddings", default=tied),

@@ -1,5 +1,6 @@
-"""OLMo 2 and 3, FlexOlmo (an OLMo 2 with experts) and OLMoE. Norms of queries and keys are over all heads. All but
-OLMoE have norms after attention and after the MLP, and none before. OLMo 3 has windows in three of four layers."""
+"""OLMo 2 and 3, FlexOlmo (an OLMo 2 with experts), OLMoE and EXAONE 4. All but OLMoE have norms after attention and
+after the MLP, and none before. OLMo 3 and the larger EXAONE 4 have windows in three of four layers. Norms of queries
+and keys are over all heads in OLMo, over each head in EXAONE."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from specbatch.models.config import ModelConfig, MoeConfig
 from specbatch.models.decoder_layer import MLP, Attention, DecoderLayer, ForwardPass
 from specbatch.models.families.family import Family
-from specbatch.models.families.hf_config import HfConfig
+from specbatch.models.families.hf_config import FULL, SLIDING, HfConfig, windows_of
 from specbatch.models.layers import RMSNorm, Rotary
 from specbatch.models.linears.linear import Residual
 from specbatch.models.mixture import mixture_of
@@ -79,6 +80,28 @@ def _read_olmoe(config: HfConfig) -> ModelConfig:
     return _model_config(config, max_position=4096, eos=50279, eps=1e-5, moe=_experts(config))
 
 
+def _read_exaone4(config: HfConfig) -> ModelConfig:
+    window = config.optional_size("sliding_window") if "sliding_window" in config.raw else 4096
+    num_layers, pattern = config.num_layers(), config.raw.get("sliding_window_pattern", 4)
+    types = config.layer_types(num_layers)
+    if types is None:
+        period = 0 if window is None or not pattern else config.size("sliding_window_pattern") if pattern != 4 else 4
+        types = [SLIDING if period and (i + 1) % period else FULL for i in range(num_layers)]
+    windows = windows_of(types, window, "sliding_window is null")
+    nope = tuple(window is not None and kind == FULL for kind in types)
+    return config.model_config(
+        windows,
+        num_kv_heads=32,
+        max_position=2048,
+        eos=2,
+        eps=1e-5,
+        qk_norm=True,
+        activation=config.activation("hidden_act", only=_ACTIVATIONS),
+        norms=_NORMS,
+        nope_layers=nope,
+    )
+
+
 def _model_config(config: HfConfig, windows: tuple[int | None, ...] | None = None, **values: Any) -> ModelConfig:
     has_bias = config.flag("attention_bias")
     return config.model_config(
@@ -129,4 +152,11 @@ OLMOE = Family(
     read=_read_olmoe,
     keys=_EXPERT_KEYS | {"attention_bias"},
     neutral=_NEUTRAL,
+)
+EXAONE4 = Family(
+    architectures=("Exaone4ForCausalLM",),
+    read=_read_exaone4,
+    keys=frozenset(("sliding_window", "sliding_window_pattern")),
+    neutral={"attention_bias": (False,), "mlp_bias": (False,), "qkv_bias": (False,)},
+    layer=OlmoLayer,
 )

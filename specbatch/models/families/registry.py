@@ -9,12 +9,32 @@ from specbatch.errors import ModelError
 from specbatch.models.checks import shown
 from specbatch.models.config import ModelConfig
 from specbatch.models.config_keys import check_keys, unknown_keys
+from specbatch.models.families.cohere import COHERE, COHERE2
 from specbatch.models.families.family import Family
 from specbatch.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from specbatch.models.families.glm import GLM, GLM4
 from specbatch.models.families.gpt_oss import GPT_OSS
 from specbatch.models.families.hf_config import HfConfig
 from specbatch.models.families.llama import LLAMA, MISTRAL, MIXTRAL
-from specbatch.models.families.olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
+from specbatch.models.families.olmo import EXAONE4, FLEX_OLMO, OLMO2, OLMO3, OLMOE
+from specbatch.models.families.plain_mlps import GPT2, GPT_NEOX, GPTJ, NEMOTRON, PHI, STABLELM, STARCODER2
+from specbatch.models.families.pre_norms import (
+    ARCEE,
+    CWM,
+    ERNIE4_5,
+    EXAONE,
+    GRANITE,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    HELIUM,
+    HUNYUAN,
+    INTERNLM3,
+    MINISTRAL,
+    MINISTRAL3,
+    PHI3,
+    SEED_OSS,
+    SMOLLM3,
+)
 from specbatch.models.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from specbatch.models.families.sigmoid_router import DOTS1, GLM4_MOE, HY_V3, MINIMAX_M2, SOLAR_OPEN
 
@@ -40,6 +60,33 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
     "gpt_oss": GPT_OSS,
+    "ministral": MINISTRAL,
+    "ministral3": MINISTRAL3,
+    "seed_oss": SEED_OSS,
+    "cwm": CWM,
+    "arcee": ARCEE,
+    "helium": HELIUM,
+    "hunyuan_v1_dense": HUNYUAN,
+    "ernie4_5": ERNIE4_5,
+    "smollm3": SMOLLM3,
+    "granite": GRANITE,
+    "granitemoe": GRANITE_MOE,
+    "granitemoeshared": GRANITE_MOE_SHARED,
+    "exaone": EXAONE,
+    "internlm3": INTERNLM3,
+    "exaone4": EXAONE4,
+    "phi3": PHI3,
+    "glm": GLM,
+    "glm4": GLM4,
+    "cohere": COHERE,
+    "cohere2": COHERE2,
+    "starcoder2": STARCODER2,
+    "stablelm": STABLELM,
+    "nemotron": NEMOTRON,
+    "phi": PHI,
+    "gpt_neox": GPT_NEOX,
+    "gpt2": GPT2,
+    "gptj": GPTJ,
 }
 
 
@@ -53,18 +100,11 @@ def parse_hf_config(config: dict[str, Any], generation_config: dict[str, Any] | 
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
             f"model_type {shown(model_type)} is not supported",
-            hint=hint_of_unsupported(config) or f"supported model types: {', '.join(FAMILIES)}",
+            hint=f"supported model types: {', '.join(FAMILIES)}",
         )
     family = FAMILIES[model_type]
     check_keys(config, family.keys | family.neutral.keys())
     return family.read(HfConfig(config, generation_config))
-
-
-def hint_of_unsupported(config: Mapping[str, Any]) -> str | None:
-    """Return what users can do with a model that no family reads; None: there is no advice for this model."""
-    if config.get("model_type") == "gemma3":
-        return "this Gemma 3 also reads images: save its text part alone, see 'Gemma 3 with images' in docs/models.md"
-    return None
 
 
 def check_family_keys(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -15,8 +15,10 @@ from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown, tensor_problems
 from specbatch.models.config import ModelConfig, expected_tensors
-from specbatch.models.families.registry import FAMILIES, check_family_keys, hint_of_unsupported, parse_hf_config
+from specbatch.models.families.registry import FAMILIES, check_family_keys, parse_hf_config
+from specbatch.models.families.vision import VISION_MODELS, text_part
 from specbatch.models.formats.adapter import merged_with_adapter
+from specbatch.models.formats.arranged import ArrangedSource, arranged
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
 from specbatch.models.formats.gguf_config import gguf_model_config
@@ -27,6 +29,7 @@ from specbatch.models.formats.tensor_files import (
     SafetensorsSource,
     TensorSource,
     TorchBinSource,
+    is_stored_mask,
     is_stored_rotary,
     open_tensors,
 )
@@ -49,6 +52,7 @@ class Checkpoint:
     kv_scales: tuple[KVScales, ...] = ()  # scales of each layer for a cache in FP8; empty: all are 1
     generation_config: Mapping[str, Any] = field(default_factory=dict)  # content of the file; empty: there is none
     ignored: tuple[str, ...] = ()  # keys of its configuration that are neither applied nor known to change nothing
+    text_of: str | None = None  # `model_type` of a model of which this is the text part
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -79,6 +83,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     _check_architecture(path, raw)
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if is_there(generation_file) else {}
+    whole, text = raw.get("model_type"), text_part(raw)
+    raw = raw if text is None else text
     config = parse_hf_config(raw, generation)
     ignored = check_family_keys(raw)
     modelopt_file = path / "hf_quant_config.json"
@@ -87,7 +93,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     files = open_tensors(path)
     try:
         is_interleaved = config.moe is not None and config.moe.is_interleaved
-        tensors: TensorSource = GptOssExperts(files) if is_interleaved else unstacked(files, config)
+        tensors: TensorSource = GptOssExperts(files) if is_interleaved else _canonical(files, config, text is not None)
     except ModelError as error:
         files.close()
         raise ModelError(f"{path}: {error.message}") from error
@@ -95,12 +101,25 @@ def open_checkpoint(path: Path) -> Checkpoint:
         config = dataclasses.replace(config, tie_word_embeddings=False)
     _check_tensors(path, config, tensors, quantization)
     kv_scales = read_kv_scales(tensors, config.num_layers) if has_fp8_cache(raw, modelopt) else ()
-    return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales, generation, ignored)
+    text_of = None if text is None else str(whole)
+    return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales, generation, ignored, text_of)
+
+
+def _canonical(files: SafetensorsSource | TorchBinSource, config: ModelConfig, is_text_part: bool) -> TensorSource:
+    """Return the tensors under their canonical names. `is_text_part`: the files have other parts, too."""
+    names = FAMILIES[config.model_type].names
+    return arranged(unstacked(files, config), config, names, is_text_part=is_text_part)
 
 
 def with_adapter(target: Checkpoint, path: Path) -> Checkpoint:
     """Return a model with the adapter of a folder, which is merged while the weights are loaded. It raises ModelError
     if they do not fit, and for models whose weights are quantised."""
+    if isinstance(target.tensors, ArrangedSource):
+        raise ModelError(
+            f"model.adapter is not supported for {target.text_of or target.config.model_type}: "
+            "its weights are renamed, divided or reordered while they are loaded",
+            hint="merge it into its base model (merge_and_unload of peft) and use the merged model",
+        )
     if target.path is None or target.quantization is not None or isinstance(target.tensors, GgufSource | GptOssExperts):
         raise ModelError(
             f"model.adapter cannot be merged into {target.description}",
@@ -127,6 +146,7 @@ def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"{path}: architectures must be a list of names, not {shown(names)}")
     known = [name for family in FAMILIES.values() for name in family.architectures]
+    known += [model.architecture for model in VISION_MODELS.values()]
     unknown = [name for name in names if name not in known]
     if unknown:
         draft_head = any("eagle" in name.lower() for name in unknown)
@@ -134,7 +154,7 @@ def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
             f"{path}: architecture {shown(unknown[0])} is not supported",
             hint="this is a draft head: set it as speculation.draft, with speculation.method eagle or eagle3"
             if draft_head
-            else hint_of_unsupported(raw) or f"supported architectures: {', '.join(known)}",
+            else f"supported architectures: {', '.join(dict.fromkeys(known))}",
         )
 
 
@@ -189,7 +209,7 @@ def _biases_of_zeros(
 def _wrong_types(tensors: TensorSource, quantization: LayerQuantization | None) -> str:
     """Tensors that are in FP8 without a scale, or have a scale and are not in E4M3, or are whole numbers of another
     type than the quantization has; empty where there are none."""
-    known = SafetensorsSource | TorchBinSource | StackedSource | GptOssExperts | GgufSource
+    known = SafetensorsSource | TorchBinSource | StackedSource | ArrangedSource | GptOssExperts | GgufSource
     assert isinstance(tensors, known), type(tensors)
     wrong = []
     for name, dtype in getattr(tensors, "dtypes", {}).items():
@@ -220,12 +240,13 @@ def _wrong_scales(tensors: TensorSource, quantization: Quantization) -> str:
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Tensors that a model does not need: rotary frequencies that old checkpoints store (they are computed), the head
-    of a tied model (known by now to equal the embedding), scales of the KV cache, and layers that predict further
-    tokens."""
+    """Tensors that a model does not need: rotary frequencies and causal masks that old checkpoints store (they are
+    computed), the head of a tied model (known by now to equal the embedding), scales of the KV cache, and layers that
+    predict further tokens."""
     first, last = config.num_layers, config.num_layers + config.num_mtp_layers
     return (
         is_stored_rotary(name)
+        or is_stored_mask(name)
         or is_kv_scale(name)
         or (name == "lm_head.weight" and config.tie_word_embeddings)
         or name.startswith(tuple(f"model.layers.{layer}." for layer in range(first, last)))
@@ -234,5 +255,6 @@ def _is_harmless(name: str, config: ModelConfig) -> bool:
 
 
 def _describe(tensors: TensorSource) -> str:
-    assert isinstance(tensors, SafetensorsSource | TorchBinSource | StackedSource | GptOssExperts), type(tensors)
+    known = SafetensorsSource | TorchBinSource | StackedSource | ArrangedSource | GptOssExperts
+    assert isinstance(tensors, known), type(tensors)
     return f"{tensors.kind} " + "/".join(sorted(set(tensors.dtypes.values())))

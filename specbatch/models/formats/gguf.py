@@ -247,6 +247,11 @@ _BLOCK_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SANDWICH_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -267,6 +272,8 @@ def _block_names(config: ModelConfig) -> dict[str, str]:
     """Return the Hugging Face names of a layer's modules. `*` is the number of an expert: a file has all experts of a
     layer in one tensor."""
     moe = config.moe
+    if len(config.norms) == 4:  # norms before and after attention and MLP
+        return _BLOCK_NAMES | _SANDWICH_NAMES
     if moe is None:
         return _BLOCK_NAMES
     kinds = ("gate", "up", "down")

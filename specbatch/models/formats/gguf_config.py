@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 from specbatch.errors import ModelError
 from specbatch.models.checks import MAX_LAYERS, MAX_SIZE, norm_eps, number, shown, whole_number
 from specbatch.models.config import ModelConfig, MoeConfig
+from specbatch.models.families.gemma import SANDWICH_NORMS
 from specbatch.models.families.hf_config import MAX_EXPERTS
 from specbatch.models.families.llama import MIXTRAL_NAMES
 from specbatch.models.formats.gguf import GgufFile
@@ -19,6 +22,7 @@ from specbatch.models.rope import RopeConfig
 _MODEL_TYPES = {
     **{"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"},
     **{"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe"},
+    **{"gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3_text"},
 }
 _NORMS_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "olmoe": False}
 SUPPORTED_ARCHITECTURES = tuple(_MODEL_TYPES)
@@ -50,14 +54,14 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
     for key in ("attention.value_length", "rope.dimension_count"):
         if meta.size(key, head_dim) != head_dim:
             raise ModelError(f"{source}: {key} {meta.get(key)} differs from the head size {head_dim}")
-    _check_neutral(source, meta)
+    model_type = _MODEL_TYPES[architecture]
+    _check_neutral(source, meta, _GEMMA_KEYS.get(model_type, ()))
     window = meta.size("attention.sliding_window", 0, at_least=0) or None
     context = meta.size("context_length")
     rope = _rope_config(file, meta, head_dim, context)
-    model_type = _MODEL_TYPES[architecture]
     if model_type == "llama" and meta.get("expert_count", 0):
         model_type = "mixtral"
-    return ModelConfig(
+    read = ModelConfig(
         model_type=model_type,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
@@ -78,7 +82,56 @@ def gguf_model_config(file: GgufFile) -> ModelConfig:
         eos_token_ids=_eos_token_ids(file),
         qk_norm_whole=model_type == "olmoe",
         moe=_experts(file, meta, model_type, num_layers),
-    ).checked(source)
+    )
+    return (_gemma(read, meta, context) if model_type.startswith("gemma") else read).checked(source)
+
+
+# Keys that are read for a Gemma in addition to those of all models.
+_GEMMA_KEYS = {
+    "gemma2": ("attn_logit_softcapping", "final_logit_softcapping"),
+    "gemma3_text": ("final_logit_softcapping",),
+}
+# Numbers of layers of the models of 27 billion parameters. llama.cpp, too, knows by them that scores are divided by the
+# root of hidden size / heads.
+_LAYERS_27B = {"gemma2": 46, "gemma3_text": 62}
+_WINDOW_PERIODS = {"gemma2": 2, "gemma3_text": 6}
+
+
+def _gemma(read: ModelConfig, meta: _Metadata, context: int) -> ModelConfig:
+    """Add the traits of a Gemma, for which a file has no keys. Its norms have weights to which 1 is added already."""
+    kind, num_layers = read.model_type, read.num_layers
+    traits: dict[str, Any] = {
+        "activation": "gelu_tanh",
+        "embedding_scale": math.sqrt(read.hidden_size),
+        "wide_norms": True,
+        "tie_word_embeddings": True,
+    }
+    if kind == "gemma":
+        return replace(read, **traits)
+    window, period = meta.size("attention.sliding_window"), _WINDOW_PERIODS[kind]
+    scalar = read.hidden_size // read.num_heads if num_layers == _LAYERS_27B[kind] else read.head_dim
+    traits |= {
+        trait: meta.number(key) if meta.get(key) else None
+        for trait, key in (
+            ("attention_soft_cap", "attn_logit_softcapping"),
+            ("logits_soft_cap", "final_logit_softcapping"),
+        )
+        if key in _GEMMA_KEYS[kind]
+    }
+    if kind == "gemma3_text":  # context_length includes the scaling
+        traits |= {
+            "rope": replace(read.rope, original_max_position=0),
+            "window_rope": RopeConfig(theta=meta.number("rope.freq_base_swa", 10000.0)),
+            "max_position_embeddings": context,
+            "qk_norm": True,
+        }
+    return replace(
+        read,
+        **traits,
+        norms=SANDWICH_NORMS,
+        attention_scale=scalar**-0.5,
+        sliding_windows=tuple(window if (i + 1) % period else None for i in range(num_layers)),
+    )
 
 
 def _experts(file: GgufFile, meta: _Metadata, model_type: str, num_layers: int) -> MoeConfig | None:
@@ -125,10 +178,11 @@ _NEUTRAL = {
 }
 
 
-def _check_neutral(source: str, meta: _Metadata) -> None:
+def _check_neutral(source: str, meta: _Metadata, read: Sequence[str]) -> None:
+    """Raise ModelError for a key that changes the computation. `read`: the keys that are read for this model."""
     for key, neutral in _NEUTRAL.items():
         value = meta.get(key, neutral)
-        if value != neutral:
+        if value != neutral and key not in read:
             raise ModelError(
                 f"{source}: metadata {key} {shown(value)} is not supported",
                 hint="the model computes more than specbatch does: use another file, or another engine",

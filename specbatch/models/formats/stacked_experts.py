@@ -1,8 +1,8 @@
 """Checkpoints with all experts of a layer in one tensor, as transformers 5 has them in memory.
 
 `mlp.experts.gate_up_proj` is (X, 2I, E): of each expert the gate, then the up projection. `mlp.experts.down_proj` is
-(X, E, I). The rest of the program asks for one tensor an expert, and each is read as a slice. Files of gpt-oss are
-different: see `gpt_oss_experts.py`.
+(X, E, I). The rest of the program asks for one tensor an expert, and each is read as a slice. Granite has other names
+for the two tensors (`MoeConfig.stacks`). Files of gpt-oss are different: see `gpt_oss_experts.py`.
 
 Shape suffixes: X experts, I inner features of an expert, E hidden size.
 """
@@ -20,7 +20,6 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.formats.tensor_files import SafetensorsSource, TensorSource, TorchBinSource
 
 _MEMORY_BLOCK = "mlp"  # the name of the block of experts in the memory of transformers, for all families
-_STACKS = ("gate_up_proj", "down_proj")
 
 
 class _Slice(NamedTuple):
@@ -77,7 +76,9 @@ class StackedSource(TensorSource):
         self._files.close()
 
 
-def unstacked(files: SafetensorsSource | TorchBinSource, config: ModelConfig) -> TensorSource:
+def unstacked(
+    files: SafetensorsSource | TorchBinSource, config: ModelConfig
+) -> SafetensorsSource | TorchBinSource | StackedSource:
     """Return the tensors with one for each expert, whatever the files have."""
     return StackedSource(files, config) if _stacks(config).keys() & files.shapes().keys() else files
 
@@ -107,13 +108,11 @@ def _stacks(config: ModelConfig) -> dict[str, _Stack]:
     num, inner, hidden = moe.num_experts, moe.expert_size, config.hidden_size
     shapes = (num, 2 * inner, hidden), (num, hidden, inner)
     return {
-        f"model.layers.{layer}.{block}.experts.{name}": _Stack(
-            shape, f"model.layers.{layer}.{moe.block}.experts.", projections
-        )
+        f"model.layers.{layer}.{block}.{name}": _Stack(shape, f"model.layers.{layer}.{moe.block}.experts.", projections)
         for layer in range(config.num_layers)
         if moe.layers[layer]
         for block in {_MEMORY_BLOCK, moe.block}
-        for name, shape, projections in zip(_STACKS, shapes, ((gate, up), (down,)), strict=True)
+        for name, shape, projections in zip(moe.stacks, shapes, ((gate, up), (down,)), strict=True)
     }
 
 

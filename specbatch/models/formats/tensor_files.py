@@ -171,7 +171,7 @@ def open_tensors(directory: Path) -> SafetensorsSource | TorchBinSource:
     tensors = _open_files(directory)
     for name, dtype in tensors.dtypes.items():
         is_packed = _PACKED_EXPERTS.fullmatch(name) or _PACKED_INTEGERS.fullmatch(name)
-        if dtype not in _FLOATS and name not in _WHOLE_NUMBERS and not is_packed:
+        if dtype not in _FLOATS and not (name in _WHOLE_NUMBERS or is_packed or is_stored_mask(name)):
             tensors.close()
             raise ModelError(
                 f"tensor {shown(name)} of {directory} has the type {dtype}; weights must be floating-point numbers",
@@ -217,6 +217,11 @@ def _shards(index: Path) -> list[Path]:
             hint="the download is incomplete; fetch the missing files",
         )
     return [index.parent / name for name in names]
+
+
+def is_stored_mask(name: str) -> bool:
+    """Return whether a tensor is the causal mask of an attention, which old files of GPT-2 and GPT-NeoX have."""
+    return re.fullmatch(r"(.+\.)?(attention|attn)\.(masked_)?bias", name) is not None
 
 
 def is_stored_rotary(name: str) -> bool:

@@ -130,6 +130,16 @@ class Fp8GatedLinear(GatedLinear):
         return _activated(gate_TO, self._activation) * up_TO
 
 
+class Fp8ActivatedLinear(GatedLinear):
+    """activation(up) of a feed-forward without a gate."""
+
+    def __init__(self, up: Linear, activation: Activation) -> None:
+        self._up, self._activation = up, activation
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return _activated(self._up(x_TI), self._activation)
+
+
 def _activated(x_TI: Tensor, activation: Activation) -> Tensor:
     """Compute an activation such that an element's bits do not depend on where it lies in x."""
     flat = x_TI.reshape(-1)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specbatch.kernels import ops_for
 from specbatch.kernels.activations import Activation
-from specbatch.models.layers import RMSNorm
+from specbatch.models.layers import LayerNorm, RMSNorm
 
 
 class Residual(NamedTuple):
@@ -30,7 +30,7 @@ class Residual(NamedTuple):
     x_TE: Tensor
     normed_TE: Tensor | None = None
 
-    def normed(self, norm: RMSNorm) -> Tensor:
+    def normed(self, norm: RMSNorm | LayerNorm) -> Tensor:
         """norm(x), of that layer's norm."""
         return norm(self.x_TE) if self.normed_TE is None else self.normed_TE
 
@@ -86,6 +86,10 @@ class GatedLinear(Layer, Protocol):
     def into(self, down: Linear, x_TI: Tensor) -> Tensor:
         """Return down(this layer of x): the whole feed-forward without norm and residual."""
         return down(self(x_TI))
+
+    def start_added(self, down: Linear, x_TI: Tensor, residual_TE: Tensor) -> Callable[[], Residual]:
+        """Launch residual + down(this layer of x). The sum may be written over the residual."""
+        return down.start_with_residual(self(x_TI), residual_TE)
 
 
 class DenseLinear(Linear):
@@ -143,6 +147,22 @@ class DenseGatedLinear(GatedLinear):
 
     def traceable(self) -> DenseGatedLinear:
         return over_reference_kernels(self)
+
+
+class ActivatedLinear(GatedLinear):
+    """act(x U^T + b): the first half of a feed-forward without a gate."""
+
+    def __init__(self, up: Linear, ops: ModuleType, activation: Activation) -> None:
+        self._up, self._ops, self._activation = up, ops, activation
+        self.takes_normed = up.takes_normed
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        y_TO: Tensor = self._ops.activated(self._up(x_TI), self._activation)
+        return y_TO
+
+    def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
+        y_TO: Tensor = self._ops.activated(self._up.with_norm(x_TI, norm), self._activation)
+        return y_TO
 
 
 Dense = TypeVar("Dense", DenseLinear, DenseGatedLinear)

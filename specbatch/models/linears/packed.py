@@ -72,8 +72,28 @@ class PackedGatedLinear(GatedLinear):
         return self._up.times(x_RI, self._gate(x_RI, *self._activation))
 
 
+class PackedActivatedLinear(GatedLinear):
+    """act(x U^T + b) with the activation fused, as in `PackedGatedLinear`. All elements of relu are exact."""
+
+    def __init__(self, up_OI: Tensor, bias_O: Tensor | None, activation: Activation) -> None:
+        self._up, self._is_squared = _PackedGemm(up_OI, bias_O), activation == "relu2"
+        self._activation = _ONEDNN_NAMES["relu" if self._is_squared else activation]
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return _in_blocks(self._block, x_TI, self._up.settings.blocks)
+
+    def _block(self, x_RI: Tensor) -> Tensor:
+        y_RO = self._up(x_RI, *self._activation)
+        return y_RO * y_RO if self._is_squared else y_RO
+
+
 # oneDNN's name of an activation, and of its algorithm. It has no name for gpt-oss's.
-_ONEDNN_NAMES: Mapping[Activation, tuple[str, str]] = {"silu": ("swish", ""), "gelu_tanh": ("gelu", "tanh")}
+_ONEDNN_NAMES: Mapping[Activation, tuple[str, str]] = {
+    "silu": ("swish", ""),
+    "gelu_tanh": ("gelu", "tanh"),
+    "gelu": ("gelu", "none"),
+    "relu": ("relu", ""),
+}
 
 
 class _PackedGemm:

@@ -147,7 +147,7 @@ def drop(path: Path, name: str) -> None:
         (lambda p: truncate(p / "model.safetensors", 3000), ("model.safetensors", "truncated")),
         (lambda p: truncate(p / "model.safetensors", 5), ("model.safetensors", "truncated")),
         (lambda p: truncate(p / "model.safetensors", 20000), ("model.safetensors", "truncated")),
-        (lambda p: edit_config(p, model_type="gpt2"), ("gpt2", "llama")),
+        (lambda p: edit_config(p, model_type="bloom"), ("bloom", "llama")),
         (lambda p: edit_config(p, architectures=["LlamaForSequenceClassification"]), ("SequenceClass",)),
         (lambda p: edit_config(p, architectures=["LlamaForCausalLMEagle3"]), ("Eagle3", "speculation.draft")),
         (lambda p: edit_config(p, intermediate_size=40), ("mlp.up_proj.weight is [48, 32], expected [40, 32]",)),

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from specbatch.config_load import load_config
 from specbatch.errors import ModelError
@@ -26,7 +35,9 @@ from specbatch.models.linears.integer import IntegerLinear
 from specbatch.models.linears.integer_quantization import IntegerQuantization
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.setup import model as setup_model
+from specbatch.setup.build import build_decoder
 from specbatch.setup.model import resolve_quantization
+from tests.engine.test_parity import piecewise_logits
 
 # Row lengths of 256 and more: blocks of the K types hold 256 elements.
 SIZES: dict[str, Any] = {
@@ -54,14 +65,22 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 
+SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
-def gguf_name(name: str) -> str:
+
+def gguf_name(name: str, config: PreTrainedConfig | None = None) -> str:
+    """Return the name in a file. `config`: that of a model with norms before and after attention and MLP."""
     top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     if not name.startswith("model.layers."):
         return top.get(name, name.replace("lm_head", "output"))
     _, _, layer, rest = name.split(".", 3)
     module, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{NAMES[module]}.{kind}"
+    names = NAMES if config is None or config.model_type not in ("gemma2", "gemma3_text") else NAMES | SANDWICH
+    return f"blk.{layer}.{names[module]}.{kind}"
 
 
 def permute(array: np.ndarray, num_heads: int) -> np.ndarray:
@@ -88,7 +107,8 @@ def write(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention") or config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -115,7 +135,7 @@ def write(
             array = permute(array, config.num_key_value_heads)
         array = np.ascontiguousarray(array)
         if array.ndim == 1 or kind == Q.F32:
-            writer.add_tensor(gguf_name(name), array)
+            writer.add_tensor(gguf_name(name, config), array)
         elif kind == Q.F16:
             writer.add_tensor(gguf_name(name), array.astype(np.float16))
         else:
@@ -265,6 +285,74 @@ def test_rope_metadata(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+GEMMA: dict[str, Any] = {**SIZES, "head_dim": 32}
+# Model, keys of its file besides those of all models.
+GEMMAS: dict[str, tuple[PreTrainedConfig, dict[str, Any]]] = {
+    "gemma": (GemmaConfig(**GEMMA), {}),
+    "gemma2": (
+        Gemma2Config(**GEMMA, sliding_window=9, query_pre_attn_scalar=32),
+        {"attention.sliding_window": 9, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma2-27b": (
+        Gemma2Config(**{**GEMMA, "num_hidden_layers": 46}, sliding_window=9, query_pre_attn_scalar=64),
+        {"attention.sliding_window": 9, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3": (Gemma3TextConfig(**GEMMA, sliding_window=9, query_pre_attn_scalar=32), {"attention.sliding_window": 9}),
+    "gemma3-linear": (
+        Gemma3TextConfig(
+            **{**GEMMA, "num_hidden_layers": 7},
+            sliding_window=9,
+            query_pre_attn_scalar=32,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+        {"attention.sliding_window": 9, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GEMMAS)
+def test_gemma(name: str, tmp_path: Path) -> None:
+    """Names are those of the `gguf` package. Converters add 1 to the weights of norms."""
+    config, keys = GEMMAS[name]
+    architecture = name.partition("-")[0]
+    state = state_of(config)
+    names = gguf.get_tensor_name_map(
+        {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[architecture], config.num_hidden_layers
+    )
+    stored = {names.get_name(key, (".weight",)): key for key in state}
+    assert set(stored) == {gguf_name(key, config) for key in state}
+    shifted = {key: tensor + 1 if key.endswith("norm.weight") else tensor for key, tensor in state.items()}
+    metadata = {f"{architecture}.{key}": value for key, value in keys.items()}
+    write(tmp_path / "m.gguf", config, shifted, metadata=metadata, architecture=architecture)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    theirs = parse_hf_config({**config.to_dict(), "bos_token_id": 0, "eos_token_id": 1, "dtype": "float32"})
+    assert checkpoint.config == dataclasses.replace(theirs, norm_offset=0.0, wide_norms=True)
+    for key, tensor in shifted.items():
+        assert torch.equal(checkpoint.tensors.load(key), tensor), key
+
+
+def test_norms_of_a_gemma_stay_in_float32(tmp_path: Path) -> None:
+    """Logits in bfloat16 have the bits of those of the folder."""
+    config, keys = GEMMAS["gemma3"]
+    state = state_of(config)
+    shifted = {key: tensor + 1 if key.endswith("norm.weight") else tensor for key, tensor in state.items()}
+    metadata = {f"gemma3.{key}": value for key, value in keys.items()}
+    write(tmp_path / "m.gguf", config, shifted, metadata=metadata, architecture="gemma3")
+    model = AutoModelForCausalLM.from_config(config)
+    model.load_state_dict(state, strict=False)
+    model.save_pretrained(tmp_path / "folder")
+    logits = []
+    for name in ("m.gguf", "folder"):
+        checkpoint = open_checkpoint(tmp_path / name)
+        decoder = build_decoder(checkpoint.config, checkpoint.tensors, 20, torch.bfloat16, torch.device("cpu"))
+        with torch.inference_mode():
+            logits.append(piecewise_logits(decoder, list(range(20)), [20], torch.bfloat16))
+    assert torch.equal(*logits)
+
+
 def test_end_of_sequence_ids(tmp_path: Path) -> None:
     config = LlamaConfig(**SIZES)
     state, path = state_of(config), tmp_path / "m.gguf"
@@ -282,7 +370,7 @@ def test_end_of_sequence_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"architecture": "gemma"}, ("gemma", "qwen3")),
+        ({"architecture": "bloom"}, ("bloom", "qwen3")),
         ({"extra": {"blk.0.mystery.weight": np.zeros(4, np.float32)}}, ("blk.0.mystery.weight", "unknown")),
         ({"extra": {"odd": np.zeros(4, np.int32)}}, ("odd", "I32", "Q4_K")),
         ({"metadata": {"llama.expert_count": 8}}, ("llama.expert_used_count",)),

@@ -36,3 +36,18 @@ def gate_and_up(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
         z = 1.5957691216057308 * (g + 0.044715 * g * g * g)
     activated = (g / (1.0 + tl.exp(-z))).to(dtype).to(tl.float32)
     return (activated * u).to(dtype)
+
+
+@triton.jit
+def activation_of(x, ACTIVATION: tl.constexpr):
+    """Compute `activated` of the reference kernels in float32."""
+    if ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if ACTIVATION == "relu":
+        return tl.where(x < 0.0, 0.0, x)
+    if ACTIVATION == "relu2":
+        return tl.where(x < 0.0, 0.0, x * x)
+    z = x
+    if ACTIVATION == "gelu_tanh":
+        z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    return x / (1.0 + tl.exp(-z))
