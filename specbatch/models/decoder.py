@@ -44,6 +44,34 @@ class Trunk(Protocol):
         ...
 
 
+class CausalModel(Protocol):
+    """What the engine asks of a model: `Decoder`, or one that transformers computes (`fallback/decoder.py`)."""
+
+    config: ModelConfig
+    device: torch.device
+    num_positions: int
+    embedding_VE: Tensor
+    routing: RoutingCounter | None
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        aux_layers: Sequence[int] = (),
+        logits_indices: LogitsIndices | None = None,
+        trunk: Trunk | None = None,
+    ) -> tuple[Tensor, list[Tensor]]: ...
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor: ...
+
+    def logits(self, hidden_RE: Tensor) -> Tensor: ...
+
+    def best_tokens(self, hidden_RE: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor] | None: ...
+
+    def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache: ...
+
+
 class PagedModel:
     """The common parts of a decoder and an EAGLE head: rotary embeddings, a paged cache, logits.
 

@@ -28,7 +28,7 @@ from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels import ops_for
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import CausalModel, Decoder
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import PackedReader, TensorSource
@@ -280,12 +280,17 @@ def build_decoder(
     *,
     mxfp4: PackedReader | None = None,
     two_lanes: bool = False,
-) -> Decoder:
+) -> CausalModel:
     """Build a model with the weights of `tensors`. `kv_dtype`: the data type of the cache that it will read; None:
     `dtype`. `gemm`: the GEMM of a deterministic run on CUDA. `shard`: the part to load; None: all. `quantization`: the
     quantization of the linear layers. `kv_scales`: the scales of an FP8 cache for each layer; empty: all are 1.
     `mxfp4`: the reader of experts that stay in MXFP4; None: they do not. `two_lanes`: two passes may run at the same
     time."""
+    if not config.is_native:
+        from specbatch.models.fallback.decoder import transformers_decoder  # its imports take a second
+
+        backend = _attention(config, dtype, device, attention, kv_dtype, deterministic=False)
+        return transformers_decoder(config, tensors, dtype, device, backend, num_positions)
     config = config if shard is None else shard.config
     weights = WeightLoader(tensors, dtype, device, gemm, shard, quantization, mxfp4=mxfp4)
     backends = [
@@ -320,7 +325,7 @@ def _attention(
 
 
 def _build_net(
-    run: ResolvedRun, target: Decoder, num_positions: int, gemm: InvariantGemm | None, group: Group | None
+    run: ResolvedRun, target: CausalModel, num_positions: int, gemm: InvariantGemm | None, group: Group | None
 ) -> DraftNet:
     """Build the draft network with a cache of one page. The size of its cache is decided later."""
     vocab_size, name = run.target.config.vocab_size, run.engine.attention
@@ -330,6 +335,7 @@ def _build_net(
             head = replace(head, decoder=shard.config)
         weights = WeightLoader(tensors, run.dtype, run.device, gemm, shard)
         attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)
+        assert isinstance(target, Decoder), "resolve() refuses the others"
         model = EagleHead(head, weights, target, attention, num_positions)
         return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"

@@ -14,7 +14,7 @@ from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
 from specbatch.models.catalog import random_name
 from specbatch.models.checks import first_names
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import BackendName, ModelConfig
 from specbatch.models.download import resolve_model
 from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
@@ -33,6 +33,7 @@ from specbatch.setup.cache import (
     resolve_kv_dtype,
     with_default_batch,
 )
+from specbatch.setup.backend import engine_of_transformers
 from specbatch.setup.cascade import resolve_cascade
 from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
 from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
@@ -118,7 +119,13 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     check_simulation(speculation, on_cuda)
     if speculation.section.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
-    target, tokenizer = _open_model(config.model.target, dtype, device, progress)
+    backend = config.model.backend
+    target, tokenizer = _open_model(config.model.target, backend, dtype, device, progress)
+    if not target.config.is_native:
+        engine = engine_of_transformers(config, engine)
+        notes.append(f"model.backend: transformers ({target.config.model_type}; {target.description})")
+    elif backend == "auto":
+        notes.append(f"model.backend: native ({target.config.model_type})")
     config = replace(config, sampling=resolve_sampling(config, target, notes))
     as_chat = runs_prompts_as_chat(config.data, tokenizer)
     if config.data.prompts_as_chat is None:
@@ -140,7 +147,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)
     quantization = resolve_quantization(config, target, device, dtype, notes)
     mxfp4 = resolve_mxfp4(config, target, device, dtype, notes)
-    draft = _open_draft(speculation.section, target, tokenizer, dtype, device, progress)
+    draft = _open_draft(speculation.section, backend, target, tokenizer, dtype, device, progress)
     if isinstance(draft, EagleCheckpoint):
         notes += draft.notes
         section = replace(speculation.section, aux_layers=draft.config.aux_layers or None)
@@ -213,6 +220,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         model=replace(
             config.model,
             dtype=DTYPE_NAMES[dtype],
+            backend="native" if target.config.is_native else "transformers",
             quantization=quantization_name(config, quantization, draft_quantization, keeps_mxfp4=mxfp4 is not None),
         ),
         speculation=speculation.section,
@@ -279,13 +287,17 @@ def _cached_models(
 
 
 def _open_model(
-    ref: str, dtype: torch.dtype, device: torch.device, progress: Callable[[str, int, int], None] | None
+    ref: str,
+    backend: BackendName,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str, int, int], None] | None,
 ) -> tuple[Checkpoint, PreTrainedTokenizerBase]:
     if random_name(ref) is not None:
-        model = open_random_model(ref, dtype, device)
+        model = open_random_model(ref, dtype, device, backend)
         return model, byte_tokenizer(model.config.vocab_size, model.config.eos_token_ids)
     path = resolve_model(ref, progress=progress)
-    return open_checkpoint(path), load_tokenizer(path)
+    return open_checkpoint(path, backend), load_tokenizer(path)
 
 
 def _random_weights(ref: str | None) -> str:
@@ -294,6 +306,7 @@ def _random_weights(ref: str | None) -> str:
 
 def _open_draft(
     speculation: SpeculationSection,
+    backend: BackendName,
     target: Checkpoint,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
@@ -303,7 +316,7 @@ def _open_draft(
     if speculation.draft is None:
         return None
     if speculation.method == "draft_model":
-        draft, own_tokenizer = _open_model(speculation.draft, dtype, device, progress)
+        draft, own_tokenizer = _open_model(speculation.draft, backend, dtype, device, progress)
         difference = describe_tokenizer_difference(tokenizer, own_tokenizer)
         if difference is not None:
             raise ModelError(
@@ -311,6 +324,12 @@ def _open_draft(
                 hint="a draft model must come from the target's family; otherwise use method: ngram",
             )
         return draft
+    if not target.config.is_native:
+        raise ConfigError(
+            f"speculation.method: {speculation.method} needs model.backend: native, and {target.config.model_type} "
+            "runs with transformers",
+            hint="use speculation.method: ngram or draft_model",
+        )
     kind: EagleKind = "eagle" if speculation.method == "eagle" else "eagle3"
     if random_name(speculation.draft) is not None:
         return open_random_eagle_head(speculation.draft, kind, target.config, dtype, device, speculation.aux_layers)

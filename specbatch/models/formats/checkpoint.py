@@ -14,7 +14,8 @@ import torch
 from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown, tensor_problems
-from specbatch.models.config import ModelConfig, expected_tensors
+from specbatch.models.config import BackendName, ModelConfig, expected_tensors
+from specbatch.models.families.hf_config import eos_token_ids
 from specbatch.models.families.registry import FAMILIES, check_family_keys, hint_of_unsupported, parse_hf_config
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.gguf import GgufFile, GgufSource, gguf_description
@@ -48,8 +49,8 @@ class Checkpoint:
     ignored: tuple[str, ...] = ()  # keys of its configuration that are neither applied nor known to change nothing
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open and validate a model: a Hugging Face directory or a `.gguf` file.
+def open_checkpoint(path: Path, backend: BackendName = "auto") -> Checkpoint:
+    """Open and validate a model: a Hugging Face directory or a `.gguf` file. `backend`: as `model.backend`.
 
     Raises ModelError where a file is missing or damaged, the architecture is unsupported, or a tensor is missing, has
     the wrong shape or is unknown. Weight data is not read, except where a config says that the embeddings are tied and
@@ -60,6 +61,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise ModelError(f"{path} does not exist")
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is neither a directory nor a .gguf file")
+        if backend == "transformers":
+            raise ModelError(f"{path}: GGUF files do not run with model.backend: transformers", hint="leave it out")
         file = GgufFile(path)
         config = gguf_model_config(file)
         gguf = GgufSource(file, config)
@@ -73,9 +76,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path} has no config.json", hint="a model directory holds config.json, weights and tokenizer.json"
         )
     raw = read_json(config_file)
-    _check_architecture(path, raw)
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if is_there(generation_file) else {}
+    if backend == "transformers":
+        return _open_with_transformers(path, raw, generation)
+    if raw.get("model_type") not in FAMILIES and not _is_draft_head(raw):
+        return _open_unknown(path, raw, generation, backend)
+    _check_architecture(path, raw)
     config = parse_hf_config(raw, generation)
     ignored = check_family_keys(raw)
     modelopt_file = path / "hf_quant_config.json"
@@ -95,6 +102,27 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales, generation, ignored)
 
 
+def _open_unknown(path: Path, raw: dict[str, Any], generation: dict[str, Any], backend: BackendName) -> Checkpoint:
+    """Open a model that no family reads, if transformers' code can compute it and `backend` lets it."""
+    known = f"supported model types: {', '.join(FAMILIES)}"
+    refusal = f"model_type {shown(raw.get('model_type'))} is not supported"
+    try:
+        found = _open_with_transformers(path, raw, generation)
+    except ModelError as error:
+        raise ModelError(f"{refusal}: {error.message}", hint_of_unsupported(raw) or error.hint or known) from error
+    if backend == "native":
+        raise ModelError(f"{refusal} by model.backend: native", hint=f"set model.backend: transformers; {known}")
+    return found
+
+
+def _open_with_transformers(path: Path, raw: dict[str, Any], generation: dict[str, Any]) -> Checkpoint:
+    from specbatch.models.fallback import source as fallback  # its imports take a second
+
+    source = fallback.open_source(path, raw)
+    config = fallback.model_config(source, eos_token_ids(raw, generation))
+    return Checkpoint(path, config, source, fallback.DESCRIPTION, generation_config=generation)
+
+
 def check_no_adapter(path: Path) -> None:
     """Raises ModelError for a folder with an adapter (LoRA and others). Its base model alone gives other texts."""
     names = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -107,6 +135,11 @@ def check_no_adapter(path: Path) -> None:
         )
 
 
+def _is_draft_head(raw: dict[str, Any]) -> bool:
+    names = raw.get("architectures")
+    return isinstance(names, list) and any("eagle" in str(name).lower() for name in names)
+
+
 def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -114,11 +147,10 @@ def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
     known = [name for family in FAMILIES.values() for name in family.architectures]
     unknown = [name for name in names if name not in known]
     if unknown:
-        draft_head = any("eagle" in name.lower() for name in unknown)
         raise ModelError(
             f"{path}: architecture {shown(unknown[0])} is not supported",
             hint="this is a draft head: set it as speculation.draft, with speculation.method eagle or eagle3"
-            if draft_head
+            if _is_draft_head(raw)
             else hint_of_unsupported(raw) or f"supported architectures: {', '.join(known)}",
         )
 

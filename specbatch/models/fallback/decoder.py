@@ -1,0 +1,121 @@
+"""A decoder that transformers' modelling code computes, over a paged cache.
+
+Its attention modules call `attention.PagedLayer`; everything between two attentions is transformers' code. Sequences of
+a batch are packed into one line of tokens with their positions, which is enough: attention knows the sequences, and
+nothing else of a supported model looks at other tokens.
+
+Shape suffixes: T packed tokens, R selected tokens, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from specbatch.attention.interface import AttentionBackend
+from specbatch.batch import LogitsIndices, PagedBatch
+from specbatch.cache.pages import KVCache, KVScales
+from specbatch.kernels import ops_for
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import Trunk
+from specbatch.models.fallback.attention import PagedLayer, PagedPass
+from specbatch.models.fallback.probe import AttentionCall
+from specbatch.models.fallback.source import TransformersSource
+from specbatch.models.formats.tensor_files import TensorSource
+
+
+def transformers_decoder(
+    config: ModelConfig,
+    tensors: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+    num_positions: int,
+) -> TransformersDecoder:
+    """Read the weights and make the decoder."""
+    assert isinstance(tensors, TransformersSource)
+    calls = tensors.probed.calls
+    return TransformersDecoder(tensors.model(dtype, device), config, calls, backend, num_positions)
+
+
+class _Given(nn.Module):
+    """Takes the place of a model's layers where only its head is computed: the hidden states are the input."""
+
+    @property
+    def decoder(self) -> _Given:
+        return self
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+class TransformersDecoder:
+    """A causal language model of transformers with the interface of `Decoder`. `model`: the model with its weights.
+    `calls`: its calls of attention, in the order of its layers. `num_positions`: see `PagedModel`."""
+
+    routing = None
+
+    def __init__(
+        self,
+        model: Any,
+        config: ModelConfig,
+        calls: Sequence[AttentionCall],
+        backend: AttentionBackend,
+        num_positions: int,
+        kv_scales: Sequence[KVScales] = (),
+    ) -> None:
+        self.model, self.config, self.num_positions, self._kv_scales = model, config, num_positions, kv_scales
+        self.embedding_VE: Tensor = model.get_input_embeddings().weight
+        self.device = self.embedding_VE.device
+        dtype = self.embedding_VE.dtype
+        self._state = PagedPass(backend, ops_for(self.device, dtype), dtype, self.device)
+        for layer, call in enumerate(calls):
+            assert config.attention_scale is not None
+            place = PagedLayer(self._state, layer, call.window, call.scale / config.attention_scale)
+            model.get_submodule(call.name).place = place
+        self._base = model.base_model
+        self._head = copy(model)
+        self._head._modules = dict(model._modules) | {model.base_model_prefix: _Given()}
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        aux_layers: Sequence[int] = (),
+        logits_indices: LogitsIndices | None = None,
+        trunk: Trunk | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute the same as `Decoder.forward`."""
+        assert trunk is None and not aux_layers
+        self._state.begin(batch, cache)
+        # Slots that speculation writes after the longest sequence have later positions than tables of positions.
+        positions_T = batch.positions_T.clamp(max=self.config.max_position_embeddings - 1)
+        output = self._base(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
+        hidden_TE = output.last_hidden_state[0]
+        return (hidden_TE if logits_indices is None else hidden_TE[logits_indices.index_R]), []
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        """Logits (R, V) of selected hidden states, in the model's dtype."""
+        logits: Tensor = self._head(inputs_embeds=hidden_RE[None], use_cache=False).logits[0]
+        return logits
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """Return `raw_logits` in float32 (in float64 if the model is in float64)."""
+        out = self.raw_logits(hidden_RE)
+        return out if out.dtype == torch.float64 else out.float()
+
+    def best_tokens(self, hidden_RE: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor] | None:
+        """Return None: the best tokens are found from `raw_logits`."""
+        return None
+
+    def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache:
+        c = self.config
+        scales = self._kv_scales if dtype == torch.float8_e4m3fn else ()
+        return KVCache(c.num_layers, num_slots, c.num_kv_heads, c.head_dim, dtype, self.device, scales)
