@@ -233,9 +233,7 @@ def random_config(ref: str) -> ModelConfig:
     raise _unknown(ref, known)
 
 
-def open_random_model(
-    ref: str, dtype: torch.dtype, device: torch.device, backend: BackendName = "auto"
-) -> Checkpoint:
+def open_random_model(ref: str, dtype: torch.dtype, device: torch.device, backend: BackendName = "auto") -> Checkpoint:
     """The model that `random:NAME` names; its weights are made in `dtype` on `device`, the same ones for each backend.
     Raises ModelError."""
     config, skew = random_config(ref), router_skew(ref)

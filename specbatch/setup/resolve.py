@@ -25,6 +25,7 @@ from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
+from specbatch.setup.backend import engine_of_transformers
 from specbatch.setup.cache import (
     KV_DTYPE_NAMES,
     CacheRequest,
@@ -33,7 +34,6 @@ from specbatch.setup.cache import (
     resolve_kv_dtype,
     with_default_batch,
 )
-from specbatch.setup.backend import engine_of_transformers
 from specbatch.setup.cascade import resolve_cascade
 from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
 from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype

@@ -39,7 +39,11 @@ class PromptPieces(NamedTuple):
 
     @staticmethod
     def of_models(
-        target: CausalModel, net: DraftNet | None, *, compiled: bool, on_progress: Callable[[str], None] = lambda _: None
+        target: CausalModel,
+        net: DraftNet | None,
+        *,
+        compiled: bool,
+        on_progress: Callable[[str], None] = lambda _: None,
     ) -> PromptPieces:
         def make(name: str, model: CausalModel, aux_layers: Sequence[int]) -> Pieces:
             assert isinstance(model, Decoder), "other models have no pieces"

@@ -25,6 +25,8 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Trunk
 from specbatch.models.fallback.attention import PagedLayer, PagedPass
+from specbatch.models.fallback.check import StartCheck
+from specbatch.models.fallback.modules import replace_modules
 from specbatch.models.fallback.probe import AttentionCall
 from specbatch.models.fallback.source import TransformersSource
 from specbatch.models.formats.tensor_files import TensorSource
@@ -38,10 +40,14 @@ def transformers_decoder(
     backend: AttentionBackend,
     num_positions: int,
 ) -> TransformersDecoder:
-    """Read the weights and make the decoder."""
+    """Read the weights, make the decoder, and check it. Raise ModelError if it does not compute what transformers'
+    own attention does."""
     assert isinstance(tensors, TransformersSource)
-    calls = tensors.probed.calls
-    return TransformersDecoder(tensors.model(dtype, device), config, calls, backend, num_positions)
+    model, calls = tensors.model(dtype, device), tensors.probed.calls
+    check = StartCheck(model, config, calls)
+    decoder = TransformersDecoder(model, config, calls, backend, num_positions)
+    check.compare(decoder, model)
+    return decoder
 
 
 class _Given(nn.Module):
@@ -79,6 +85,7 @@ class TransformersDecoder:
             assert config.attention_scale is not None
             place = PagedLayer(self._state, layer, call.window, call.scale / config.attention_scale)
             model.get_submodule(call.name).place = place
+        self.replaced = replace_modules(model, dtype, self.device)
         self._base = model.base_model
         self._head = copy(model)
         self._head._modules = dict(model._modules) | {model.base_model_prefix: _Given()}
@@ -93,7 +100,8 @@ class TransformersDecoder:
         trunk: Trunk | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Compute the same as `Decoder.forward`."""
-        assert trunk is None and not aux_layers
+        assert trunk is None
+        assert not aux_layers
         self._state.begin(batch, cache)
         # Slots that speculation writes after the longest sequence have later positions than tables of positions.
         positions_T = batch.positions_T.clamp(max=self.config.max_position_embeddings - 1)

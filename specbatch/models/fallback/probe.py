@@ -23,7 +23,7 @@ from specbatch.models.fallback.attention import OBSERVED
 _NUM_TOKENS = 8
 _MOST_POSITIONS = 1 << 20  # masks are looked at up to here
 # Keyword arguments of attention whose values change nothing, or are read here.
-_KNOWN = frozenset(("dropout", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "position_embeddings"))
+_KNOWN = frozenset(("s_aux", "position_ids", "position_embeddings"))
 
 
 class Unsupported(Exception):
@@ -154,6 +154,7 @@ def probe(model: Any) -> Probed:
     except (Unsupported, ModelError):
         raise
     except Exception as error:
-        raise Unsupported(f"its code does not run without weights ({type(error).__name__}: {shown(str(error))})") from error
+        why = f"{type(error).__name__}: {shown(str(error))}"
+        raise Unsupported(f"its code does not run without weights ({why})") from error
     embedding = model.get_input_embeddings()
     return Probed(tuple(observer.calls), embedding.weight.shape[-1], output.logits.shape[-1])

@@ -257,4 +257,3 @@ def _refused(name: str, why: str) -> ModelError:
 
 def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {shown(str(error).strip().splitlines()[0] if str(error).strip() else '')}"
-

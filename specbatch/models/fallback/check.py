@@ -1,0 +1,210 @@
+"""The check at the start: two prompts and three tokens after each, by transformers' own attention and by the paged one.
+
+The model's own forward pass runs before its modules are replaced. The paged pass gets the own one's input at each
+layer, so an error is found where it is made, and rounding does not add up over layers. A layer is compared by what it
+adds to its input.
+
+Shape suffixes: N prompts of the check, T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from specbatch.batch import PagedBatch
+from specbatch.errors import ModelError
+from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import CausalModel
+from specbatch.models.fallback.attention import PAGED
+from specbatch.models.fallback.probe import AttentionCall
+
+_LENGTHS, _NUM_DECODED = (21, 13), 3  # tokens of the prompts; tokens after each, computed one by one
+_LONGEST = 160  # prompts are so long that windows bind, if that is not more than this
+_PAGE = 16
+# The largest error of what a layer adds, as a part of it. An exact computation of another kind differs by less.
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+_HALF = (torch.float16, torch.bfloat16)  # in these, rounding can make a router choose another expert for some tokens
+
+
+@dataclass
+class _Seen:
+    """Inputs and outputs of the layers, and the logits, of all tokens of a pass."""
+
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    hidden_TE: Tensor = field(default_factory=lambda: torch.empty(0))
+    logits_TV: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class StartCheck:
+    """Runs the model's own forward pass; `compare` runs the paged one. `calls`: its calls of attention by layer."""
+
+    def __init__(self, model: Any, config: ModelConfig, calls: Sequence[AttentionCall]) -> None:
+        self._blocks = _blocks(model, [call.name for call in calls])
+        longest = min(_LONGEST, config.max_position_embeddings - _NUM_DECODED)
+        windows = [window + 8 for window in config.sliding_windows if window is not None and window + 8 <= longest]
+        self._lengths = [min(longest, max([length, *windows])) for length in _LENGTHS]
+        generator = torch.Generator().manual_seed(0)
+        device = model.get_input_embeddings().weight.device
+        self._texts = [
+            torch.randint(0, config.vocab_size, (length + _NUM_DECODED,), generator=generator).to(device)
+            for length in self._lengths
+        ]
+        model.set_attn_implementation("eager")
+        try:
+            self._own = [self._own_pass(model, text) for text in self._texts]
+        finally:
+            model.set_attn_implementation(PAGED)
+
+    @torch.inference_mode()
+    def _own_pass(self, model: Any, tokens_T: Tensor) -> _Seen:
+        seen, hooks = _Seen(), []
+        for name in self._blocks:
+            module = model.get_submodule(name)
+
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                seen.inputs[name], seen.outputs[name] = _input(args, kwargs)[0].clone(), _tensor(output)[0].clone()
+
+            hooks.append(module.register_forward_hook(hook, with_kwargs=True))
+        try:
+            positions_T = torch.arange(len(tokens_T), device=tokens_T.device)
+            arguments = {"input_ids": tokens_T[None], "position_ids": positions_T[None], "use_cache": False}
+            seen.hidden_TE = model.base_model(**arguments).last_hidden_state[0]
+            seen.logits_TV = model(**arguments).logits[0]
+        finally:
+            for hook_ in hooks:
+                hook_.remove()
+        return seen
+
+    @torch.inference_mode()
+    def compare(self, decoder: CausalModel, model: Any) -> None:
+        """Run the paged pass. Raise ModelError, which names the layer that differs first."""
+        spans = [(0, length) for length in self._lengths]
+        self._compare(decoder, model, spans)
+        for step in range(_NUM_DECODED):
+            self._compare(decoder, model, [(length + step, length + step + 1) for length in self._lengths])
+
+    def _compare(self, decoder: CausalModel, model: Any, spans: list[tuple[int, int]]) -> None:
+        num_pages = [-(-len(text) // _PAGE) for text in self._texts]
+        if spans[0][0] == 0:
+            self._cache = decoder.new_cache((sum(num_pages) + 1) * _PAGE, decoder.embedding_VE.dtype)
+        batch, tokens_T = _batch(self._texts, spans, num_pages)
+        of_both = _joined(self._own, spans)
+        seen, hooks = _Seen(), []
+        for name, own in of_both.inputs.items():
+            module = model.get_submodule(name)
+
+            def before(module: nn.Module, args: Any, kwargs: Any, name: str = name, own: Tensor = own) -> Any:
+                seen.inputs[name] = _input(args, kwargs)[0].clone()
+                return _with_input(args, kwargs, own[None])
+
+            def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                seen.outputs[name] = _tensor(output)[0].clone()
+
+            hooks += [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after),
+            ]
+        try:
+            hidden_TE, _ = decoder.forward(tokens_T, batch, self._cache)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        what = "a prompt" if spans[0][0] == 0 else "a token after a prompt"
+        first = self._blocks[0]
+        _check("the input of layer 0", what, seen.inputs[first], of_both.inputs[first])
+        for layer, name in enumerate(self._blocks):
+            inputs_TE = of_both.inputs[name]
+            _check(f"layer {layer} ({name})", what, seen.outputs[name], of_both.outputs[name], inputs_TE)
+        _check("the part after the last layer", what, hidden_TE, of_both.hidden_TE)
+        _check("the head", what, decoder.raw_logits(of_both.hidden_TE), of_both.logits_TV)
+
+
+def _check(part: str, what: str, found_TE: Tensor, expected_TE: Tensor, inputs_TE: Tensor | None = None) -> None:
+    dtype = expected_TE.dtype
+    found_TE, expected_TE = found_TE.double(), expected_TE.double()
+    added_TE = expected_TE if inputs_TE is None else expected_TE - inputs_TE.double()
+    rounding_T = 2 * torch.finfo(dtype).eps * expected_TE.norm(dim=-1)
+    limit_T = _TOLERANCE[dtype] * added_TE.norm(dim=-1) + rounding_T
+    ratio_T = (found_TE - expected_TE).norm(dim=-1) / limit_T.clamp(min=1e-30)
+    worst = ratio_T.quantile(0.75) if dtype in _HALF else ratio_T.max()
+    if not bool(worst <= 1):  # NaN, too
+        error = _TOLERANCE[dtype] * float(worst)
+        raise ModelError(
+            f"model.backend: transformers does not compute what transformers' own attention does: for {what}, {part} "
+            f"is the first that differs, by {error:.1e} of what it adds",
+            hint="please report it with the versions of specbatch and transformers; another dtype may not have it",
+        )
+
+
+def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the names of the layers that hold these attention modules: elements of the model's list of layers."""
+    blocks = []
+    for name in names:
+        parts = name.split(".")
+        prefixes = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        of_list = (p for p in prefixes if isinstance(model.get_submodule(p.rpartition(".")[0]), nn.ModuleList))
+        blocks.append(next(of_list, name))
+    return blocks
+
+
+def _batch(
+    texts: Sequence[Tensor], spans: Sequence[tuple[int, int]], num_pages: Sequence[int]
+) -> tuple[PagedBatch, Tensor]:
+    """Pack the tokens [start, end) of each text. The first page of the cache is the spare one of the last text."""
+    device, positions, slots, tokens = texts[0].device, [], [], []
+    table = torch.zeros((len(texts), max(num_pages) + 1), dtype=torch.int32)
+    for number, (start, end) in enumerate(spans):
+        first = sum(num_pages[:number])
+        pages = torch.arange(first, first + num_pages[number]).flip(0)  # out of order
+        table[number, : len(pages)] = pages
+        at = torch.arange(start, end)
+        positions.append(at)
+        slots.append(pages[at // _PAGE] * _PAGE + at % _PAGE)
+        tokens.append(texts[number][start:end])
+    ends = np.cumsum([0, *(end - start for start, end in spans)]).astype(np.int32)
+    batch = PagedBatch(
+        torch.cat(slots).to(device),
+        torch.cat(positions).to(device),
+        table.to(device),
+        _PAGE,
+        torch.tensor([start for start, _ in spans], dtype=torch.int32, device=device),
+        torch.from_numpy(ends).to(device),
+        max(end - start for start, end in spans),
+        host_query_starts=ends,
+    )
+    return batch, torch.cat(tokens)
+
+
+def _joined(seen: Sequence[_Seen], spans: Sequence[tuple[int, int]]) -> _Seen:
+    def join(values: Callable[[_Seen], Tensor]) -> Tensor:
+        return torch.cat([values(one)[start:end] for one, (start, end) in zip(seen, spans, strict=True)])
+
+    names = seen[0].inputs
+    return _Seen(
+        {name: join(lambda one, name=name: one.inputs[name]) for name in names},  # type: ignore[misc]
+        {name: join(lambda one, name=name: one.outputs[name]) for name in names},  # type: ignore[misc]
+        join(lambda one: one.hidden_TE),
+        join(lambda one: one.logits_TV),
+    )
+
+
+def _input(args: Any, kwargs: Any) -> Tensor:
+    """Return the hidden states (1, T, E) that a layer gets."""
+    return _tensor(args[0] if args else kwargs["hidden_states"])
+
+
+def _with_input(args: Any, kwargs: Any, x: Tensor) -> tuple[Any, Any]:
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+
+def _tensor(output: Any) -> Tensor:
+    found = output[0] if isinstance(output, tuple | list) else output
+    assert isinstance(found, Tensor), type(found)
+    return found
