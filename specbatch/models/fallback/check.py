@@ -34,7 +34,7 @@ _HALF = (torch.float16, torch.bfloat16)  # in these, rounding can make a router 
 
 @dataclass
 class _Seen:
-    """Inputs and outputs of the layers, and the logits, of all tokens of a pass."""
+    """Inputs and outputs of the layers, (..., T, E), and the logits, of all tokens of a pass."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class StartCheck:
             module = model.get_submodule(name)
 
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                seen.inputs[name], seen.outputs[name] = _input(args, kwargs)[0].clone(), _tensor(output)[0].clone()
+                seen.inputs[name], seen.outputs[name] = _input(args, kwargs).clone(), _tensor(output).clone()
 
             hooks.append(module.register_forward_hook(hook, with_kwargs=True))
         try:
@@ -101,11 +101,11 @@ class StartCheck:
             module = model.get_submodule(name)
 
             def before(module: nn.Module, args: Any, kwargs: Any, name: str = name, own: Tensor = own) -> Any:
-                seen.inputs[name] = _input(args, kwargs)[0].clone()
-                return _with_input(args, kwargs, own[None])
+                seen.inputs[name] = _input(args, kwargs).clone()
+                return _with_input(args, kwargs, own)
 
             def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                seen.outputs[name] = _tensor(output)[0].clone()
+                seen.outputs[name] = _tensor(output).clone()
 
             hooks += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
@@ -127,6 +127,7 @@ class StartCheck:
 
 
 def _check(part: str, what: str, found_TE: Tensor, expected_TE: Tensor, inputs_TE: Tensor | None = None) -> None:
+    """Raise ModelError if a token differs. `inputs_TE`: the input of the layer; None: all of the output counts."""
     dtype = expected_TE.dtype
     found_TE, expected_TE = found_TE.double(), expected_TE.double()
     added_TE = expected_TE if inputs_TE is None else expected_TE - inputs_TE.double()
@@ -184,7 +185,9 @@ def _batch(
 
 def _joined(seen: Sequence[_Seen], spans: Sequence[tuple[int, int]]) -> _Seen:
     def join(values: Callable[[_Seen], Tensor]) -> Tensor:
-        return torch.cat([values(one)[start:end] for one, (start, end) in zip(seen, spans, strict=True)])
+        return torch.cat(
+            [values(one)[..., start:end, :] for one, (start, end) in zip(seen, spans, strict=True)], dim=-2
+        )
 
     names = seen[0].inputs
     return _Seen(
@@ -196,7 +199,7 @@ def _joined(seen: Sequence[_Seen], spans: Sequence[tuple[int, int]]) -> _Seen:
 
 
 def _input(args: Any, kwargs: Any) -> Tensor:
-    """Return the hidden states (1, T, E) that a layer gets."""
+    """Return the hidden states (1, T, E) that a layer gets. Some models have several streams of them."""
     return _tensor(args[0] if args else kwargs["hidden_states"])
 
 

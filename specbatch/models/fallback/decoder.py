@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from specbatch.attention.interface import AttentionBackend
 from specbatch.batch import LogitsIndices, PagedBatch
@@ -50,15 +49,28 @@ def transformers_decoder(
     return decoder
 
 
+class _Output:
+    """The output of a model's layers: hidden states, and None for all else that a head may look at."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
 class _Given(nn.Module):
     """Takes the place of a model's layers where only its head is computed: the hidden states are the input."""
 
     @property
-    def decoder(self) -> _Given:
+    def decoder(self) -> _Given:  # some models call the layers by this name
         return self
 
-    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _Output:
+        return _Output(inputs_embeds)
 
 
 class TransformersDecoder:

@@ -187,9 +187,9 @@ def _new_skeleton(config: Any) -> Any:
     name = shown(config.model_type)
     quantised = [key for key in _QUANTISED if getattr(config, key, None) is not None]
     if quantised:
-        raise _refused(name, f"its {quantised[0]}: only weights in model.dtype run so")
+        raise _refused(name, f"it has {quantised[0]}, and only weights in model.dtype run so")
     if getattr(config, "is_encoder_decoder", False):
-        raise _refused(name, "an encoder and a decoder")
+        raise _refused(name, "it has an encoder")
     if config.get_text_config() is not config:
         raise ModelError(
             f"model_type {name} also reads images or sound, and cannot run with model.backend: transformers",
@@ -220,7 +220,7 @@ def _probed(model: Any, config: Any) -> Probed:
         values = [getattr(call, trait) for call in calls]
         if any(value != values[0] for value in values):
             distinct = ", ".join(map(str, dict.fromkeys(values)))
-            raise _refused(name, f"layers of different {trait} ({distinct}), and all layers of a cache are equal")
+            raise _refused(name, f"its layers have different {trait} ({distinct}), and all layers of a cache are equal")
     return probed
 
 
@@ -229,10 +229,10 @@ def _check_cache(config: Any, name: str) -> None:
     try:
         layers = DynamicCache(config=config).layers
     except Exception as error:
-        raise _refused(name, f"its cache ({_brief(error)})") from error
+        raise _refused(name, f"transformers makes no cache for it ({_brief(error)})") from error
     for layer in layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise _refused(name, f"a cache with layers of the type {type(layer).__name__}: it is not paged here")
+            raise _refused(name, f"its cache has layers of the type {type(layer).__name__}, which are not paged")
 
 
 def _check_rope(model: nn.Module, name: str) -> None:
@@ -241,7 +241,7 @@ def _check_rope(model: nn.Module, name: str) -> None:
         found = getattr(module, "rope_type", None)
         for kind in found.values() if isinstance(found, dict) else [found]:
             if kind is not None and kind not in _FIXED_ROPE:
-                raise _refused(name, f"rotary embeddings of the type {shown(kind)}, which depend on the batch")
+                raise _refused(name, f"its rotary embeddings are of the type {shown(kind)}, and depend on the batch")
 
 
 def _longest(config: Any) -> int:
@@ -252,7 +252,7 @@ def _longest(config: Any) -> int:
 
 
 def _refused(name: str, why: str) -> ModelError:
-    return ModelError(f"model_type {name} cannot run with model.backend: transformers: it has {why}", hint=HINT)
+    return ModelError(f"model_type {name} cannot run with model.backend: transformers: {why}", hint=HINT)
 
 
 def _brief(error: Exception) -> str:
