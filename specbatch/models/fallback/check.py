@@ -27,8 +27,9 @@ from specbatch.models.fallback.probe import AttentionCall
 _LENGTHS, _NUM_DECODED = (21, 13), 3  # tokens of the prompts; tokens after each, computed one by one
 _LONGEST = 160  # prompts are so long that windows bind, if that is not more than this
 _PAGE = 16
-# The largest error of what a layer adds, as a part of it. An exact computation of another kind differs by less.
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
+# The largest error of what a layer adds, as a part of it. Another order of the same sums differs by less. In float64,
+# transformers computes norms and softmax in float32.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 _HALF = (torch.float16, torch.bfloat16)  # in these, rounding can make a router choose another expert for some tokens
 
 

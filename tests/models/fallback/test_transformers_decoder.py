@@ -1,0 +1,134 @@
+"""Models that transformers' code computes over the paged cache: logits and texts equal those of transformers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.config_load import load_config
+from specbatch.engine.engine import Engine
+from specbatch.models.formats.checkpoint import open_checkpoint
+from specbatch.models.formats.tokenizer import byte_tokenizer
+from specbatch.setup.build import build_decoder, build_engine
+from specbatch.setup.resolve import resolve
+from specbatch.types import SamplingParams
+from tests.engine.test_parity import piecewise_logits
+from tests.models.fallback.variants import EQUAL, VOCAB, own_model, write_model
+from tests.tiny_models import CPU, run
+
+# One for each kind of trait: soft caps and windows, sinks and experts, learned positions, values of fewer dimensions.
+_ALWAYS = ("gemma2-caps", "gpt_oss", "gpt2", "deepseek_v3")
+
+
+def _wide(*values: object) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.wide) for value in values]
+
+
+NAMES = [pytest.param(name, marks=[] if name in _ALWAYS else [pytest.mark.wide]) for name in EQUAL]
+LENGTH = 300
+PIECES = {"whole": [300], "chunks": [1, 130, 7, 162], "decode": [260] + [1] * 40}
+SEEDS = [0, *_wide(1, 2)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_those_of_transformers(name: str, seed: int, tmp_path: Path) -> None:
+    model_type, changes = EQUAL[name]
+    folder = write_model(tmp_path, model_type, changes, seed)
+    tokens = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
+    checkpoint = open_checkpoint(folder, "transformers")
+    with torch.inference_mode():
+        expected = own_model(folder)(torch.tensor([tokens])).logits[0]
+        decoder = build_decoder(checkpoint.config, checkpoint.tensors, LENGTH, torch.float32, CPU)
+        assert expected.std() > 0.1, "logits too flat to compare"
+        for pieces in PIECES.values():
+            found = piecewise_logits(decoder, tokens, pieces, torch.float32)  # type: ignore[arg-type]
+            assert float((found - expected).abs().max()) < 1e-4
+        if any(window is not None for window in checkpoint.config.sliding_windows):
+            assert min(filter(None, checkpoint.config.sliding_windows)) < LENGTH / 2, "no window binds"
+
+
+PROMPTS = [[97, 98, 99] * 5, [5, 6, 7, 8, 9] * 4, [120], [40 + i % 17 for i in range(60)], [97, 98, 99] * 5 + [9]]
+OPTIONS = ["model.backend=transformers", "engine.page_size=4", "engine.max_batch_size=3", "model.dtype=float64"]
+OPTIONS += ["engine.prefill_chunk_tokens=16", "engine.device=cpu"]
+TREE = ["speculation.method=draft_model", "speculation.topk=3", "speculation.num_steps=3"]
+CASES: dict[str, list[str]] = {
+    "plain": ["speculation.method=none"],
+    "ngram": ["speculation.method=ngram"],
+    "preempted": ["speculation.method=ngram", "engine.kv_cache_tokens=128"],
+    "tree": [*TREE, "speculation.num_draft_tokens=8"],
+    "chain": ["speculation.method=draft_model", "speculation.num_steps=3"],
+}
+GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=32, ignore_eos=True, temperature=0.8, seed=3)
+# One for each kind of trait.
+_OTHER_TEXTS = ("gpt2", "gpt_oss", "deepseek_v3", "phi3", "granite", "olmo2")
+TEXTS = ["gemma2-caps", *_wide(*_OTHER_TEXTS)]
+
+
+@functools.cache
+def _own_texts(folder: Path) -> list[list[int]]:
+    """Return the most likely tokens of transformers' own model, in float64."""
+    model, texts = own_model(folder, torch.float64), []
+    for prompt in PROMPTS:
+        tokens = list(prompt)
+        for _ in range(GREEDY.max_tokens):
+            with torch.inference_mode():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        texts.append(tokens[len(prompt) :])
+    return texts
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @functools.cache
+    def make(name: str) -> Path:
+        folder = write_model(tmp_path_factory.mktemp(name) / "model", *EQUAL[name])
+        byte_tokenizer(VOCAB, (0,)).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def _run(folder: Path, case: str, params: SamplingParams) -> tuple[list[list[int]], Engine]:
+    options = [f"model.target={folder}", *OPTIONS, *CASES[case]]
+    if "draft_model" in CASES[case][0]:
+        options.append(f"speculation.draft={folder}")
+    engine = build_engine(resolve(load_config(None, options)))
+    assert isinstance(engine, Engine)
+    completions = run(engine, PROMPTS, params)
+    if case != "plain" and not params.temperature:
+        assert sum(completion.speculation.accepted for completion in completions) > 0
+    return [completion.token_ids for completion in completions], engine
+
+
+@pytest.mark.parametrize("case", ["ngram", "preempted", "tree", *_wide("plain", "chain")])
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_equal_those_of_transformers(name: str, case: str, folders: Callable[[str], Path]) -> None:
+    folder = folders(name)
+    found, engine = _run(folder, case, GREEDY)
+    assert found == _own_texts(folder)
+    if case == "preempted":
+        assert engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("case", ["ngram", *_wide("preempted", "tree")])
+def test_sampled_texts_equal_those_of_plain_decoding(case: str, folders: Callable[[str], Path]) -> None:
+    folder = folders("gemma2-caps")
+    assert _run(folder, case, SAMPLED)[0] == _run(folder, "plain", SAMPLED)[0]
+
+
+def test_random_weights_are_the_same_for_both_backends() -> None:
+    texts = []
+    for backend in ("native", "transformers"):
+        options = ["model.target=random:tiny", f"model.backend={backend}", "speculation.method=none"]
+        options += ["engine.kv_cache_tokens=1024", "engine.device=cpu"]
+        engine = build_engine(resolve(load_config(None, options)))
+        assert isinstance(engine, Engine)
+        texts.append([completion.token_ids for completion in run(engine, PROMPTS, GREEDY)])
+    assert texts[0] == texts[1]
