@@ -39,6 +39,7 @@ from specbatch.models.linears.sharded import ModelShard, local_config
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
 from specbatch.setup.autotune_lanes import with_lanes_that_gain
+from specbatch.setup.backend import without_graphs
 from specbatch.setup.compile_ahead import compile_kernels, identity_of
 from specbatch.setup.memory import GIB, available_memory, sizes_to_try
 from specbatch.setup.resolve import ResolvedRun
@@ -100,6 +101,8 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     available = available_memory(run.device)
     parts, rounds = read_models(run, group)
     if on_cuda:
+        others = [model for model in _models(rounds.target, parts.net) if not model.config.is_native]
+        run = replace(run, engine=without_graphs(run.engine, others, run.kv_dtype, run.notes))
         torch.cuda.synchronize(run.device)
     clock.passed("weights")
     pieces = None
@@ -344,6 +347,11 @@ def _build_net(
         quantization=run.draft_quantization, kv_scales=run.draft.kv_scales,
     )  # fmt: skip
     return ModelNet(draft, draft.new_cache(run.engine.page_size, run.kv_dtype), vocab_size)
+
+
+def _models(target: CausalModel, net: DraftNet | None) -> list[CausalModel]:
+    """Return the target and a draft model."""
+    return [target] if net is None or net.decoder is None else [target, net.decoder]
 
 
 def _configs(run: ResolvedRun) -> list[ModelConfig]:

@@ -155,6 +155,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     elif draft is not None:
         check_norms("speculation.draft", draft, config)
         check_experts("speculation.draft", draft, config, device)
+        if not draft.config.is_native:  # pieces and kernels ahead are for all models of a run, or for none
+            engine = engine_of_transformers(config, engine)
     draft_quantization = quantization_of_draft(draft, config, device)
     shapes = speculation.shapes
     topk = max((shape.topk for shape in shapes), default=1)

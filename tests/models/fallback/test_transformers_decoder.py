@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.engine.engine import Engine
+from specbatch.engine.executor import RoundExecutor
+from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.tokenizer import byte_tokenizer
-from specbatch.setup.build import build_decoder, build_engine
-from specbatch.setup.resolve import resolve
+from specbatch.setup.backend import without_graphs
+from specbatch.setup.build import build_decoder, build_engine, read_models
+from specbatch.setup.resolve import ResolvedRun, resolve
+from specbatch.setup.sizing import planned
 from specbatch.types import SamplingParams
 from tests.engine.test_parity import piecewise_logits
 from tests.models.fallback.variants import EQUAL, VOCAB, own_model, write_model
@@ -95,11 +100,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def _run(folder: Path, case: str, params: SamplingParams) -> tuple[list[list[int]], Engine]:
+def _resolved(folder: Path, case: str) -> ResolvedRun:
     options = [f"model.target={folder}", *OPTIONS, *CASES[case]]
     if "draft_model" in CASES[case][0]:
         options.append(f"speculation.draft={folder}")
-    engine = build_engine(resolve(load_config(None, options)))
+    return resolve(load_config(None, options))
+
+
+def _run(folder: Path, case: str, params: SamplingParams) -> tuple[list[list[int]], Engine]:
+    engine = build_engine(_resolved(folder, case))
     assert isinstance(engine, Engine)
     completions = run(engine, PROMPTS, params)
     if case != "plain" and not params.temperature:
@@ -132,3 +141,43 @@ def test_random_weights_are_the_same_for_both_backends() -> None:
         assert isinstance(engine, Engine)
         texts.append([completion.token_ids for completion in run(engine, PROMPTS, GREEDY)])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("case", ["ngram", *_wide("tree", "chain")])
+def test_with_the_shapes_of_a_gpu(case: str, folders: Callable[[str], Path]) -> None:
+    """Batches and chunks are padded, and padding is not written to the cache."""
+    folder = folders("gemma2-caps")
+    run_ = _resolved(folder, case)
+    parts = replace(read_models(run_)[1], fixed_shapes=True)
+    sized = planned(parts, run_.cache, 3, 16)
+    executor = RoundExecutor(sized.rounds.items, 3, CPU, "none")
+    cost = ChunkCost(1.0, 4, 0)
+    engine = Engine(executor, sized.engine_sizes(4), prefix_cache=True, chunk_cost=cost)
+    assert [completion.token_ids for completion in run(engine, PROMPTS, GREEDY)] == _own_texts(folder)
+
+
+class _Runner:
+    """Captures nothing. `error`: what a capture raises after the function ran."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+
+    def capture(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
+        output = function()
+        if self._error is not None:
+            raise self._error
+        return output
+
+
+def test_code_that_cannot_be_captured_runs_without_graphs() -> None:
+    run_ = resolve(load_config(None, ["model.target=random:tiny", "model.backend=transformers", "engine.device=cpu"]))
+    target = read_models(run_)[1].target
+    wanted = replace(run_.engine, graphs="round", prompt_graphs="whole")
+    notes: list[str] = []
+    kept = without_graphs(wanted, [target], torch.float32, notes, lambda device: _Runner(None))  # type: ignore
+    assert (kept, notes) == (wanted, [])
+    error = RuntimeError("operation not permitted when stream is capturing\nmore")
+    found = without_graphs(wanted, [target], torch.float32, notes, lambda device: _Runner(error))  # type: ignore
+    assert (found.graphs, found.prompt_graphs) == ("none", "off")
+    assert "RuntimeError: operation not permitted when stream is capturing)" in notes[0]
+    assert without_graphs(wanted, [], torch.float32, []) == wanted
