@@ -45,7 +45,7 @@ class Trunk(Protocol):
 
 
 class CausalModel(Protocol):
-    """What the engine asks of a model: `Decoder`, or one that transformers computes (`fallback/decoder.py`)."""
+    """A model as the engine uses it: `Decoder`, or one that transformers computes (`fallback/decoder.py`)."""
 
     config: ModelConfig
     device: torch.device

@@ -30,7 +30,7 @@ _PAGE = 16
 # The largest error of what a layer adds, as a part of it. Another order of the same sums differs by less. In float64,
 # transformers computes norms and softmax in float32.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
-_HALF = (torch.float16, torch.bfloat16)  # in these, rounding can make a router choose another expert for some tokens
+_HALF = (torch.float16, torch.bfloat16)  # rounding to these can make a router choose another expert for some tokens
 
 
 @dataclass

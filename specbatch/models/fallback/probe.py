@@ -21,7 +21,7 @@ from specbatch.models.checks import shown
 from specbatch.models.fallback.attention import OBSERVED
 
 _NUM_TOKENS = 8
-_MOST_POSITIONS = 1 << 20  # masks are looked at up to here
+_MAX_POSITIONS = 1 << 20  # masks are looked at up to here
 # Keyword arguments of attention whose values change nothing, or are read here.
 _KNOWN = frozenset(("s_aux", "position_ids", "position_embeddings"))
 
@@ -47,7 +47,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Probed:
-    """What a model's code does: a call for each layer, in their order."""
+    """The findings about a model's code. `calls`: the call of each layer, in their order."""
 
     calls: tuple[AttentionCall, ...]
     hidden_size: int
@@ -101,7 +101,7 @@ class _Observer:
 
 
 def _seen_mask(mask_function: Callable[..., Tensor], config: Any, **kwargs: Any) -> Tensor:
-    length = min(_MOST_POSITIONS, max(64, int(getattr(config, "max_position_embeddings", None) or 4096)))
+    length = min(_MAX_POSITIONS, max(64, int(getattr(config, "max_position_embeddings", None) or 4096)))
     mask = torch.empty((1, 1, 1, 1), device="meta").as_subclass(_SeenMask)
     mask.window = _window_of(mask_function, length)
     return mask

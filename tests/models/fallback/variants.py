@@ -133,8 +133,9 @@ def write_model(folder: Path, model_type: str, changes: dict[str, Any], seed: in
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(4)
-            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim < 2 else 0.02))
+                parameter.normal_(0, 0.08)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     return folder
 
