@@ -142,4 +142,7 @@ def write_model(folder: Path, model_type: str, changes: dict[str, Any], seed: in
 
 def own_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Read the model with transformers' own attention: of its ways, only eager applies soft caps and sinks."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    if dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # transformers' grouped GEMM has no float64
+    return model
