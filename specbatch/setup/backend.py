@@ -9,6 +9,7 @@ import torch
 
 from specbatch.batch import PagedBatch
 from specbatch.config import Config
+from specbatch.engine.prefill.models import PromptGraphMode
 from specbatch.errors import ConfigError
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels.out_of_memory import is_out_of_memory
@@ -33,7 +34,7 @@ def engine_of_transformers(config: Config, engine: EngineSettings) -> EngineSett
     for option, is_refused in refused.items():
         if is_refused:
             raise ConfigError(f"{option} does not run with model.backend: transformers", hint=_HINT)
-    prompt_graphs = "whole" if engine.prompt_graphs in ("whole", "both") else "off"
+    prompt_graphs: PromptGraphMode = "whole" if engine.prompt_graphs in ("whole", "both") else "off"
     return replace(engine, prompt_graphs=prompt_graphs, compiles_ahead=False, lane_mode="off")
 
 

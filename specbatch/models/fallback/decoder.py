@@ -29,6 +29,7 @@ from specbatch.models.fallback.modules import replace_modules
 from specbatch.models.fallback.probe import AttentionCall
 from specbatch.models.fallback.source import TransformersSource
 from specbatch.models.formats.tensor_files import TensorSource
+from specbatch.models.routing_counter import RoutingCounter
 
 
 def transformers_decoder(
@@ -77,7 +78,7 @@ class TransformersDecoder:
     """A causal language model of transformers with the interface of `Decoder`. `model`: the model with its weights.
     `calls`: its calls of attention, in the order of its layers. `num_positions`: see `PagedModel`."""
 
-    routing = None
+    routing: RoutingCounter | None = None
 
     def __init__(
         self,

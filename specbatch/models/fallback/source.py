@@ -63,8 +63,8 @@ class TransformersSource:
         had_bar = transformers.utils.logging.is_progress_bar_enabled()
         transformers.utils.logging.disable_progress_bar()
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(
-                self.path,
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(self.path),
                 config=self.config,
                 dtype=dtype,
                 attn_implementation=PAGED,
@@ -75,6 +75,7 @@ class TransformersSource:
         finally:
             if had_bar:
                 transformers.utils.logging.enable_progress_bar()
+        model, found = loaded
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
             if names := sorted(map(str, found.get(problem) or ())):
                 what = problem.replace("_", " ")

@@ -109,7 +109,8 @@ def _open_unknown(path: Path, raw: dict[str, Any], generation: dict[str, Any], b
     try:
         found = _open_with_transformers(path, raw, generation)
     except ModelError as error:
-        raise ModelError(f"{refusal}: {error.message}", hint_of_unsupported(raw) or error.hint or known) from error
+        hint = hint_of_unsupported(raw) or "; ".join(filter(None, (error.hint, known)))
+        raise ModelError(f"{refusal}: {error.message}", hint) from error
     if backend == "native":
         raise ModelError(f"{refusal} by model.backend: native", hint=f"set model.backend: transformers; {known}")
     return found
