@@ -10,7 +10,15 @@ from specbatch.kernels.torch.logprobs import logprobs
 from specbatch.kernels.torch.long_sequences import long_sequences
 from specbatch.kernels.torch.mask import tree_mask_bits
 from specbatch.kernels.torch.mixture import fused_experts, route, route_and_norm
-from specbatch.kernels.torch.model import act_mul, add_normed, move_slots, rms_norm, rotary_write, soft_capped
+from specbatch.kernels.torch.model import (
+    act_mul,
+    add_normed,
+    move_slots,
+    rms_norm,
+    rotary_write,
+    rotate,
+    soft_capped,
+)
 from specbatch.kernels.torch.ngram import ngram_lookup
 from specbatch.kernels.torch.prefixes import attend_prefixes
 from specbatch.kernels.torch.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
@@ -48,6 +56,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantised",
     "rotary_write",
+    "rotate",
     "route",
     "route_and_norm",
     "sample",

@@ -27,6 +27,7 @@ from specbatch.models.fallback.attention import PagedLayer, PagedPass
 from specbatch.models.fallback.check import StartCheck
 from specbatch.models.fallback.modules import replace_modules
 from specbatch.models.fallback.probe import AttentionCall
+from specbatch.models.fallback.rotary import replace_rotation
 from specbatch.models.fallback.source import TransformersSource
 from specbatch.models.formats.tensor_files import TensorSource
 from specbatch.models.routing_counter import RoutingCounter
@@ -93,12 +94,15 @@ class TransformersDecoder:
         self.embedding_VE: Tensor = model.get_input_embeddings().weight
         self.device = self.embedding_VE.device
         dtype = self.embedding_VE.dtype
-        self._state = PagedPass(backend, ops_for(self.device, dtype), dtype, self.device)
+        ops = ops_for(self.device, dtype)
+        self._state = PagedPass(backend, ops, dtype, self.device)
+        self.replaced = replace_modules(model, dtype, self.device) | {"rotations": 0}
         for layer, call in enumerate(calls):
             assert config.attention_scale is not None
             place = PagedLayer(self._state, layer, call.window, call.scale / config.attention_scale)
-            model.get_submodule(call.name).place = place
-        self.replaced = replace_modules(model, dtype, self.device)
+            module = model.get_submodule(call.name)
+            module.place = place
+            self.replaced["rotations"] += replace_rotation(module, ops, call.head_dim)
         self._base = model.base_model
         self._head = copy(model)
         self._head._modules = dict(model._modules) | {model.base_model_prefix: _Given()}

@@ -56,10 +56,8 @@ def main() -> None:
                 else:
                     line, is_right = _line(Path(folder), model_type, changes)
             except SpecbatchError as error:
-                line, is_right = (
-                    f"refused       {error.message.partition('transformers: ')[2] or error.message}",
-                    bool(reason),
-                )
+                why = error.message.partition("transformers: ")[2] or error.message
+                line, is_right = f"refused       {why}", bool(reason)
         wrong += not is_right
         print(f"{name:<20} {line}{'' if is_right else '  WRONG'}", flush=True)
     print(f"{wrong} wrong")

@@ -38,7 +38,7 @@ def _rope(model: nn.Module, places: list[Any]) -> None:
 
 
 def _scale(model: nn.Module, places: list[Any]) -> None:
-    places[2]._scale_ratio = 1.3
+    places[2]._scale_ratio = 2.0
 
 
 def _window(model: nn.Module, places: list[Any]) -> None:

@@ -65,7 +65,7 @@ TREE = ["speculation.method=draft_model", "speculation.topk=3", "speculation.num
 CASES: dict[str, list[str]] = {
     "plain": ["speculation.method=none"],
     "ngram": ["speculation.method=ngram"],
-    "preempted": ["speculation.method=ngram", "engine.kv_cache_tokens=128"],
+    "preempted": ["speculation.method=ngram", "engine.kv_cache_tokens=104"],
     "tree": [*TREE, "speculation.num_draft_tokens=8"],
     "chain": ["speculation.method=draft_model", "speculation.num_steps=3"],
 }
