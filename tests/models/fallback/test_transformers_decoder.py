@@ -132,11 +132,12 @@ def test_sampled_texts_equal_those_of_plain_decoding(case: str, folders: Callabl
     assert _run(folder, case, SAMPLED)[0] == _run(folder, "plain", SAMPLED)[0]
 
 
-def test_random_weights_are_the_same_for_both_backends() -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", *_wide("fp8_e4m3")])
+def test_random_weights_are_the_same_for_both_backends(kv_dtype: str) -> None:
     texts = []
     for backend in ("native", "transformers"):
         options = ["model.target=random:tiny", f"model.backend={backend}", "speculation.method=none"]
-        options += ["engine.kv_cache_tokens=1024", "engine.device=cpu"]
+        options += ["engine.kv_cache_tokens=1024", "engine.device=cpu", f"engine.kv_dtype={kv_dtype}"]
         engine = build_engine(resolve(load_config(None, options)))
         assert isinstance(engine, Engine)
         texts.append([completion.token_ids for completion in run(engine, PROMPTS, GREEDY)])
