@@ -155,6 +155,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     elif draft is not None:
         check_norms("speculation.draft", draft, config)
         check_experts("speculation.draft", draft, config, device)
+        if draft.config.is_native != target.config.is_native:
+            whose = "native" if draft.config.is_native else "transformers"
+            notes.append(f"model.backend: {whose} for speculation.draft ({draft.config.model_type})")
         if not draft.config.is_native:  # pieces and kernels ahead are for all models of a run, or for none
             engine = engine_of_transformers(config, engine)
     draft_quantization = quantization_of_draft(draft, config, device)
