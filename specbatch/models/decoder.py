@@ -7,7 +7,7 @@ Shape suffixes: T packed tokens, R selected tokens, E hidden size, V vocabulary,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
 from specbatch.models.families.registry import FAMILIES
 from specbatch.models.layers import Rotary
-from specbatch.models.linears.linear import Residual
+from specbatch.models.linears.linear import Linear, Residual
 from specbatch.models.linears.sharded import GatheredLinear
 from specbatch.models.rope import RopeConfig
 from specbatch.models.routing_counter import RoutingCounter
@@ -52,6 +52,16 @@ class CausalModel(Protocol):
     num_positions: int
     embedding_VE: Tensor
     routing: RoutingCounter | None
+
+    @property
+    def lm_head(self) -> Linear:
+        """Return the LM head, which draft heads without one use."""
+        ...
+
+    @property
+    def embed(self) -> Callable[[Tensor], Tensor]:
+        """Return the function from tokens to their embeddings, which draft heads use."""
+        ...
 
     def forward(
         self,

@@ -338,7 +338,6 @@ def _build_net(
             head = replace(head, decoder=shard.config)
         weights = WeightLoader(tensors, run.dtype, run.device, gemm, shard)
         attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)
-        assert isinstance(target, Decoder), "resolve() refuses the others"
         model = EagleHead(head, weights, target, attention, num_positions)
         return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"

@@ -329,12 +329,6 @@ def _open_draft(
                 hint="a draft model must come from the target's family; otherwise use method: ngram",
             )
         return draft
-    if not target.config.is_native:
-        raise ConfigError(
-            f"speculation.method: {speculation.method} needs model.backend: native, and {target.config.model_type} "
-            "runs with transformers",
-            hint="use speculation.method: ngram or draft_model",
-        )
     kind: EagleKind = "eagle" if speculation.method == "eagle" else "eagle3"
     if random_name(speculation.draft) is not None:
         return open_random_eagle_head(speculation.draft, kind, target.config, dtype, device, speculation.aux_layers)

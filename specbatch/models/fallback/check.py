@@ -47,7 +47,7 @@ class StartCheck:
     """Runs the model's own forward pass; `compare` runs the paged one. `calls`: its calls of attention by layer."""
 
     def __init__(self, model: Any, config: ModelConfig, calls: Sequence[AttentionCall]) -> None:
-        self._blocks = _blocks(model, [call.name for call in calls])
+        self._blocks = blocks_of(model, [call.name for call in calls])
         longest = min(_LONGEST, config.max_position_embeddings - _NUM_DECODED)
         windows = [window + 8 for window in config.sliding_windows if window is not None and window + 8 <= longest]
         self._lengths = [min(longest, max([length, *windows])) for length in _LENGTHS]
@@ -70,7 +70,7 @@ class StartCheck:
             module = model.get_submodule(name)
 
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                seen.inputs[name], seen.outputs[name] = _input(args, kwargs).clone(), _tensor(output).clone()
+                seen.inputs[name], seen.outputs[name] = hidden_of(args, kwargs).clone(), first_tensor(output).clone()
 
             hooks.append(module.register_forward_hook(hook, with_kwargs=True))
         try:
@@ -104,11 +104,11 @@ class StartCheck:
             module = model.get_submodule(name)
 
             def before(module: nn.Module, args: Any, kwargs: Any, name: str = name, own: Tensor = own) -> Any:
-                seen.inputs[name] = _input(args, kwargs).clone()
+                seen.inputs[name] = hidden_of(args, kwargs).clone()
                 return _with_input(args, kwargs, own)
 
             def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                seen.outputs[name] = _tensor(output).clone()
+                seen.outputs[name] = first_tensor(output).clone()
 
             hooks += [
                 module.register_forward_pre_hook(before, with_kwargs=True),
@@ -155,7 +155,7 @@ def _check(what: str, dtype: torch.dtype, passes: Sequence[dict[str, Tensor]]) -
             )
 
 
-def _blocks(model: nn.Module, names: Sequence[str]) -> list[str]:
+def blocks_of(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Return the names of the layers that hold these attention modules: elements of the model's list of layers."""
     blocks = []
     for name in names:
@@ -209,16 +209,16 @@ def _joined(seen: Sequence[_Seen], spans: Sequence[tuple[int, int]]) -> _Seen:
     )
 
 
-def _input(args: Any, kwargs: Any) -> Tensor:
+def hidden_of(args: Any, kwargs: Any) -> Tensor:
     """Return the hidden states (1, T, E) that a layer gets. Some models have several streams of them."""
-    return _tensor(args[0] if args else kwargs["hidden_states"])
+    return first_tensor(args[0] if args else kwargs["hidden_states"])
 
 
 def _with_input(args: Any, kwargs: Any, x: Tensor) -> tuple[Any, Any]:
     return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
 
-def _tensor(output: Any) -> Tensor:
+def first_tensor(output: Any) -> Tensor:
     found = output[0] if isinstance(output, tuple | list) else output
     assert isinstance(found, Tensor), type(found)
     return found

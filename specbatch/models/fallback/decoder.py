@@ -12,24 +12,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specbatch.attention.interface import AttentionBackend
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache, KVScales
+from specbatch.errors import ModelError
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Trunk
 from specbatch.models.fallback.attention import PagedLayer, PagedPass
-from specbatch.models.fallback.check import StartCheck
+from specbatch.models.fallback.check import StartCheck, blocks_of, first_tensor, hidden_of
 from specbatch.models.fallback.modules import replace_modules
 from specbatch.models.fallback.probe import AttentionCall
 from specbatch.models.fallback.rotary import replace_rotation
 from specbatch.models.fallback.source import TransformersSource
 from specbatch.models.formats.tensor_files import TensorSource
+from specbatch.models.linears.linear import Linear
 from specbatch.models.routing_counter import RoutingCounter
 
 
@@ -104,6 +107,9 @@ class TransformersDecoder:
             module.place = place
             self.replaced["rotations"] += replace_rotation(module, ops, call.head_dim)
         self._base = model.base_model
+        self._blocks = [model.get_submodule(name) for name in blocks_of(model, [call.name for call in calls])]
+        self._watched: dict[int, Any] = {}  # hooks at layers whose inputs are auxiliary hidden states
+        self._aux_hidden_states: dict[int, Tensor] = {}
         self._head = copy(model)
         self._head._modules = dict(model._modules) | {model.base_model_prefix: _Given()}
 
@@ -118,13 +124,49 @@ class TransformersDecoder:
     ) -> tuple[Tensor, list[Tensor]]:
         """Compute the same as `Decoder.forward`."""
         assert trunk is None
-        assert not aux_layers
+        for layer in aux_layers:
+            self._watch(layer)
         self._state.begin(batch, cache)
         # Slots that speculation writes after the longest sequence have later positions than tables of positions.
         positions_T = batch.positions_T.clamp(max=self.config.max_position_embeddings - 1)
         output = self._base(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False)
         hidden_TE = output.last_hidden_state[0]
-        return (hidden_TE if logits_indices is None else hidden_TE[logits_indices.index_R]), []
+        aux_hidden_states = [self._aux_hidden_states.pop(layer) for layer in aux_layers]
+        return (hidden_TE if logits_indices is None else hidden_TE[logits_indices.index_R]), aux_hidden_states
+
+    def embed(self, tokens_T: Tensor) -> Tensor:
+        """Return the embeddings (T, E)."""
+        return F.embedding(tokens_T, self.embedding_VE)
+
+    @property
+    def lm_head(self) -> Linear:
+        """Return the LM head as draft heads use it. Raise ModelError if it is no linear layer."""
+        head = getattr(self.model.get_output_embeddings(), "function", None)
+        if head is None:
+            raise ModelError(
+                f"the draft head has no LM head, and that of {self.config.model_type} is no linear layer",
+                hint="use a draft head with an LM head, or speculation.method: ngram",
+            )
+        return cast(Linear, head)
+
+    def _watch(self, layer: int) -> None:
+        """Keep the input of a layer, or the output of the last one, at each forward pass from now on."""
+        if layer in self._watched:
+            return
+
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+            x = hidden_of(args, kwargs) if layer < len(self._blocks) else first_tensor(output)
+            if x.ndim != 3:
+                raise ModelError(
+                    f"layers of {self.config.model_type} have several hidden states, and a draft head reads one",
+                    hint="use speculation.method: ngram or draft_model",
+                )
+            self._aux_hidden_states[layer] = x[0].clone()
+
+        if layer < len(self._blocks):
+            self._watched[layer] = self._blocks[layer].register_forward_pre_hook(keep, with_kwargs=True)
+        else:
+            self._watched[layer] = self._blocks[-1].register_forward_hook(keep, with_kwargs=True)
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits (R, V) of selected hidden states, in the model's dtype."""

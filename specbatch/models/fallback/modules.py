@@ -35,14 +35,14 @@ class _Layer(nn.Module):
 
     def __init__(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype, original: nn.Module | None) -> None:
         super().__init__()
-        self._function, self._dtype, self._original = function, dtype, original
+        self.function, self._dtype, self._original = function, dtype, original
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype != self._dtype and self._original is not None:
             y: Tensor = self._original(x)
             return y
         rows = x.reshape(-1, x.shape[-1])
-        return self._function(rows).view(*x.shape[:-1], -1)
+        return self.function(rows).view(*x.shape[:-1], -1)
 
 
 class _LinearLayer(_Layer):

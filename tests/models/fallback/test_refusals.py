@@ -86,13 +86,10 @@ def test_the_reason_is_given_where_neither_runs_the_model(tmp_path: Path) -> Non
         ("engine.deterministic=true", "engine.deterministic"),
         ("engine.two_batch_overlap=on", "engine.two_batch_overlap: on"),
         ("model.quantization=fp8", "model.quantization: fp8"),
-        ("speculation.method=eagle3", "speculation.method: eagle3"),
     ],
 )
 def test_options_that_need_layers_of_specbatch(option: str, words: str) -> None:
     options = ["model.target=random:tiny", "model.backend=transformers", "engine.device=cpu", option]
-    if "eagle" in option:
-        options.append("speculation.draft=random:eagle3")
     with pytest.raises(ConfigError) as caught:
         resolve(load_config(None, options))
     assert words in caught.value.message

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,8 +15,10 @@ from specbatch.config_load import load_config
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
 from specbatch.engine.prefill.admission_batching import ChunkCost
+from specbatch.models.decoder import CausalModel
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.tokenizer import byte_tokenizer
+from specbatch.models.random_weights import open_random_model
 from specbatch.setup.backend import without_graphs
 from specbatch.setup.build import build_decoder, build_engine, read_models
 from specbatch.setup.resolve import ResolvedRun, resolve
@@ -24,6 +26,7 @@ from specbatch.setup.sizing import planned
 from specbatch.types import SamplingParams
 from tests.engine.test_parity import piecewise_logits
 from tests.models.fallback.variants import EQUAL, VOCAB, own_model, write_model
+from tests.oracle.spans import Span, batch_of
 from tests.tiny_models import CPU, run
 
 # One for each kind of trait: soft caps and windows, sinks and experts, learned positions, values of fewer dimensions.
@@ -182,3 +185,35 @@ def test_code_that_cannot_be_captured_runs_without_graphs() -> None:
     assert (found.graphs, found.prompt_graphs) == ("none", "off")
     assert "RuntimeError: operation not permitted when stream is capturing)" in notes[0]
     assert without_graphs(wanted, [], torch.float32, []) == wanted
+
+
+def _random_decoder(backend: Literal["native", "transformers"]) -> CausalModel:
+    checkpoint = open_random_model("random:tiny", torch.float32, CPU, backend)
+    return build_decoder(checkpoint.config, checkpoint.tensors, 64, torch.float32, CPU)
+
+
+def test_draft_heads_get_what_native_code_gives_them() -> None:
+    """The auxiliary hidden states are the inputs of layers, and the last layer's output."""
+    outputs = []
+    for backend in ("native", "transformers"):
+        decoder = _random_decoder(backend)  # type: ignore[arg-type]
+        batch = batch_of([Span([3, 1], 0, 7), Span([2, 0], 0, 5)], 4, CPU)
+        tokens = torch.arange(12) + 5
+        with torch.inference_mode():
+            hidden, aux = decoder.forward(tokens, batch, decoder.new_cache(64, torch.float32), (0, 3, 8))
+            assert len(aux) == 3
+            outputs.append([hidden, *aux, decoder.embed(tokens), decoder.lm_head(hidden)])
+    for native, other in zip(*outputs, strict=True):
+        assert torch.allclose(native, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["eagle3", *_wide("eagle")])
+def test_draft_heads_change_no_text(method: str) -> None:
+    texts = []
+    tree = ["speculation.topk=2", "speculation.num_steps=3", f"speculation.draft=random:{method}"]
+    for options in (["speculation.method=none"], [f"speculation.method={method}", *tree]):
+        options += ["model.target=random:tiny", "model.backend=transformers", "engine.device=cpu"]
+        engine = build_engine(resolve(load_config(None, [*options, "engine.kv_cache_tokens=1024"])))
+        assert isinstance(engine, Engine)
+        texts.append([completion.token_ids for completion in run(engine, PROMPTS, GREEDY)])
+    assert texts[0] == texts[1]
