@@ -16,6 +16,7 @@ from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.decoder import CausalModel
 from specbatch.setup.engine import EngineSettings
 
+LACKS = "without engine.tensor_parallel, engine.deterministic, engine.two_batch_overlap and FP8 weights"
 _HINT = "leave it out, or use a model of a family that is native (docs/models.md)"
 
 
@@ -29,6 +30,9 @@ def engine_of_transformers(config: Config, engine: EngineSettings) -> EngineSett
         "engine.compile: auto": section.compile == "auto",
         "engine.two_batch_overlap: on": section.two_batch_overlap == "on",
         "model.quantization: fp8": config.model.quantization == "fp8",
+        # The check at the start reads a cache in the model's dtype, and FlashInfer is made for one dtype.
+        "engine.attention: flashinfer with engine.kv_dtype: fp8_e4m3": engine.attention == "flashinfer"
+        and section.kv_dtype == "fp8_e4m3",
         f"prefill.graphs: {config.prefill.graphs}": config.prefill.graphs in ("piecewise", "both"),
     }
     for option, is_refused in refused.items():

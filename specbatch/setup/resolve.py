@@ -25,7 +25,7 @@ from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
-from specbatch.setup.backend import engine_of_transformers
+from specbatch.setup.backend import LACKS, engine_of_transformers
 from specbatch.setup.cache import (
     KV_DTYPE_NAMES,
     CacheRequest,
@@ -123,7 +123,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     target, tokenizer = _open_model(config.model.target, backend, dtype, device, progress)
     if not target.config.is_native:
         engine = engine_of_transformers(config, engine)
-        notes.append(f"model.backend: transformers ({target.config.model_type}; {target.description})")
+        notes.append(f"model.backend: transformers ({target.config.model_type}; {target.description}); {LACKS}")
     elif backend == "auto":
         notes.append(f"model.backend: native ({target.config.model_type})")
     config = replace(config, sampling=resolve_sampling(config, target, notes))
