@@ -113,6 +113,8 @@ class RandomTransformersSource(TransformersSource):
 def prepared(model: Any) -> Any:
     """Return the model for inference with a paged cache."""
     model.set_attn_implementation(PAGED)
+    # For a warning about padding, some models read the tokens back from the device. Some configurations check types.
+    object.__setattr__(model.config, "pad_token_id", None)
     if model.dtype == torch.float64 and model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the grouped GEMM of experts has no float64
     return model.eval().requires_grad_(False)
