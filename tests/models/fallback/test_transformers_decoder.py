@@ -207,7 +207,7 @@ def test_draft_heads_get_what_native_code_gives_them() -> None:
         assert torch.allclose(native, other, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["eagle3", *_wide("eagle")])
+@pytest.mark.parametrize("method", _wide("eagle3", "eagle"))
 def test_draft_heads_change_no_text(method: str) -> None:
     texts = []
     tree = ["speculation.topk=2", "speculation.num_steps=3", f"speculation.draft=random:{method}"]
