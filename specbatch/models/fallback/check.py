@@ -169,12 +169,12 @@ def blocks_of(model: nn.Module, names: Sequence[str]) -> list[str]:
 def _batch(
     texts: Sequence[Tensor], spans: Sequence[tuple[int, int]], num_pages: Sequence[int]
 ) -> tuple[PagedBatch, Tensor]:
-    """Pack the tokens [start, end) of each text. The first page of the cache is the spare one of the last text."""
+    """Pack the tokens [start, end) of each text. Its pages are out of order; the last page of the cache is spare."""
     device, positions, slots, tokens = texts[0].device, [], [], []
     table = torch.zeros((len(texts), max(num_pages) + 1), dtype=torch.int32)
     for number, (start, end) in enumerate(spans):
         first = sum(num_pages[:number])
-        pages = torch.arange(first, first + num_pages[number]).flip(0)  # out of order
+        pages = torch.arange(first, first + num_pages[number]).flip(0)
         table[number, : len(pages)] = pages
         at = torch.arange(start, end)
         positions.append(at)

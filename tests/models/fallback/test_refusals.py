@@ -35,9 +35,9 @@ def test_models_that_a_paged_cache_cannot_hold(name: str, tmp_path: Path) -> Non
 
 def _folder(folder: Path, **changes: Any) -> Path:
     """Write the configuration of a model without a native family. `changes`: keys of the file."""
-    small_config("gpt_neox").save_pretrained(folder)
+    small_config("gptj").save_pretrained(folder)
     file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["GPTNeoXForCausalLM"]} | changes))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["GPTJForCausalLM"]} | changes))
     return folder
 
 
@@ -45,9 +45,9 @@ def _folder(folder: Path, **changes: Any) -> Path:
     ("changes", "words"),
     [
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
-        ({"architectures": ["GPTNeoXForSequenceClassification"]}, "GPTNeoXForSequenceClassification"),
+        ({"architectures": ["GPTJForSequenceClassification"]}, "GPTJForSequenceClassification"),
         ({"model_type": "own_model", "auto_map": {"AutoConfig": "config.Own"}}, "cannot read config.json"),
-        ({"max_position_embeddings": "long"}, "max_position_embeddings"),
+        ({"n_positions": "long"}, "n_positions"),
     ],
 )
 def test_configurations(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_models_that_also_read_images(tmp_path: Path) -> None:
 def test_auto_takes_transformers_where_no_family_reads_the_model(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     assert not open_checkpoint(folder).config.is_native
-    with pytest.raises(ModelError, match=r"'gpt_neox' is not supported by model\.backend: native") as caught:
+    with pytest.raises(ModelError, match=r"'gptj' is not supported by model\.backend: native") as caught:
         open_checkpoint(folder, "native")
     assert "model.backend: transformers" in str(caught.value.hint)
 
@@ -103,9 +103,9 @@ def test_gguf_files(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_missing(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, "gpt_neox", {})
+    folder = write_model(tmp_path, "gptj", {})
     tensors = load_file(folder / "model.safetensors")
-    name = next(name for name in tensors if "dense_h_to_4h.weight" in name)
+    name = next(name for name in tensors if "fc_in.weight" in name)
     save_file(
         {key: value for key, value in tensors.items() if key != name}, folder / "model.safetensors", {"format": "pt"}
     )
