@@ -41,6 +41,12 @@ class ModelSection:
         "auto",
         "In which numbers the model computes. `auto`: float32 on CPU, bfloat16 on CUDA, float16 on GPUs before Ampere.",
     )
+    backend: Literal["auto", "native", "transformers"] = option(
+        "auto",
+        "Whose code computes the target and a draft model. `native`: that of specbatch, for the families of "
+        "docs/models.md. `transformers`: the modelling code of transformers with the attention and the cache of "
+        "specbatch, for most other decoders. `auto`: native if the family is. The first lines say which it is.",
+    )
     quantization: Literal["auto", "none", "fp8", "int4"] = option(
         "auto",
         "`auto`: as the checkpoint is. `none`: quantised weights are dequantised when they are loaded. `fp8` and "

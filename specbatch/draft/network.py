@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.models.decoder import Decoder, Trunk
+from specbatch.models.decoder import CausalModel, Trunk
 from specbatch.models.eagle_head import EagleHead
 
 
@@ -32,7 +32,7 @@ class DraftNet(Protocol):
     reads_hidden: bool  # True: `features` reads the target's last hidden states of all tokens
 
     @property
-    def decoder(self) -> Decoder | None:
+    def decoder(self) -> CausalModel | None:
         """The draft model. None for a head, which has one layer and so no trunk."""
         ...
 
@@ -70,7 +70,7 @@ class ModelNet:
     aux_layers: tuple[int, ...] = ()
     reads_hidden = False
 
-    def __init__(self, model: Decoder, cache: KVCache, target_vocab_size: int) -> None:
+    def __init__(self, model: CausalModel, cache: KVCache, target_vocab_size: int) -> None:
         self.cache = cache
         self._model = model
         # Embeddings are padded to different sizes within one family; ids past the smaller vocabulary are never
@@ -81,7 +81,7 @@ class ModelNet:
         self.feature_size = model.config.hidden_size
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> CausalModel:
         return self._model
 
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
@@ -111,7 +111,7 @@ class EagleNet:
     """An EAGLE-1/2 or EAGLE-3 head."""
 
     draft_kv_offset = 0
-    decoder: Decoder | None = None
+    decoder: CausalModel | None = None
 
     def __init__(self, head: EagleHead, cache: KVCache) -> None:
         self.cache = cache

@@ -33,7 +33,7 @@ from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.prefill.packing import PromptChunk
 from specbatch.engine.sequence import Sequence
 from specbatch.kernels.trace_marks import marked
-from specbatch.models.decoder import Decoder, Trunk
+from specbatch.models.decoder import CausalModel, Trunk
 from specbatch.models.routing_counter import RoutingCounter
 
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
@@ -118,7 +118,7 @@ class Round:
 
     def __init__(
         self,
-        target: Decoder,
+        target: CausalModel,
         cache: KVCache,
         method: DraftMethod,
         state: RequestTable,

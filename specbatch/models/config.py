@@ -6,11 +6,14 @@ Files of the folder `families/` read them from a Hugging Face `config.json`, `fo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from specbatch.errors import ModelError
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import Routing, Scoring
 from specbatch.models.rope import NO_ROPE, RopeConfig
+
+BackendName = Literal["auto", "native", "transformers"]
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # names of an MLP's layers
 # Norms of a layer besides those of heads, in the names of Hugging Face checkpoints.
@@ -115,6 +118,14 @@ class ModelConfig:
     qk_norm_last: bool = False  # the norms of queries and keys are after RoPE
     num_mtp_layers: int = 0  # layers after the last one that predict further tokens; they are not loaded
     moe: MoeConfig | None = None  # None: no layer has experts
+    # Names and shapes of the tensors of a model that transformers computes, which has none of the traits of layers
+    # above; None: the traits say what tensors there are.
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] | None = None
+
+    @property
+    def is_native(self) -> bool:
+        """Return whether a family computes the model. Otherwise transformers does."""
+        return self.tensors is None
 
     def rope_of(self, layer: int) -> RopeConfig:
         """Return the rotary embedding of a layer."""
@@ -165,6 +176,7 @@ class ModelConfig:
             is_parallel=False,
             wide_norms=False,
             moe=None,
+            tensors=None,
         )
 
     def checked(self, source: str) -> ModelConfig:
@@ -190,6 +202,8 @@ class ModelConfig:
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Canonical (Hugging Face) tensor names and shapes of a checkpoint, in model order; linear weights (out, in)."""
     c = config
+    if c.tensors is not None:
+        return dict(c.tensors)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
     if c.learned_positions:
         shapes["model.embed_positions.weight"] = (c.learned_positions, c.hidden_size)

@@ -7,7 +7,7 @@ Shape suffixes: T packed tokens, R selected tokens, E hidden size, V vocabulary,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder_layer import DecoderLayer, ForwardPass
 from specbatch.models.families.registry import FAMILIES
 from specbatch.models.layers import LayerNorm, RMSNorm, Rotary
-from specbatch.models.linears.linear import Residual
+from specbatch.models.linears.linear import Linear, Residual
 from specbatch.models.linears.sharded import GatheredLinear
 from specbatch.models.rope import RopeConfig
 from specbatch.models.routing_counter import RoutingCounter
@@ -42,6 +42,44 @@ class Trunk(Protocol):
     def __call__(self, tokens_T: Tensor, step: ForwardPass, aux_layers: Sequence[int]) -> TrunkOutput:
         """The output is valid until the next call."""
         ...
+
+
+class CausalModel(Protocol):
+    """A model as the engine uses it: `Decoder`, or one that transformers computes (`fallback/decoder.py`)."""
+
+    config: ModelConfig
+    device: torch.device
+    num_positions: int
+    embedding_VE: Tensor
+    routing: RoutingCounter | None
+
+    @property
+    def lm_head(self) -> Linear:
+        """Return the LM head, which draft heads without one use."""
+        ...
+
+    @property
+    def embed(self) -> Callable[[Tensor], Tensor]:
+        """Return the function from tokens to their embeddings, which draft heads use."""
+        ...
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        aux_layers: Sequence[int] = (),
+        logits_indices: LogitsIndices | None = None,
+        trunk: Trunk | None = None,
+    ) -> tuple[Tensor, list[Tensor]]: ...
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor: ...
+
+    def logits(self, hidden_RE: Tensor) -> Tensor: ...
+
+    def best_tokens(self, hidden_RE: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor] | None: ...
+
+    def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache: ...
 
 
 class PagedModel:

@@ -22,7 +22,7 @@ from torch import Tensor
 from specbatch.attention.interface import AttentionBackend
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
-from specbatch.models.decoder import Decoder, PagedModel
+from specbatch.models.decoder import CausalModel, PagedModel
 from specbatch.models.decoder_layer import ForwardPass, PreNormLayer
 from specbatch.models.eagle_config import EagleConfig, layer_prefix, target_ids_of
 from specbatch.models.linears.linear import Residual
@@ -35,7 +35,12 @@ class EagleHead(PagedModel):
     with the sizes of the part of its layer that `weights` loads."""
 
     def __init__(
-        self, head: EagleConfig, weights: WeightLoader, target: Decoder, backend: AttentionBackend, num_positions: int
+        self,
+        head: EagleConfig,
+        weights: WeightLoader,
+        target: CausalModel,
+        backend: AttentionBackend,
+        num_positions: int,
     ) -> None:
         c = head.decoder
         super().__init__(c, weights, backend, num_positions)

@@ -25,7 +25,7 @@ from torch import Tensor
 from specbatch.errors import ModelError
 from specbatch.kernels.mxfp4 import MXFP4_GROUP
 from specbatch.models.catalog import RANDOM_PREFIX, random_name
-from specbatch.models.config import ModelConfig, expected_tensors
+from specbatch.models.config import BackendName, ModelConfig, expected_tensors
 from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, expected_eagle_tensors
 from specbatch.models.families.registry import parse_hf_config
 from specbatch.models.formats.checkpoint import Checkpoint
@@ -247,12 +247,19 @@ def random_config(ref: str) -> ModelConfig:
     raise _unknown(ref, known)
 
 
-def open_random_model(ref: str, dtype: torch.dtype, device: torch.device) -> Checkpoint:
-    """The model that `random:NAME` names; its weights are made in `dtype` on `device`. Raises ModelError."""
+def open_random_model(ref: str, dtype: torch.dtype, device: torch.device, backend: BackendName = "auto") -> Checkpoint:
+    """The model that `random:NAME` names; its weights are made in `dtype` on `device`, the same ones for each backend.
+    Raises ModelError."""
     config, skew = random_config(ref), router_skew(ref)
     biases = {} if skew is None else _router_biases(config, skew)
     is_packed = config.model_type == "gpt_oss"  # as it was published
     source = RandomSource(expected_tensors(config), dtype, device, biases, is_packed=is_packed)
+    if backend == "transformers":
+        from specbatch.models.fallback import source as fallback  # its imports take a second
+
+        raw = _published()[_name_and_options(ref)[0] or ""]
+        theirs = fallback.RandomTransformersSource(raw, source)
+        return Checkpoint(None, fallback.model_config(theirs, config.eos_token_ids), theirs, RANDOM_WEIGHTS)
     return Checkpoint(None, config, source, RANDOM_WEIGHTS)
 
 

@@ -60,7 +60,8 @@ def job_fingerprint(
     if shard is not None:
         job[SHARD] = str(shard)
     for path, value in _flat(config_to_dict(config)):
-        if not path.startswith(_NOT_IN_RESULTS):
+        # Jobs of versions without model.backend were native, and have no such key.
+        if not path.startswith(_NOT_IN_RESULTS) and (path, value) != ("model.backend", "native"):
             job[path] = value
     if row_tokens is not None:
         job["engine.kv_cache_tokens"] = row_tokens

@@ -28,7 +28,7 @@ from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels import ops_for
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import CausalModel, Decoder
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import PackedReader, TensorSource
@@ -39,6 +39,7 @@ from specbatch.models.linears.sharded import ModelShard, local_config
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
 from specbatch.setup.autotune_lanes import with_lanes_that_gain
+from specbatch.setup.backend import without_graphs
 from specbatch.setup.compile_ahead import compile_kernels, identity_of
 from specbatch.setup.memory import GIB, available_memory, sizes_to_try
 from specbatch.setup.resolve import ResolvedRun
@@ -100,6 +101,8 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     available = available_memory(run.device)
     parts, rounds = read_models(run, group)
     if on_cuda:
+        others = [model for model in _models(rounds.target, parts.net) if not model.config.is_native]
+        run = replace(run, engine=without_graphs(run.engine, others, run.kv_dtype, run.notes))
         torch.cuda.synchronize(run.device)
     clock.passed("weights")
     pieces = None
@@ -280,12 +283,17 @@ def build_decoder(
     *,
     mxfp4: PackedReader | None = None,
     two_lanes: bool = False,
-) -> Decoder:
+) -> CausalModel:
     """Build a model with the weights of `tensors`. `kv_dtype`: the data type of the cache that it will read; None:
     `dtype`. `gemm`: the GEMM of a deterministic run on CUDA. `shard`: the part to load; None: all. `quantization`: the
     quantization of the linear layers. `kv_scales`: the scales of an FP8 cache for each layer; empty: all are 1.
     `mxfp4`: the reader of experts that stay in MXFP4; None: they do not. `two_lanes`: two passes may run at the same
     time."""
+    if not config.is_native:
+        from specbatch.models.fallback.decoder import transformers_decoder  # its imports take a second
+
+        backend = _attention(config, dtype, device, attention, kv_dtype, deterministic=False)
+        return transformers_decoder(config, tensors, dtype, device, backend, num_positions)
     config = config if shard is None else shard.config
     weights = WeightLoader(tensors, dtype, device, gemm, shard, quantization, mxfp4=mxfp4)
     backends = [
@@ -320,7 +328,7 @@ def _attention(
 
 
 def _build_net(
-    run: ResolvedRun, target: Decoder, num_positions: int, gemm: InvariantGemm | None, group: Group | None
+    run: ResolvedRun, target: CausalModel, num_positions: int, gemm: InvariantGemm | None, group: Group | None
 ) -> DraftNet:
     """Build the draft network with a cache of one page. The size of its cache is decided later."""
     vocab_size, name = run.target.config.vocab_size, run.engine.attention
@@ -338,6 +346,11 @@ def _build_net(
         quantization=run.draft_quantization, kv_scales=run.draft.kv_scales,
     )  # fmt: skip
     return ModelNet(draft, draft.new_cache(run.engine.page_size, run.kv_dtype), vocab_size)
+
+
+def _models(target: CausalModel, net: DraftNet | None) -> list[CausalModel]:
+    """Return the target and a draft model."""
+    return [target] if net is None or net.decoder is None else [target, net.decoder]
 
 
 def _configs(run: ResolvedRun) -> list[ModelConfig]:

@@ -22,6 +22,7 @@ from specbatch.engine.cpu_threads import usable_cores
 from specbatch.engine.executor import padded_sizes
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.round import Wanted
+from specbatch.models.decoder import Decoder
 from specbatch.models.truncated_model import outlined
 from specbatch.setup.resolve import ResolvedRun
 from specbatch.setup.round_parts import RoundParts
@@ -43,6 +44,7 @@ def compile_kernels(
     done = _sign_of(f"{identity} {max_batch_size} {prefill_chunk_tokens} {max_length}")
     if _is_left(done):
         return "engine: kernels were compiled by an earlier start"
+    assert isinstance(parts.target, Decoder), "other models compile no kernels ahead"
     short = replace(parts, target=outlined(parts.target))
     try:
         count, failed = compile_ahead(

@@ -6,6 +6,7 @@ The rule is here once, as functions of plain numbers. `resolve.py` asks before t
 
 from __future__ import annotations
 
+import math
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ class CachedModel:
     def num_parameters(self) -> int:
         """Roughly: without biases, norms and the routers of experts. All experts count, not only those of a token."""
         c = self.config
+        if c.tensors is not None:  # with the embedding and the LM head
+            return sum(math.prod(shape) for _, shape in c.tensors)
         attention = c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
         inner = self.num_layers * c.intermediate_size
         if (moe := c.moe) is not None:

@@ -14,7 +14,7 @@ from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
 from specbatch.models.catalog import random_name
 from specbatch.models.checks import first_names
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import BackendName, ModelConfig
 from specbatch.models.download import resolve_model
 from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint, with_adapter
@@ -25,6 +25,7 @@ from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
+from specbatch.setup.backend import LACKS, engine_of_transformers
 from specbatch.setup.cache import (
     KV_DTYPE_NAMES,
     CacheRequest,
@@ -119,7 +120,13 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     check_simulation(speculation, on_cuda)
     if speculation.section.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
-    target, tokenizer = _open_model(config.model.target, dtype, device, progress)
+    backend = config.model.backend
+    target, tokenizer = _open_model(config.model.target, backend, dtype, device, progress)
+    if not target.config.is_native:
+        engine = engine_of_transformers(config, engine)
+        notes.append(f"model.backend: transformers ({target.config.model_type}; {target.description}); {LACKS}")
+    elif backend == "auto":
+        notes.append(f"model.backend: native ({target.config.model_type})")
     if config.model.adapter is not None:
         target = with_adapter(target, resolve_model(config.model.adapter, progress=progress))
     target = for_rows(target, config.model.max_model_len, notes)
@@ -146,7 +153,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)
     quantization = resolve_quantization(config, target, device, dtype, notes)
     mxfp4 = resolve_mxfp4(config, target, device, dtype, notes)
-    draft = _open_draft(speculation.section, target, tokenizer, dtype, device, progress)
+    draft = _open_draft(speculation.section, backend, target, tokenizer, dtype, device, progress)
     if isinstance(draft, EagleCheckpoint):
         notes += draft.notes
         section = replace(speculation.section, aux_layers=draft.config.aux_layers or None)
@@ -154,6 +161,11 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     elif draft is not None:
         check_norms("speculation.draft", draft, config)
         check_experts("speculation.draft", draft, config, device)
+        if draft.config.is_native != target.config.is_native:
+            whose = "native" if draft.config.is_native else "transformers"
+            notes.append(f"model.backend: {whose} for speculation.draft ({draft.config.model_type})")
+        if not draft.config.is_native:  # pieces and kernels ahead are for all models of a run, or for none
+            engine = engine_of_transformers(config, engine)
     draft_quantization = quantization_of_draft(draft, config, device)
     shapes = speculation.shapes
     topk = max((shape.topk for shape in shapes), default=1)
@@ -219,6 +231,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         model=replace(
             config.model,
             dtype=DTYPE_NAMES[dtype],
+            backend="native" if target.config.is_native else "transformers",
             quantization=quantization_name(config, quantization, draft_quantization, keeps_mxfp4=mxfp4 is not None),
         ),
         speculation=speculation.section,
@@ -288,13 +301,17 @@ def _cached_models(
 
 
 def _open_model(
-    ref: str, dtype: torch.dtype, device: torch.device, progress: Callable[[str, int, int], None] | None
+    ref: str,
+    backend: BackendName,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str, int, int], None] | None,
 ) -> tuple[Checkpoint, PreTrainedTokenizerBase]:
     if random_name(ref) is not None:
-        model = open_random_model(ref, dtype, device)
+        model = open_random_model(ref, dtype, device, backend)
         return model, byte_tokenizer(model.config.vocab_size, model.config.eos_token_ids)
     path = resolve_model(ref, progress=progress)
-    return open_checkpoint(path), load_tokenizer(path)
+    return open_checkpoint(path, backend), load_tokenizer(path)
 
 
 def _random_weights(ref: str | None) -> str:
@@ -303,6 +320,7 @@ def _random_weights(ref: str | None) -> str:
 
 def _open_draft(
     speculation: SpeculationSection,
+    backend: BackendName,
     target: Checkpoint,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
@@ -312,7 +330,7 @@ def _open_draft(
     if speculation.draft is None:
         return None
     if speculation.method == "draft_model":
-        draft, own_tokenizer = _open_model(speculation.draft, dtype, device, progress)
+        draft, own_tokenizer = _open_model(speculation.draft, backend, dtype, device, progress)
         draft = replace(draft, config=draft.config.for_rows(target.config.max_position_embeddings))
         difference = describe_tokenizer_difference(tokenizer, own_tokenizer)
         if difference is not None:

@@ -16,7 +16,7 @@ from specbatch.engine.overlap.two_lanes import TwoLanes
 from specbatch.engine.round import Round
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import CausalModel, Decoder
 from specbatch.models.stages import TwoPasses
 from specbatch.parallel.group import Group
 
@@ -44,7 +44,7 @@ class RoundParts:
     part that the first of them holds. `lanes`: the sizes from which there are two lanes; None: there is one everywhere.
     `cascade`: see `RequestTable`; rounds with two lanes have none."""
 
-    target: Decoder
+    target: CausalModel
     methods: ByBatch[DraftMethod]
     kv_dtype: torch.dtype
     page_size: int
@@ -91,6 +91,7 @@ class RoundParts:
         two_lanes = None
         if self.lanes is not None:
             passes = TwoPasses(self.device, self.group)
+            assert isinstance(self.target, Decoder), "other models have one lane"
             two_lanes = TwoLanes(self.target, cache, passes, self.lanes.prompt_tokens)
         if net is not None:
             net.cache.resize(num_slots)

@@ -183,6 +183,7 @@ def test_mistakes_on_the_command_line(item: str, message: str, hint: str) -> Non
         ("- 1", "must hold a mapping"),
         ("a: [", "not valid YAML"),
         ("model: {dtype: fp8}", "model.dtype must be one of"),
+        ("model: {backend: hf}", "model.backend must be one of"),
         ("model: {target: 3}", "model.target must be text"),
         ("x: !!python/object/apply:os.getcwd []", "not valid YAML"),
         ("data: {prompt_template: '{a}', prompt_column: b}", "both set"),

@@ -97,6 +97,18 @@ def test_rotary_write_to_float8(dim: int, dtype: torch.dtype) -> None:
         assert float(apart.float().mean()) < 0.01
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 48, 128])
+def test_rotate(dim: int, dtype: torch.dtype) -> None:
+    """Queries and keys are parts of one projection, so heads are not contiguous."""
+    qkv = random(5, 9, dim, dtype=dtype)
+    q, k = qkv[:, :6], qkv[:, 6:8]
+    angles = random(5, dim, dtype=torch.float32, seed=1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    for found, expected in zip(model.rotate(q, k, cos, sin), reference.rotate(q, k, cos, sin), strict=True):
+        close(found, expected, dtype)
+
+
 @pytest.mark.skipif(not CUDA, reason="the interpreter rounds to float8 wrongly")
 def test_rotary_write_of_what_float8_cannot_hold() -> None:
     values = torch.tensor([500.0, -1e30, 449.0, 448.0, 465.0, 0.3, -1.0, 0.0] * 2, device=DEVICE)

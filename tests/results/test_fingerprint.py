@@ -32,6 +32,13 @@ def test_a_file_from_before_an_option_existed_ran_with_its_default() -> None:
     assert differences(old, {**old, "shard": "1/2"}) == ["shard: none -> 1/2"], "no option"
 
 
+def test_a_job_of_a_version_without_the_option_backend_was_native() -> None:
+    old = job_fingerprint(load_config(None, ["model.backend=native"]), {}, None)
+    assert "model.backend" not in old
+    other = job_fingerprint(load_config(None, ["model.backend=transformers"]), {}, None)
+    assert differences(old, other) == ["model.backend: auto -> transformers"]
+
+
 def test_workers_are_no_part_of_a_job() -> None:
     many = load_config(None, ["cluster.workers=8", "cluster.resources={a100: 1}", "cluster.max_deaths=1"])
     assert job_fingerprint(many, {}, None) == job_fingerprint(load_config(), {}, None)

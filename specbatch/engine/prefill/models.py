@@ -15,7 +15,7 @@ from specbatch.graphs.piecewise import Pieces, PiecewiseTrunk, PlainPieces, Runn
 from specbatch.graphs.traced import CompiledPieces
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.catalog import cache_dir
-from specbatch.models.decoder import Decoder, Trunk
+from specbatch.models.decoder import CausalModel, Decoder, Trunk
 from specbatch.models.pass_weights import PassWeights
 
 PromptGraphMode = Literal["off", "whole", "piecewise", "both"]
@@ -39,9 +39,14 @@ class PromptPieces(NamedTuple):
 
     @staticmethod
     def of_models(
-        target: Decoder, net: DraftNet | None, *, compiled: bool, on_progress: Callable[[str], None] = lambda _: None
+        target: CausalModel,
+        net: DraftNet | None,
+        *,
+        compiled: bool,
+        on_progress: Callable[[str], None] = lambda _: None,
     ) -> PromptPieces:
-        def make(name: str, model: Decoder, aux_layers: Sequence[int]) -> Pieces:
+        def make(name: str, model: CausalModel, aux_layers: Sequence[int]) -> Pieces:
+            assert isinstance(model, Decoder), "other models have no pieces"
             if not compiled or model.config.learned_positions:
                 return PlainPieces(model, aux_layers)
             # A later start finds the compiled code there. Torch sets this, too, as soon as it traces.
@@ -55,7 +60,7 @@ class PromptPieces(NamedTuple):
             return PromptPieces(of_target, None if draft is None else make("draft model", draft, ()))
 
 
-def token_sizes(target: Decoder, prefill_chunk_tokens: int) -> list[int]:
+def token_sizes(target: CausalModel, prefill_chunk_tokens: int) -> list[int]:
     """Return the numbers of tokens to capture. These are chunks that the GPU computes in less time than the host takes
     to launch them (`ChunkCost`). For larger chunks a graph gains nothing, and padding costs time."""
     config = target.config

@@ -20,6 +20,7 @@ from specbatch.kernels.torch.model import (
     norm_whole_heads,
     rms_norm,
     rotary_write,
+    rotate,
     soft_capped,
 )
 from specbatch.kernels.torch.ngram import ngram_lookup
@@ -64,6 +65,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_quantised",
     "rotary_write",
+    "rotate",
     "route",
     "route_and_norm",
     "sample",

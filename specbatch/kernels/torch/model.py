@@ -138,6 +138,18 @@ def rotary_write(
     return q
 
 
+def rotate(q_THD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate whole heads of queries and keys by the angles of their tokens (rotate-half; the sign is not in `sin_TD`).
+    Return new tensors. The last dimension of all arguments is contiguous."""
+    cos, sin = cos_TD.unsqueeze(1), sin_TD.unsqueeze(1)
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    return turned(q_THD), turned(k_TKD)
+
+
 def storable(k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values as a cache holds them, see the module's text."""
     v_ok_TKD = v_TKD.isfinite().all(dim=-1, keepdim=True)

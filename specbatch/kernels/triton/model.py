@@ -440,6 +440,55 @@ def rotary_write(
 
 
 @triton.jit
+def _rotate(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_cos, stride_sin,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    half: tl.constexpr = D // 2
+    pairs = tl.arange(0, HALF)
+    pair_ok = pairs < half
+    cos1 = tl.load(cos_ptr + token * stride_cos + pairs, mask=pair_ok, other=0.0).to(tl.float32)[None, :]
+    cos2 = tl.load(cos_ptr + token * stride_cos + pairs + half, mask=pair_ok, other=0.0).to(tl.float32)[None, :]
+    sin1 = tl.load(sin_ptr + token * stride_sin + pairs, mask=pair_ok, other=0.0).to(tl.float32)[None, :]
+    sin2 = tl.load(sin_ptr + token * stride_sin + pairs + half, mask=pair_ok, other=0.0).to(tl.float32)[None, :]
+    k_heads = heads - NUM_HEADS
+    is_q = (heads < NUM_HEADS)[:, None] & pair_ok[None, :]
+    is_k = (heads >= NUM_HEADS)[:, None] & (k_heads < NUM_KV_HEADS)[:, None] & pair_ok[None, :]
+    q = q_ptr + token * stride_qt + heads[:, None] * stride_qh + pairs[None, :]
+    k = k_ptr + token * stride_kt + k_heads[:, None] * stride_kh + pairs[None, :]
+    dtype = q_ptr.dtype.element_ty
+    x1 = tl.where(is_q, tl.load(q, mask=is_q, other=0.0), tl.load(k, mask=is_k, other=0.0)).to(tl.float32)
+    x2 = tl.where(is_q, tl.load(q + half, mask=is_q, other=0.0), tl.load(k + half, mask=is_k, other=0.0)).to(tl.float32)
+    y1, y2 = (x1 * cos1 - x2 * sin1).to(dtype), (x2 * cos2 + x1 * sin2).to(dtype)
+    q_out = q_out_ptr + (token * NUM_HEADS + heads)[:, None] * D + pairs[None, :]
+    k_out = k_out_ptr + (token * NUM_KV_HEADS + k_heads)[:, None] * D + pairs[None, :]
+    tl.store(q_out, y1, mask=is_q)
+    tl.store(q_out + half, y2, mask=is_q)
+    tl.store(k_out, y1, mask=is_k)
+    tl.store(k_out + half, y2, mask=is_k)
+
+
+def rotate(q_THD: Tensor, k_TKD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, head_dim = q_THD.shape
+    num_kv_heads = k_TKD.shape[1]
+    q = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    k = torch.empty(k_TKD.shape, dtype=k_TKD.dtype, device=k_TKD.device)
+    if num_tokens:
+        block_h = 8 if num_tokens <= 64 else 16
+        launch(
+            _rotate, (num_tokens, triton.cdiv(num_heads + num_kv_heads, block_h)),
+            q_THD, k_TKD, cos_TD, sin_TD, q, k,
+            *q_THD.stride()[:2], *k_TKD.stride()[:2], cos_TD.stride(0), sin_TD.stride(0),
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, D=head_dim, HALF=triton.next_power_of_2(head_dim // 2),
+            BLOCK_H=block_h, num_warps=4 if num_tokens > 64 else 2,
+        )  # fmt: skip
+    return q, k
+
+
+@triton.jit
 def _move_slots(
     kv_ptr, source_ptr, target_ptr, num_planes, stride_plane,
     M: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PLANES: tl.constexpr,

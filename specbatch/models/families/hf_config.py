@@ -205,9 +205,6 @@ class HfConfig:
             head_dim = hidden_size // num_heads
         max_position = self.optional_size("max_position_embeddings") or max_position
         rope = rope or parse_rope(self.raw, max_position, theta, partial)
-        # As in transformers, generation_config.json replaces what config.json says.
-        ids = _token_ids(self.generation.get("eos_token_id"), "generation_config.json")
-        ids = ids or _token_ids(self.raw.get("eos_token_id", eos), "config.json")
         return ModelConfig(
             model_type=self.model_type,
             vocab_size=self.size("vocab_size"),
@@ -226,7 +223,7 @@ class HfConfig:
             mlp_bias=mlp_bias,
             qk_norm=qk_norm,
             sliding_windows=windows,
-            eos_token_ids=tuple(dict.fromkeys(ids)),
+            eos_token_ids=eos_token_ids(self.raw, self.generation, eos),
             activation=activation,
             **traits,
         ).checked("config.json")
@@ -237,6 +234,14 @@ def windows_of(types: Sequence[str], window: int | None, why_none: str) -> tuple
     if SLIDING in types and window is None:
         raise ModelError(f"config.json: layer_types, or its default, has {SLIDING}, but {why_none}", hint=WINDOW_HINT)
     return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], default: int | None = None) -> tuple[int, ...]:
+    """Return the end-of-sequence ids. As in transformers, generation_config.json replaces what config.json says.
+    `default`: the id of a config.json that has no such key."""
+    ids = _token_ids(generation.get("eos_token_id"), "generation_config.json")
+    ids = ids or _token_ids(raw.get("eos_token_id", default), "config.json")
+    return tuple(dict.fromkeys(ids))
 
 
 def _token_ids(value: object, file: str) -> list[int]:

@@ -14,7 +14,8 @@ import torch
 from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown, tensor_problems
-from specbatch.models.config import ModelConfig, expected_tensors
+from specbatch.models.config import BackendName, ModelConfig, expected_tensors
+from specbatch.models.families.hf_config import eos_token_ids
 from specbatch.models.families.registry import FAMILIES, check_family_keys, parse_hf_config
 from specbatch.models.families.vision import VISION_MODELS, text_part
 from specbatch.models.formats.adapter import merged_with_adapter
@@ -55,8 +56,8 @@ class Checkpoint:
     text_of: str | None = None  # `model_type` of a model of which this is the text part
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open and validate a model: a Hugging Face directory or a `.gguf` file.
+def open_checkpoint(path: Path, backend: BackendName = "auto") -> Checkpoint:
+    """Open and validate a model: a Hugging Face directory or a `.gguf` file. `backend`: as `model.backend`.
 
     Raises ModelError where a file is missing or damaged, the architecture is unsupported, or a tensor is missing, has
     the wrong shape or is unknown. Weight data is not read, except where a config says that the embeddings are tied and
@@ -67,6 +68,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise ModelError(f"{path} does not exist")
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is neither a directory nor a .gguf file")
+        if backend == "transformers":
+            raise ModelError(f"{path}: GGUF files do not run with model.backend: transformers", hint="leave it out")
         file = GgufFile(path)
         config = gguf_model_config(file)
         gguf = GgufSource(file, config)
@@ -80,10 +83,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path} has no config.json", hint="a model directory holds config.json, weights and tokenizer.json"
         )
     raw = read_json(config_file)
-    _check_architecture(path, raw)
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if is_there(generation_file) else {}
+    if backend == "transformers":
+        return _open_with_transformers(path, raw, generation)
     whole, text = raw.get("model_type"), text_part(raw)
+    if text is None and whole not in FAMILIES and not _is_draft_head(raw):
+        return _open_unknown(path, raw, generation, backend)
+    _check_architecture(path, raw)
     raw = raw if text is None else text
     config = parse_hf_config(raw, generation)
     ignored = check_family_keys(raw)
@@ -114,7 +121,7 @@ def _canonical(files: SafetensorsSource | TorchBinSource, config: ModelConfig, i
 def with_adapter(target: Checkpoint, path: Path) -> Checkpoint:
     """Return a model with the adapter of a folder, which is merged while the weights are loaded. It raises ModelError
     if they do not fit, and for models whose weights are quantised."""
-    if isinstance(target.tensors, ArrangedSource):
+    if isinstance(target.tensors, ArrangedSource) or not target.config.is_native:
         raise ModelError(
             f"model.adapter is not supported for {target.text_of or target.config.model_type}: "
             "its weights are renamed, divided or reordered while they are loaded",
@@ -129,6 +136,28 @@ def with_adapter(target: Checkpoint, path: Path) -> Checkpoint:
     return dataclasses.replace(target, tensors=tensors, description=f"{target.description} with a LoRA adapter")
 
 
+def _open_unknown(path: Path, raw: dict[str, Any], generation: dict[str, Any], backend: BackendName) -> Checkpoint:
+    """Open a model that no family reads, if transformers' code can compute it and `backend` lets it."""
+    known = f"supported model types: {', '.join(FAMILIES)}"
+    refusal = f"model_type {shown(raw.get('model_type'))} is not supported"
+    try:
+        found = _open_with_transformers(path, raw, generation)
+    except ModelError as error:
+        hint = "; ".join(filter(None, (error.hint, known)))
+        raise ModelError(f"{refusal}: {error.message}", hint) from error
+    if backend == "native":
+        raise ModelError(f"{refusal} by model.backend: native", hint=f"set model.backend: transformers; {known}")
+    return found
+
+
+def _open_with_transformers(path: Path, raw: dict[str, Any], generation: dict[str, Any]) -> Checkpoint:
+    from specbatch.models.fallback import source as fallback  # its imports take a second
+
+    source = fallback.open_source(path, raw)
+    config = fallback.model_config(source, eos_token_ids(raw, generation))
+    return Checkpoint(path, config, source, fallback.DESCRIPTION, generation_config=generation)
+
+
 def check_no_adapter(path: Path) -> None:
     """Raises ModelError for a folder with an adapter (LoRA and others). Its base model alone gives other texts."""
     names = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -141,6 +170,11 @@ def check_no_adapter(path: Path) -> None:
         )
 
 
+def _is_draft_head(raw: dict[str, Any]) -> bool:
+    names = raw.get("architectures")
+    return isinstance(names, list) and any("eagle" in str(name).lower() for name in names)
+
+
 def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -149,11 +183,10 @@ def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
     known += [model.architecture for model in VISION_MODELS.values()]
     unknown = [name for name in names if name not in known]
     if unknown:
-        draft_head = any("eagle" in name.lower() for name in unknown)
         raise ModelError(
             f"{path}: architecture {shown(unknown[0])} is not supported",
             hint="this is a draft head: set it as speculation.draft, with speculation.method eagle or eagle3"
-            if draft_head
+            if _is_draft_head(raw)
             else f"supported architectures: {', '.join(dict.fromkeys(known))}",
         )
 

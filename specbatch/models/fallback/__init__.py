@@ -1,0 +1,1 @@
+"""Models that transformers' own code computes, with the attention and the paged cache of specbatch."""
