@@ -10,7 +10,7 @@ import json
 import os
 import re
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jinja2
@@ -85,7 +85,9 @@ def _is_jinja(text: str) -> bool:
 def _jinja_names(text: str) -> Iterator[str]:
     """Yield the fields that a template reads, but for those that it can do without."""
     tree = parsed(text)
-    tests = [node.node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")]
+    tests: list[nodes.Node | None] = [
+        node.node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")
+    ]
     tests += [node.node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
     optional = {node.name for node in tests if isinstance(node, nodes.Name)}
     yield from sorted(variables_of(text) - optional - {_ROW})
@@ -147,7 +149,8 @@ def _matched(field: str | None) -> re.Match[str]:
 
 def _format_as(value: Any, conversion: str, spec: str) -> str:
     """Apply a conversion and a format of `str.format`."""
-    converted = {"r": repr, "s": str, "a": ascii}[conversion](value) if conversion else value
+    to_text: dict[str, Callable[[Any], str]] = {"r": repr, "s": str, "a": ascii}
+    converted = to_text[conversion](value) if conversion else value
     return "" if value is None and not conversion else format(converted, spec)
 
 

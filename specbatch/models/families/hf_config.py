@@ -236,9 +236,11 @@ def windows_of(types: Sequence[str], window: int | None, why_none: str) -> tuple
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any], default: int | None = None) -> tuple[int, ...]:
+def eos_token_ids(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], default: int | list[int] | None = None
+) -> tuple[int, ...]:
     """Return the end-of-sequence ids. As in transformers, generation_config.json replaces what config.json says.
-    `default`: the id of a config.json that has no such key."""
+    `default`: the ids of a config.json that has no such key."""
     ids = _token_ids(generation.get("eos_token_id"), "generation_config.json")
     ids = ids or _token_ids(raw.get("eos_token_id", default), "config.json")
     return tuple(dict.fromkeys(ids))
