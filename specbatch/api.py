@@ -30,13 +30,13 @@ from specbatch.job.failures import MaxFailed
 from specbatch.job.output import with_first_day
 from specbatch.job.pool import WorkerPool
 from specbatch.job.runner import failed_row
-from specbatch.other_names import option_meant
 from specbatch.rows.memory_rows import raw_rows
 from specbatch.rows.parser import RowParser
 from specbatch.rows.shard import Shard
 from specbatch.rows.sources import RawRow
 from specbatch.signals import INTERRUPTED, deferred_signals
 from specbatch.startup import open_pool, prepare_libraries
+from specbatch.strict.other_names import option_meant
 
 # `Any` is for a table of pandas, polars, Arrow or `datasets`, whose types are not known here.
 Rows = str | Mapping[str, Any] | Iterable[Mapping[str, Any] | str] | Any
