@@ -37,6 +37,7 @@ from specbatch.models.linears.sharded import ModelShard
 from specbatch.models.rope import RopeConfig
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
+from specbatch.parallel.shares import Division
 from specbatch.setup.round_parts import RoundParts
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.oracle.engine import OracleEngine
@@ -215,12 +216,13 @@ def tiny_decoder(
     num_positions: int = MAX_LENGTH + 128,
     spoil: Spoil | None = None,
     group: Group | None = None,
+    division: Division = "tensors",
 ) -> Decoder:
-    """Make a tiny target. `group`: the ranks that share the model."""
+    """Make a tiny target. `group`: the ranks that share the model. `division`: their division of it."""
     tensors = RandomTensors(decoder_tensors(config), seed, scale)
     if spoil is not None:
         spoil(tensors._tensors)
-    shard = None if group is None else ModelShard.of(config, group)
+    shard = None if group is None else ModelShard.of(config, group, division)
     own = config if shard is None else shard.config
     weights = WeightLoader(tensors, dtype, device, shard=shard)
     return Decoder(own, weights, attention(own, device), num_positions, attention(own, device))

@@ -124,7 +124,7 @@ class Inputs:
 
     def blocks(self, block_m: int) -> list[ops._Blocks]:
         num_experts, pdl = self.shape.num_experts, dependent_launch(self.x_TE)
-        return [ops._Blocks(experts_TK, num_experts, block_m, pdl) for experts_TK in self.experts]
+        return [ops._Blocks(experts_TK, 0, num_experts, block_m, pdl) for experts_TK in self.experts]
 
     def gate_up(self, blocks: Sequence[ops._Blocks], tile: ExpertTile) -> None:
         """Run the GEMM of gate and up of all routings."""

@@ -23,6 +23,7 @@ from specbatch.models.layer_names import chosen_layers
 from specbatch.models.linears.quantization import Quantization, chosen
 from specbatch.models.linears.sharded import check_group_borders, local_config
 from specbatch.models.random_weights import RandomSource
+from specbatch.parallel.shares import Division
 from specbatch.setup.device import DTYPE_NAMES
 from specbatch.setup.memory import GIB
 
@@ -31,9 +32,9 @@ _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
 
 
 def resolve_quantization(
-    config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, notes: list[str]
+    config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, division: Division, notes: list[str]
 ) -> Quantization | None:
-    """Decide the quantization of the target's layers."""
+    """Decide the quantization of the target's layers. `division`: its division among ranks."""
     option, is_gguf = config.model.quantization, isinstance(target.tensors, GgufSource)
     if option == "fp8" and is_gguf:
         raise ConfigError(
@@ -51,7 +52,7 @@ def resolve_quantization(
     linear = [name.removesuffix(".weight") for name in matrices if "embed_tokens" not in name]
     covered = [name for name in linear if found.covers(name)]
     if found.inputs != "none" and "block" in (found.weights, found.inputs):
-        _check_groups(covered, target.config, config.engine.tensor_parallel)
+        _check_groups(covered, target.config, config.engine.tensor_parallel, division)
     which = f"{len(covered)} of {len(linear)} linear layers: {chosen_layers(covered, linear)}"
     note = f"model.quantization: {found.describe()}; {which}"
     saved = saved_bytes(found, target.config, device, dtype)
@@ -71,10 +72,10 @@ def _note_on_experts(quantization: Quantization, device: torch.device, dtype: to
     return f"model.quantization: {inputs}"
 
 
-def check_norms(name: str, model: Checkpoint, config: Config) -> None:
+def check_norms(name: str, model: Checkpoint, config: Config, division: Division) -> None:
     """Raise ConfigError if norms are over all heads, and each rank has some of the heads. `name`: the option of the
-    model."""
-    if model.config.qk_norm_whole and config.engine.tensor_parallel > 1:
+    model. `division`: its division among ranks."""
+    if model.config.qk_norm_whole and config.engine.tensor_parallel > 1 and division != "requests":
         raise ConfigError(
             f"{name} ({model.config.model_type}) has norms of queries and keys over all heads, and a rank of "
             "engine.tensor_parallel has only some of these",
@@ -83,7 +84,7 @@ def check_norms(name: str, model: Checkpoint, config: Config) -> None:
 
 
 def resolve_mxfp4(
-    config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, notes: list[str]
+    config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, division: Division, notes: list[str]
 ) -> PackedReader | None:
     """Decide whether experts in MXFP4 stay so in memory, and return their reader. Otherwise they are dequantised while
     they are loaded. They are in a deterministic run: the order in which tensor cores add unpacked numbers depends on
@@ -92,7 +93,8 @@ def resolve_mxfp4(
     if not isinstance(tensors, GptOssExperts | RandomSource) or not tensors.is_packed:
         return None
     engine = config.engine
-    keeps = device.type == "cuda" and engine.tensor_parallel == 1 and not engine.deterministic
+    is_whole = engine.tensor_parallel == 1 or division != "tensors"  # each expert is on one rank
+    keeps = device.type == "cuda" and is_whole and not engine.deterministic
     keeps = keeps and config.model.quantization != "none"
     saved = saved_by_mxfp4(target.config, dtype) / GIB
     name = DTYPE_NAMES[dtype]
@@ -110,21 +112,23 @@ def saved_by_mxfp4(config: ModelConfig, dtype: torch.dtype) -> int:
     return int(num_values * (dtype.itemsize - MXFP4_BYTES))
 
 
-def check_experts(name: str, model: Checkpoint, config: Config, device: torch.device) -> None:
-    """Raise ConfigError for a mixture of experts in a run that cannot compute it. `name`: the option of the model."""
+def check_experts(
+    name: str, model: Checkpoint, config: Config, device: torch.device, division: Division = "tensors"
+) -> None:
+    """Raise ConfigError for a mixture of experts in a run that cannot compute it. `name`: the option of the model.
+    `division`: its division among ranks."""
     if model.config.moe is None:
         return
     what = f"{name} has experts ({model.config.model_type}), which run"
-    if config.engine.tensor_parallel > 1 and device.type == "cuda":
-        raise ConfigError(f"{what} as one rank only on CUDA", hint="leave engine.tensor_parallel out")
     if config.engine.deterministic and device.type == "cuda":
         _check_deterministic(what, model, config)
     found = chosen(config.model.quantization, model.quantization)
     if name != "model.target" or found is None or found.inputs == "none":
         return
-    if config.engine.tensor_parallel > 1:
+    if config.engine.tensor_parallel > 1 and division == "tensors":
         raise ConfigError(
-            f"{what} in FP8 as one rank only", hint="leave engine.tensor_parallel out, or set model.quantization: none"
+            f"{what} in FP8 only if each is on one rank",
+            hint="set engine.expert_parallel: on, leave engine.tensor_parallel out, or set model.quantization: none",
         )
     if getattr(model.tensors, "is_packed", False):
         raise ConfigError(f"{what} in MXFP4 as they are, not in FP8", hint="leave model.quantization out")
@@ -182,9 +186,9 @@ def _is_of_expert(name: str, shape: tuple[int, ...]) -> bool:
     return ".experts." in name and len(shape) == 2
 
 
-def _check_groups(layers: Sequence[str], config: ModelConfig, num_ranks: int) -> None:
+def _check_groups(layers: Sequence[str], config: ModelConfig, num_ranks: int, division: Division) -> None:
     try:
-        check_group_borders(layers, config, num_ranks)
+        check_group_borders(layers, config, num_ranks, division)
     except ValueError as error:
         raise ConfigError(
             f"engine.tensor_parallel: {num_ranks} divides a group of inputs that has one scale ({error})",
@@ -213,7 +217,9 @@ def quantization_of_draft(
     return chosen("none" if is_dequantised else "auto", draft.quantization)
 
 
-def part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device, notes: list[str]) -> ModelConfig:
+def part_of_a_rank(
+    config: ModelConfig, num_ranks: int, division: Division, device: torch.device, notes: list[str]
+) -> ModelConfig:
     """Return the sizes of the part of the target that the first rank holds, which is the largest. Facts that users
     should know are added to `notes`."""
     if num_ranks == 1:
@@ -223,13 +229,13 @@ def part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device, no
         if num_ranks not in _TESTED:
             notes.append(f"engine.tensor_parallel: {num_ranks} GPUs have not been tested, 2 have: check some rows")
     try:
-        part = local_config(config, 0, num_ranks)
+        part = local_config(config, 0, num_ranks, division)
     except ValueError as error:
         raise ConfigError(
             f"engine.tensor_parallel: {num_ranks} is too many for this model ({error})",
             hint=f"use at most {config.num_heads}, and a number that divides the model's heads",
         ) from error
-    return replace(part, vocab_size=-(-config.vocab_size // num_ranks))
+    return part if division == "requests" else replace(part, vocab_size=-(-config.vocab_size // num_ranks))
 
 
 def _check_cards(num_ranks: int, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from specbatch.models.linears.quantization import Quantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
+from specbatch.parallel.shares import Division
 from specbatch.setup.cache import (
     KV_DTYPE_NAMES,
     CacheRequest,
@@ -37,6 +38,7 @@ from specbatch.setup.cascade import resolve_cascade
 from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
 from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.setup.engine import EngineSettings, resolve_engine
+from specbatch.setup.expert_parallel import resolve_division
 from specbatch.setup.lanes import Job as LaneJob
 from specbatch.setup.lanes import lane_limits
 from specbatch.setup.memory import CachedModel, CachePlan, Rows
@@ -82,6 +84,7 @@ class ResolvedRun:
     quantization: Quantization | None
     draft_quantization: Quantization | None
     mxfp4: PackedReader | None  # the reader of the target's experts that stay in MXFP4; None: they do not
+    division: Division  # the division of the target among ranks
     row_tokens: int | None  # longest row if the user's engine.kv_cache_tokens limits it; None: the model limits it
     description: dict[str, str]  # description of the models, for the statistics
     low_acceptance: str | None  # likely reason if drafts are hardly ever right; None: there is no warning
@@ -129,24 +132,24 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(f"model.target: it has keys that specbatch ignores: {first_names(target.ignored, limit=20)}")
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
-    check_norms("model.target", target, config)
+    division = resolve_division(config, target, device, dtype, notes)
+    check_norms("model.target", target, config, division)
     if (moe := target.config.moe) is not None:
         weights = PassWeights.of_all(target.config)
         notes.append(
             f"model.target: {_in_words(weights.total)} parameters, of which a token uses {_in_words(weights.active)} "
             f"({moe.top_k} of {moe.num_experts} experts)"
         )
-    check_experts("model.target", target, config, device)
-    held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)
-    quantization = resolve_quantization(config, target, device, dtype, notes)
-    mxfp4 = resolve_mxfp4(config, target, device, dtype, notes)
+    check_experts("model.target", target, config, device, division)
+    held = part_of_a_rank(target.config, config.engine.tensor_parallel, division, device, notes)
+    quantization = resolve_quantization(config, target, device, dtype, division, notes)
+    mxfp4 = resolve_mxfp4(config, target, device, dtype, division, notes)
     draft = _open_draft(speculation.section, target, tokenizer, dtype, device, progress)
     if isinstance(draft, EagleCheckpoint):
         notes += draft.notes
         section = replace(speculation.section, aux_layers=draft.config.aux_layers or None)
         speculation = replace(speculation, section=section)
     elif draft is not None:
-        check_norms("speculation.draft", draft, config)
         check_experts("speculation.draft", draft, config, device)
     draft_quantization = quantization_of_draft(draft, config, device)
     shapes = speculation.shapes
@@ -168,7 +171,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     lookahead = speculation.num_lookahead
     given = config.engine.kv_cache_tokens
     models = _cached_models(
-        held, draft, config.engine.tensor_parallel, is_packed=device.type == "cpu" and dtype == torch.float32
+        held,
+        draft,
+        1 if division == "requests" else config.engine.tensor_parallel,
+        is_packed=device.type == "cpu" and dtype == torch.float32,
     )
     rows = Rows(
         sum(model.bytes_per_token(kv_dtype) for model in models),
@@ -230,6 +236,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             cascade_attention="off" if engine.cascade is None else "on",
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
             two_batch_overlap="off" if engine.lanes is None else engine.lane_mode,
+            expert_parallel="off" if division == "tensors" else "on",
+            dp_attention="on" if division == "requests" else "off",
         ),
         prefill=replace(config.prefill, graphs=engine.prompt_graphs),
         data=replace(config.data, prompts_as_chat=as_chat),
@@ -253,6 +261,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         quantization,
         draft_quantization,
         mxfp4,
+        division,
         max_length if given is not None and max_length < rows.max_positions else None,
         description,
         low_acceptance(speculation.section, draft),

@@ -31,6 +31,9 @@ from tests.tiny_checkpoint import write_checkpoint
 from tests.tiny_models import random_prompts, run, tiny_device_engine
 
 CHAIN = DraftShape(3, 1, 4)
+_EXPERTS = "model.target=random:tiny-experts"
+_DIVISIONS = (["engine.expert_parallel=off"], ["engine.expert_parallel=on", "engine.dp_attention=off"])
+_DRAFT_MODEL = ["speculation.method=draft_model", "speculation.draft=random:tiny-experts"]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -288,6 +291,10 @@ def test_two_gpus_add_and_gather(tmp_path: Path) -> None:
         ["engine.cuda_graphs=none"],
         ["speculation.method=eagle3", "speculation.draft=random:eagle3"],  # the head is divided, too
         ["speculation.method=ngram", "model.target=WIDE"],  # norms come with sums
+        *([_EXPERTS, *more] for more in _DIVISIONS),
+        *([_EXPERTS, *more, "engine.two_batch_overlap=on"] for more in _DIVISIONS),
+        *([_EXPERTS, *more, "engine.cuda_graphs=none"] for more in _DIVISIONS),
+        *([_EXPERTS, *more, *_DRAFT_MODEL] for more in _DIVISIONS),
     ],
     ids=str,
 )
@@ -299,6 +306,8 @@ def test_two_gpus_answer_as_one(sets: list[str], tmp_path: Path) -> None:
     common = ["model.target=random:tiny", "model.dtype=float32", "engine.device=cuda", "engine.max_batch_size=32"]
 
     def answers(*more: str) -> list[list[int]]:
+        if "engine.tensor_parallel=2" not in more:
+            more = tuple(one for one in more if "expert_parallel" not in one and "dp_attention" not in one)
         resolved = resolve(load_config(None, [*common, "engine.kv_cache_tokens=65536", *more]))
         engine = (build_ranked if resolved.config.engine.tensor_parallel > 1 else build_engine)(resolved)
         compiler = GrammarCompiler(resolved.tokenizer)

@@ -146,12 +146,15 @@ def test_two_processes_in_fp8_answer_as_one(tiny_model: Path) -> None:
         engine.close()
 
 
-def test_two_processes_with_experts_answer_as_one() -> None:
+@pytest.mark.parametrize(
+    "ranks", [["engine.tensor_parallel=2"], ["engine.tensor_parallel=2", "engine.expert_parallel=on"]]
+)
+def test_two_processes_with_experts_answer_as_one(ranks: list[str]) -> None:
     """As targets, and as a draft model, of which each has all."""
     model = Path("random:tiny-experts")
     options = ["model.dtype=float64", "speculation.method=draft_model", f"speculation.draft={model}"]
     alone = build_engine(resolved(model, *options))
-    engine = build_ranked(resolved(model, "engine.tensor_parallel=2", *options), start=Forked)
+    engine = build_ranked(resolved(model, *ranks, *options), start=Forked)
     try:
         mine, theirs = answers(engine), answers(alone)
         assert [(c.token_ids, c.speculation) for c in mine] == [(c.token_ids, c.speculation) for c in theirs]
