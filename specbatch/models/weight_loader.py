@@ -140,6 +140,11 @@ class WeightLoader:
         """The ranks that divide the model; None: this process holds all of it."""
         return None if self._shard is None else self._shard.group
 
+    @property
+    def divides_requests(self) -> bool:
+        """Return whether each rank has requests of its own, whose tokens travel to the ranks of their experts."""
+        return self._shard is not None and self._shard.division == "requests"
+
     def fc(self, has_bias: bool = False) -> Linear:
         """The layer of that name of a draft head. Ranks multiply a part of its inputs each."""
         linear = self.linear("fc", has_bias=has_bias)
