@@ -245,8 +245,8 @@ def tiny_draft_net(
     **traits: Any,
 ) -> DraftNet:
     """Make the draft network of `target`, with its hidden size and dtype. `traits`: fields of an EAGLE head's
-    `EagleConfig`. `group`: the ranks that share a head. `whole`: the configuration of a target of which this process has
-    a part."""
+    `EagleConfig`. `group`: the ranks that share a head. `whole`: the configuration of the whole target, if this process
+    has a part of it."""
     hidden, vocab, head_dim = target.config.hidden_size, target.config.vocab_size, target.config.head_dim
     dtype, device, num_positions = target.embedding_VE.dtype, target.device, target.num_positions
     if method == "draft_model":

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
 from specbatch.parallel.group import Group
 from specbatch.types import Completion, Request, RngKey, SamplingParams
+from tests.engine import test_constrained as constrained
+from tests.grammar.tiny_tokenizer import END
 from tests.parallel.threads import on_ranks
-from tests.tiny_models import random_prompts, run, tiny_device_engine, tiny_engine
+from tests.tiny_models import random_prompts, run, run_requests, tiny_device_engine, tiny_engine
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 3, 8)
 GREEDY = SamplingParams(max_tokens=10)
@@ -21,32 +26,39 @@ ENGINES = {"CPU": tiny_engine, "fixed shapes": tiny_device_engine}
 SETTINGS: dict[str, Any] = {"num_pages": 256, "family": "qwen3-moe", "num_layers": 3}
 
 
-def run_own(engine: Engine, group: Group, prompts: list[list[int]], params: SamplingParams, owner: Any) -> Any:
-    """Run the requests of which `owner(i)` is this rank, in step with the other ranks, until all have ended."""
-    own = [i for i in range(len(prompts)) if owner(i) == group.rank]
-    for i in own:
-        engine.submit(Request(i, prompts[i], params, RngKey(params.seed or 0, i, 0)))
-    done: dict[int, Completion] = {}
-    while any(left for (left,) in group.agree([len(own) - len(done)])):
-        done |= {completion.request_id: completion for completion in engine.step()}
-        engine.check_integrity()
-    return done
+def requests(params: SamplingParams, prompts: list[list[int]] = PROMPTS) -> list[Request]:
+    return [Request(i, prompt, params, RngKey(params.seed or 0, i, 0)) for i, prompt in enumerate(prompts)]
 
 
 def outputs(completions: list[Completion]) -> list[Any]:
-    return [(c.token_ids, str(c.finish_reason), c.speculation) for c in completions]
+    return [
+        (c.token_ids, str(c.finish_reason), c.speculation, c.logprobs is None, c.prompt_logprobs is None)
+        for c in completions
+    ]
 
 
-def of_ranks(size: int, make: Any, params: SamplingParams, owner: Any, prompts: list[list[int]] = PROMPTS) -> Any:
-    """Return the completions of all ranks, and their engines."""
+def of_ranks(
+    size: int,
+    make: Callable[[Group], Engine],
+    wanted: Callable[[], list[Request]],
+    owner: Callable[[int], int],
+) -> tuple[list[Completion], list[Engine]]:
+    """Return the completions of all ranks, and their engines. `wanted`: makes the requests. `owner`: their ranks."""
 
     def work(group: Group) -> tuple[dict[int, Completion], Engine]:
         engine = make(group)
-        return run_own(engine, group, prompts, params, owner), engine
+        own = [request for request in wanted() if owner(request.request_id) == group.rank]
+        for request in own:
+            engine.submit(request)
+        done: dict[int, Completion] = {}
+        while any(left for (left,) in group.agree([len(own) - len(done)])):
+            done |= {completion.request_id: completion for completion in engine.step()}
+            engine.check_integrity()
+        return done, engine
 
     results = on_ranks(size, work)
     done = {i: completion for found, _ in results for i, completion in found.items()}
-    return [done[i] for i in range(len(prompts))], [engine for _, engine in results]
+    return [done[i] for i in sorted(done)], [engine for _, engine in results]
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -72,6 +84,103 @@ def test_texts_and_rounds_are_those_of_one_process(
     def make(group: Group) -> Engine:
         return ENGINES[kind](method, shape, group=group, division="requests", **SETTINGS)
 
-    found, engines = of_ranks(size, make, params, lambda i: 1 if i % 3 else i % size)
+    found, engines = of_ranks(size, make, lambda: requests(params), lambda i: 1 if i % 3 else i % size)
     assert outputs(found) == outputs(alone)
     assert all(engine.num_running == engine.num_waiting == 0 for engine in engines)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_pages": 24},
+        {"prefill_chunk_tokens": 3, "prefix_cache": False},
+        {"max_batch_size": 1, "page_size": 1},
+        {"max_batch_size": 12, "shape": ByBatch((2, 5), (CHAIN, TREE))},
+        {"min_lane": 1, "max_batch_size": 12},
+        {"family": "flex-olmo", "num_layers": 2},
+        {"family": "glm4-moe", "num_layers": 3},
+    ],
+    ids=["preempted", "small chunks", "alone", "schedule", "lanes", "norms after", "shared experts"],
+)
+def test_scheduling_changes_nothing(settings: dict[str, Any], kind: str) -> None:
+    settings = {"num_pages": 256, **SETTINGS, **settings}
+    shape = settings.pop("shape", TREE)
+    single = {name: value for name, value in settings.items() if name != "min_lane"}
+    params = SAMPLED if shape == TREE else GREEDY  # a sampled chain depends on its drafts
+    alone = run(ENGINES[kind]("draft_model", shape, **single), PROMPTS, params)
+
+    def make(group: Group) -> Engine:
+        return ENGINES[kind]("draft_model", shape, group=group, division="requests", **settings)
+
+    found, engines = of_ranks(2, make, lambda: requests(params), lambda i: int(i > 3))
+    assert [c.token_ids for c in found] == [c.token_ids for c in alone]
+    assert any(engine.stats.preemptions for engine in engines) == (settings["num_pages"] == 24)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize(
+    "special",
+    [
+        {"temperature": 0.8, "seed": 5},
+        {"logprobs": 2},
+        {"prompt_logprobs": 1},
+        {"allowed_token_ids": (3, 4, 5, 50)},
+        {"logit_bias": {7: 3.0}, "frequency_penalty": 0.5},
+    ],
+    ids=lambda special: next(iter(special)),
+)
+def test_requests_of_one_rank_that_want_more(special: dict[str, Any], kind: str) -> None:
+    """The other rank's requests want less, and those of a third rank end before."""
+
+    def wanted() -> list[Request]:
+        made = []
+        for i, request in enumerate(requests(GREEDY)):
+            more = {"max_tokens": 3} if i % 3 == 2 else special if i % 3 else {}
+            made.append(replace(request, params=replace(request.params, **more)))
+        return made
+
+    alone = run_requests(ENGINES[kind]("draft_model", CHAIN, **SETTINGS), wanted())
+
+    def make(group: Group) -> Engine:
+        return ENGINES[kind]("draft_model", CHAIN, group=group, division="requests", **SETTINGS)
+
+    found, _ = of_ranks(3, make, wanted, lambda i: i % 3)
+    assert outputs(found) == outputs(alone)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("method", ["none", "draft_model-chain", "eagle3-tree"])
+def test_grammars_of_one_rank(method: str, kind: str, checks: bool) -> None:
+    """The other ranks run the same kinds of rounds. With fixed shapes plain decoding has room for forced tokens."""
+    case = constrained.SHAPES[method]
+    settings = {**SETTINGS, "eos": (END,), "checks": checks}
+
+    def wanted() -> list[Request]:
+        return constrained.requests((0.0, 0.9))
+
+    alone = run_requests(ENGINES[kind](*case, **settings), wanted())
+
+    def make(group: Group) -> Engine:
+        return ENGINES[kind](*case, group=group, division="requests", **settings)
+
+    for owner in (lambda i: i % 3, lambda i: int(constrained.ROWS[i] == "none")):
+        found, engines = of_ranks(3, make, wanted, owner)
+        assert constrained.texts(found) == constrained.texts(alone)
+    assert engines[0].stats.grammar.masks > 0
+
+
+def test_experts_are_counted_once() -> None:
+    """Each rank counts the choices of its own tokens."""
+    alone = tiny_engine("none", None, **SETTINGS)
+    run(alone, PROMPTS, GREEDY)
+
+    def make(group: Group) -> Engine:
+        return tiny_engine("none", None, group=group, division="requests", **SETTINGS)
+
+    _, engines = of_ranks(2, make, lambda: requests(GREEDY), lambda i: i % 2)
+    first, second = (engine.stats.experts.load for engine in engines)
+    both = [[a + b for a, b in zip(*layers, strict=True)] for layers in zip(first, second, strict=True)]
+    assert both == alone.stats.experts.load
+    assert sum(map(sum, first)) > 0
