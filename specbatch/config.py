@@ -242,6 +242,12 @@ class EngineSection:
     # Number of tokens with which prompts begin alike, as the job has counted them; None: not counted.
     shared_tokens: int | None = field(default=None, metadata={"in_file": False})
 
+    @property
+    def rows_at_once(self) -> int:
+        """Return how many requests run together on all ranks, if `resolve` has decided the options."""
+        assert self.max_batch_size is not None, "resolve() decides it"
+        return self.max_batch_size * (self.tensor_parallel if self.dp_attention == "on" else 1)
+
 
 @dataclass(frozen=True)
 class PrefillSection:

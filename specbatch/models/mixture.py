@@ -90,7 +90,7 @@ class MixtureMLP:
         if not width:
             return x_TE
         sent_TE = x_TE if width == num_tokens else torch.nn.functional.pad(x_TE, (0, 0, 0, width - num_tokens))
-        gathered = group.start_gather(sent_TE)
+        gathered = group.start_dispatch(sent_TE)
         yield
         all_TE = gathered().flatten(0, 1)
         weights_TK, experts_TK = self._chosen(all_TE)

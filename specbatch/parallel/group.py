@@ -55,6 +55,10 @@ class Group(Protocol):
 
         return total
 
+    def start_dispatch(self, x: Tensor) -> Callable[[], Tensor]:
+        """Launch `gather` for tokens that travel to all ranks in each layer."""
+        return self.start_gather(x)
+
     def start_scatter_sum(self, parts: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
         """Launch a sum of which each rank gets a part, and return a function that waits for it. `parts`: (size, ...), a
         part for each rank. A rank gets the sum of the parts for it, added in the order of ranks, and the residual."""

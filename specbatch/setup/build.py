@@ -21,6 +21,7 @@ from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
+from specbatch.engine.lockstep import Lockstep
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
 from specbatch.errors import ConfigError, ModelError
@@ -132,6 +133,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
             threads=threads,
             trunks=trunks,
             deterministic=run.config.engine.deterministic,
+            lockstep=Lockstep(group) if group is not None and run.division == "requests" else None,
         )
 
     if run.engine.lanes is not None and run.engine.lane_mode == "auto":
