@@ -150,6 +150,11 @@ class CudaGroup(Group):
         self._mailboxes = [collectives.new_mailbox(MAILBOX) for _ in passes] if copies else []
         self._pass, self._is_closed = _ALONE, False
 
+    @property
+    def can_copy(self) -> bool:
+        """Return whether two passes at the same time exchange large tensors by copy engines."""
+        return bool(self._mailboxes)
+
     @contextlib.contextmanager
     def one_of_two_passes(self, number: int) -> Iterator[None]:
         before, self._pass = self._pass, number

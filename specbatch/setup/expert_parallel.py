@@ -60,6 +60,17 @@ def resolve_division(
     return found
 
 
+def check_prompt_graphs(config: Config) -> None:
+    """Raise ConfigError for graphs of prompts where ranks have requests of their own: these have chunks of any sizes,
+    and all ranks would have to capture and replay the same graph."""
+    if config.prefill.graphs not in ("auto", "off"):
+        raise ConfigError(
+            f"prefill.graphs: {config.prefill.graphs} does not run with engine.dp_attention: ranks compute prompts of "
+            "other sizes at the same time",
+            hint="leave prefill.graphs out, or set engine.dp_attention: off",
+        )
+
+
 def _reason_against(config: Config, target: Checkpoint) -> str | None:
     """Return the reason why experts cannot be divided as a whole, or None."""
     moe, num_ranks = target.config.moe, config.engine.tensor_parallel

@@ -38,7 +38,7 @@ from specbatch.setup.cascade import resolve_cascade
 from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
 from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.setup.engine import EngineSettings, resolve_engine
-from specbatch.setup.expert_parallel import resolve_division
+from specbatch.setup.expert_parallel import check_prompt_graphs, resolve_division
 from specbatch.setup.lanes import Job as LaneJob
 from specbatch.setup.lanes import lane_limits
 from specbatch.setup.memory import CachedModel, CachePlan, Rows
@@ -133,6 +133,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
     division = resolve_division(config, target, device, dtype, notes)
+    if division == "requests":
+        check_prompt_graphs(config)
+        engine = replace(engine, prompt_graphs="off")
     check_norms("model.target", target, config, division)
     if (moe := target.config.moe) is not None:
         weights = PassWeights.of_all(target.config)

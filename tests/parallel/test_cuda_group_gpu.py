@@ -32,7 +32,11 @@ from tests.tiny_models import random_prompts, run, tiny_device_engine
 
 CHAIN = DraftShape(3, 1, 4)
 _EXPERTS = "model.target=random:tiny-experts"
-_DIVISIONS = (["engine.expert_parallel=off"], ["engine.expert_parallel=on", "engine.dp_attention=off"])
+_DIVISIONS = (
+    ["engine.expert_parallel=off"],
+    ["engine.expert_parallel=on", "engine.dp_attention=off"],
+    ["engine.expert_parallel=on", "engine.dp_attention=on"],
+)
 _DRAFT_MODEL = ["speculation.method=draft_model", "speculation.draft=random:tiny-experts"]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -169,6 +173,8 @@ def _two_gpus(rank: int, meeting: str) -> None:
     _many_sizes(two, device)
     _two_streams(two, device)
     _copies(two, device)
+    _exchanges(group, device)
+    _exchanges(two, device)
     _best_tokens(group, device)
     assert group.least(7 - rank) == 6
     assert group.of_first([float(rank)]) == [0.0]
@@ -239,6 +245,39 @@ def _two_streams(group: CudaGroup, device: torch.device) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert (out[0, 0].item(), out[1, -1].item()) == (2 * value, 20 * value)
+
+
+def _exchanges(group: CudaGroup, device: torch.device) -> None:
+    """Gathers, and scatters of sums, by each algorithm: launched, and in graphs between sums of other sizes."""
+    algorithms_ = ("one_shot", "nccl", "copied") if group.can_copy else ("one_shot", "nccl")
+    for dtype in (torch.bfloat16, torch.float32):
+        for count in (8, 8 * 577, (1 << 20) + 8, 9 << 20):
+            both = [torch.randn(2, count, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(2)]
+            parts, residual = both[group.rank].to(device), torch.randn(count, device=device).to(dtype)
+            expected = residual + (both[0].float() + both[1].float()).to(dtype)[group.rank].to(device)
+            for algorithm in algorithms_:
+                found, out = torch.empty_like(parts), torch.empty_like(residual)
+                group.gathered(parts[0], found, algorithm)  # type: ignore[arg-type]
+                assert torch.equal(found.cpu(), torch.stack((both[0][0], both[1][0]))), (dtype, count, algorithm)
+                group.scattered(parts, residual, out, algorithm)  # type: ignore[arg-type]
+                assert torch.equal(out, expected), (dtype, count, algorithm)
+    few, x = torch.zeros(4096, device=device), torch.zeros(64, 2048, device=device)
+
+    def layers() -> Tensor:
+        for _ in range(5):
+            group.sum(few)
+            gathered = group.start_dispatch(x)()
+            y = group.start_scatter_sum(2 * gathered)()
+        return y
+
+    graph, out = graph_of(layers)
+    for value in range(1, 30):
+        x.fill_(value * (1 + group.rank))
+        if (value + group.rank) % 5 == 0:
+            torch.cuda._sleep(300_000 * group.rank)
+        for found in (graph.replay() or out, layers()):
+            torch.cuda.synchronize()
+            assert torch.equal(found, torch.full_like(found, 4.0 * value * (1 + group.rank))), value
 
 
 def _copies(group: CudaGroup, device: torch.device) -> None:

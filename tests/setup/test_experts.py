@@ -42,6 +42,7 @@ def test_ranks_with_experts_run(name: str) -> None:
         (["engine.dp_attention=on"], "there is one rank"),
         (["engine.tensor_parallel=2", "engine.expert_parallel=off", "engine.dp_attention=on"], "needs engine.expert"),
         (["engine.tensor_parallel=2", "engine.expert_parallel=on", "model.target=random:tiny"], "has no experts"),
+        (["engine.tensor_parallel=2", "engine.dp_attention=on", "prefill.graphs=whole"], "whole"),
         (["engine.tensor_parallel=9", "engine.expert_parallel=on"], "8 experts, and there are 9 ranks"),
     ],
 )
