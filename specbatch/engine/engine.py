@@ -370,7 +370,7 @@ class Engine:
         wanted = next_round.wanted if self._round.fixed_shapes else self._wanted(rows)
         if wanted.edits:
             self._table.make_rules()
-        batch = RoundBatch(rows, wanted, hook, count=count)
+        batch = RoundBatch(rows, wanted, hook, num_requests=count)
         if self._lanes is not None and next_round.has_lanes and not hook.takes_part:
             sequences, lane = self._lanes.divide(rows, count)
             batch = batch._replace(sequences=sequences, lane=lane)
