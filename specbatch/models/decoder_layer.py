@@ -322,8 +322,7 @@ class PreNormLayer(DecoderLayer):
         if self.mixture is not None and self.mixture.travels:
             x = self.attention.start_output(attended_THD, residual_TE)()
             del attended_THD
-            y_TE = yield from self.mixture.travel(x.normed(self._post_norm), counts)
-            return Residual(x.x_TE + y_TE)
+            return Residual((yield from self.mixture.travel(x.normed(self._post_norm), counts, x.x_TE)))
         post_norm = self._post_norm if self._mlp.takes_normed else None
         projected = self.attention.start_output(attended_THD, residual_TE, post_norm)
         del attended_THD

@@ -80,17 +80,18 @@ class MixtureMLP:
         part_TE = self._add_to(None, x_TE)
         return part_TE if self._group is None else self._group.sum(part_TE)
 
-    def travel(self, x_TE: Tensor, counts: Sequence[int] | None = None) -> Stages[Tensor]:
-        """Return mixture(x) if ranks have tokens of their own. Each rank gets the tokens of all, computes its experts
-        for them, and gets the sums for its own tokens. `counts`: the tokens of each rank; None: all have as many as
-        this one."""
+    def travel(
+        self, x_TE: Tensor, counts: Sequence[int] | None = None, residual_TE: Tensor | None = None
+    ) -> Stages[Tensor]:
+        """Return residual + mixture(x) if ranks have tokens of their own. Each rank gets the tokens of all, computes
+        its experts for them, and gets the sums for its own tokens. `counts`: the tokens of each rank; None: all have as
+        many as this one."""
         group, num_tokens = self._group, len(x_TE)
         assert group is not None
         width = num_tokens if counts is None else max(counts)
         if not width:
             return x_TE
-        sent_TE = x_TE if width == num_tokens else torch.nn.functional.pad(x_TE, (0, 0, 0, width - num_tokens))
-        gathered = group.start_dispatch(sent_TE)
+        gathered = group.start_dispatch(_padded(x_TE, width))
         yield
         all_TE = gathered().flatten(0, 1)
         weights_TK, experts_TK = self._chosen(all_TE)
@@ -100,11 +101,13 @@ class MixtureMLP:
             own = group.rank * width
             self.counter.record(experts_TK[own : own + num_tokens])
         parts_TE = self._experts(all_TE, weights_TK, experts_TK)
-        summed = group.start_scatter_sum(parts_TE.view(group.size, width, -1))
         shared_TE = self._of_shared(x_TE) if num_tokens else None
+        if shared_TE is not None:
+            residual_TE = shared_TE if residual_TE is None else residual_TE + shared_TE
+        rest_TE = None if residual_TE is None else _padded(residual_TE, width)
+        summed = group.start_scatter_sum(parts_TE.view(group.size, width, -1), rest_TE)
         yield
-        y_TE = summed()[:num_tokens]
-        return y_TE if shared_TE is None else shared_TE + y_TE
+        return summed()[:num_tokens]
 
     def _chosen(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the numbers (T, K) of each token's experts."""
@@ -135,6 +138,12 @@ class MixtureMLP:
     def traceable(self) -> None:
         """See `linears.linear.Layer.traceable`: no compiler fuses the experts."""
         return
+
+
+def _padded(x_TE: Tensor, num_tokens: int) -> Tensor:
+    """Return x with lines of zeros at its end."""
+    missing = num_tokens - len(x_TE)
+    return torch.nn.functional.pad(x_TE, (0, 0, 0, missing)) if missing else x_TE
 
 
 def mixture_of(config: ModelConfig, layer: int, weights: WeightLoader, prefix: str) -> MixtureMLP | None:

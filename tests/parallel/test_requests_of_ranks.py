@@ -61,7 +61,7 @@ def of_ranks(
     return [done[i] for i in sorted(done)], [engine for _, engine in results]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.wide), 4])
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize(
     ("method", "shape", "params"),
@@ -150,8 +150,8 @@ def test_requests_of_one_rank_that_want_more(special: dict[str, Any], kind: str)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("checks", [True, False])
-@pytest.mark.parametrize("method", ["none", "draft_model-chain", "eagle3-tree"])
+@pytest.mark.parametrize("checks", [pytest.param(True, marks=pytest.mark.wide), False])
+@pytest.mark.parametrize("method", ["none", pytest.param("draft_model-chain", marks=pytest.mark.wide), "eagle3-tree"])
 def test_grammars_of_one_rank(method: str, kind: str, checks: bool) -> None:
     """The other ranks run the same kinds of rounds. With fixed shapes plain decoding has room for forced tokens."""
     case = constrained.SHAPES[method]

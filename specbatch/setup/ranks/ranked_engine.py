@@ -175,10 +175,13 @@ class OtherRanks:
 
 
 def _last_word(rank: _Rank) -> Any:
+    message = None
     try:
-        return rank.connection.recv() if rank.connection.poll() else None
+        while rank.connection.poll():  # it may have sent completions before
+            message = rank.connection.recv()
     except (EOFError, OSError):
-        return None
+        pass
+    return message
 
 
 def _ended(number: int, code: int | None, message: Any) -> ModelError:
