@@ -34,7 +34,7 @@ _HEADER_TOKENS = 64  # the same of the header of its last message, in Harmony
 
 
 class StopSpec(NamedTuple):
-    """What another process needs, with the tokenizer, to make the same checks for stop strings."""
+    """The options from which another process, with the tokenizer, makes the same checks for stop strings."""
 
     data: DataSection
 

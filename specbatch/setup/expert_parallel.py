@@ -17,7 +17,7 @@ from specbatch.setup.cache import DEFAULT_BATCH
 
 _MEMORY = 3.3e12  # bytes that an H100 reads in a second
 _LINK = 350e9  # bytes that NVLink carries from one GPU in a second, in one direction
-_SUM_SECONDS = 5e-6  # of a small sum over two GPUs
+_SUM_SECONDS = 5e-6  # the time of a small sum over two GPUs
 _OPTION = "engine.expert_parallel"
 
 

@@ -104,7 +104,7 @@ def _leave(code: int) -> None:
 
 
 class _RankLoop:
-    """What a rank does with the messages of rank 0."""
+    """The loop of a rank over the messages of rank 0."""
 
     def __init__(self, engine: Engine, connection: Connection, run: ResolvedRun, group: Group) -> None:
         self._engine, self._connection, self._tokenizer = engine, connection, run.tokenizer
