@@ -32,7 +32,12 @@ _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
 
 
 def resolve_quantization(
-    config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, division: Division, notes: list[str]
+    config: Config,
+    target: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    notes: list[str],
+    division: Division = "tensors",
 ) -> Quantization | None:
     """Decide the quantization of the target's layers. `division`: its division among ranks."""
     option, is_gguf = config.model.quantization, isinstance(target.tensors, GgufSource)
@@ -72,7 +77,7 @@ def _note_on_experts(quantization: Quantization, device: torch.device, dtype: to
     return f"model.quantization: {inputs}"
 
 
-def check_norms(name: str, model: Checkpoint, config: Config, division: Division) -> None:
+def check_norms(name: str, model: Checkpoint, config: Config, division: Division = "tensors") -> None:
     """Raise ConfigError if norms are over all heads, and each rank has some of the heads. `name`: the option of the
     model. `division`: its division among ranks."""
     if model.config.qk_norm_whole and config.engine.tensor_parallel > 1 and division != "requests":
@@ -84,7 +89,12 @@ def check_norms(name: str, model: Checkpoint, config: Config, division: Division
 
 
 def resolve_mxfp4(
-    config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, division: Division, notes: list[str]
+    config: Config,
+    target: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    notes: list[str],
+    division: Division = "tensors",
 ) -> PackedReader | None:
     """Decide whether experts in MXFP4 stay so in memory, and return their reader. Otherwise they are dequantised while
     they are loaded. They are in a deterministic run: the order in which tensor cores add unpacked numbers depends on
@@ -218,7 +228,7 @@ def quantization_of_draft(
 
 
 def part_of_a_rank(
-    config: ModelConfig, num_ranks: int, division: Division, device: torch.device, notes: list[str]
+    config: ModelConfig, num_ranks: int, device: torch.device, notes: list[str], division: Division = "tensors"
 ) -> ModelConfig:
     """Return the sizes of the part of the target that the first rank holds, which is the largest. Facts that users
     should know are added to `notes`."""

@@ -144,9 +144,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             f"({moe.top_k} of {moe.num_experts} experts)"
         )
     check_experts("model.target", target, config, device, division)
-    held = part_of_a_rank(target.config, config.engine.tensor_parallel, division, device, notes)
-    quantization = resolve_quantization(config, target, device, dtype, division, notes)
-    mxfp4 = resolve_mxfp4(config, target, device, dtype, division, notes)
+    held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes, division)
+    quantization = resolve_quantization(config, target, device, dtype, notes, division)
+    mxfp4 = resolve_mxfp4(config, target, device, dtype, notes, division)
     draft = _open_draft(speculation.section, target, tokenizer, dtype, device, progress)
     if isinstance(draft, EagleCheckpoint):
         notes += draft.notes

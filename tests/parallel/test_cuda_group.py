@@ -657,17 +657,17 @@ def test_gpus_that_cannot_be_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) != (1, 0))
     with pytest.raises(ConfigError, match="GPU 1 cannot read that of GPU 0"):
-        part_of_a_rank(tiny_config(), 2, "tensors", cuda, notes)
+        part_of_a_rank(tiny_config(), 2, cuda, notes)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
-    part = part_of_a_rank(tiny_config(num_heads=4, num_kv_heads=2), 2, "tensors", cuda, notes)
+    part = part_of_a_rank(tiny_config(num_heads=4, num_kv_heads=2), 2, cuda, notes)
     assert (part.num_heads, part.num_kv_heads) == (2, 1)
     with pytest.raises(ConfigError, match="is cuda:1"):
-        part_of_a_rank(tiny_config(), 2, "tensors", torch.device("cuda:1"), notes)
+        part_of_a_rank(tiny_config(), 2, torch.device("cuda:1"), notes)
     with pytest.raises(ConfigError, match="needs 3 GPUs, and 2"):
-        part_of_a_rank(tiny_config(), 3, "tensors", cuda, notes)
+        part_of_a_rank(tiny_config(), 3, cuda, notes)
     assert notes == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    part_of_a_rank(tiny_config(num_heads=4, num_kv_heads=4), 4, "tensors", cuda, notes)
+    part_of_a_rank(tiny_config(num_heads=4, num_kv_heads=4), 4, cuda, notes)
     assert notes == ["engine.tensor_parallel: 4 GPUs have not been tested, 2 have: check some rows"]
     section = load_config(None, ["engine.tensor_parallel=2"]).engine
     with pytest.raises(ConfigError, match="ranks would capture other sizes"):
