@@ -38,6 +38,7 @@ from specbatch.types import Completion, EngineLimits, Request, StopCheck
 _END_SECONDS = 5.0  # a rank ends when its connection does
 _NOTICE_SECONDS = 2.0  # time from a broken connection to the end of the process at its other side
 _LOOK_SECONDS = 0.2
+_MORE_OF_ONE_PROMPT = 8  # requests that a rank can have more than another one, if they have one prompt
 _IS_EXITING = 0x4  # PF_EXITING of Linux
 _STUCK_SECONDS = 5.0  # time from a rank's end to the end of a process that waits for it
 
@@ -351,6 +352,8 @@ class DividedEngine(RankedEngine):
         self._requests: list[set[int]] = [set() for _ in range(group.size)]  # the ids of each rank's requests
         self._stats = [EngineStats() for _ in range(group.size)]  # those that each rank has sent last
         self._done: list[Completion] = []  # what other ranks have sent, and no step has returned
+        self._last_prompt: Sequence[int] | None = None
+        self._last_rank = 0
 
     @property
     def stats(self) -> EngineStats:
@@ -374,8 +377,7 @@ class DividedEngine(RankedEngine):
         return found
 
     def submit(self, request: Request) -> None:
-        can_travel = request.check_stop is None or request.stop_spec is not None
-        number = min(range(self._others.size), key=lambda rank: len(self._requests[rank])) if can_travel else 0
+        number = self._rank_for(request)
         if number == 0:
             self._engine.submit(request)
         else:
@@ -385,6 +387,18 @@ class DividedEngine(RankedEngine):
                 # Checks and matchers belong to a process: the other rank makes its own.
                 self._others.send_to(number, "submit", replace(request, check_stop=None, matcher=None))
         self._requests[number].add(request.request_id)
+
+    def _rank_for(self, request: Request) -> int:
+        """Choose the rank of a request. Completions of one prompt share its pages, so they are on one rank, unless that
+        has many more requests."""
+        if request.check_stop is not None and request.stop_spec is None:
+            return 0  # the check cannot leave this process
+        loads = list(map(len, self._requests))
+        number, least = self._last_rank, min(loads)
+        if request.prompt_token_ids is not self._last_prompt or loads[number] > least + _MORE_OF_ONE_PROMPT:
+            number = loads.index(least)
+        self._last_prompt, self._last_rank = request.prompt_token_ids, number
+        return number
 
     def step(self) -> list[Completion]:
         if any(self._requests):
