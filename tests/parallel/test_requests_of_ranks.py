@@ -14,7 +14,9 @@ from specbatch.engine.engine import Engine
 from specbatch.parallel.group import Group
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.engine import test_constrained as constrained
+from tests.engine.graphs import Replays
 from tests.grammar.tiny_tokenizer import END
+from tests.parallel.test_cuda_group import cuda_group
 from tests.parallel.threads import on_ranks
 from tests.tiny_models import random_prompts, run, run_requests, tiny_device_engine, tiny_engine
 
@@ -184,3 +186,30 @@ def test_experts_are_counted_once() -> None:
     both = [[a + b for a, b in zip(*layers, strict=True)] for layers in zip(first, second, strict=True)]
     assert both == alone.stats.experts.load
     assert sum(map(sum, first)) > 0
+
+
+@pytest.mark.parametrize("method", ["none", "draft_model-tree"])
+def test_ranks_capture_and_replay_the_same_graphs(method: str) -> None:
+    """By the groups of GPUs, whose collectives are replaced. Requests of one rank have grammars or are sampled."""
+    case, made = constrained.SHAPES[method], list[list[str]]()
+    settings = {**SETTINGS, "eos": (END,)}
+
+    def wanted() -> list[Request]:
+        more = requests(GREEDY, random_prompts(12, seed=3))
+        return [*constrained.requests((0.0, 0.9)), *(replace(one, request_id=100 + one.request_id) for one in more)]
+
+    alone = run_requests(tiny_device_engine(*case, **settings), wanted())
+
+    def make(group: Group) -> Engine:
+        mine, fake = cuda_group(group, host=group)
+        engine = tiny_device_engine(*case, group=mine, division="requests", **settings)
+        engine.executor.mode, engine.executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
+        made.append(fake.calls)
+        return engine
+
+    found, engines = of_ranks(2, make, wanted, lambda i: int(i >= 100))
+    assert [c.token_ids for c in found] == [c.token_ids for c in alone]
+    first, second = (engine.executor.runner.tried for engine in engines)  # type: ignore[union-attr]
+    assert first == second, "in the same order"
+    assert len(first) > 3
+    assert set(made[0]) == {"gather", "exchange"}, "in float64; the order of calls is that of all ranks"
