@@ -211,7 +211,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         num_nodes,
         target_bytes,
         has_groups=limits is not None,
-        active_share=layers.active / layers.total,
+        # The experts of a rank get the tokens of all ranks.
+        active_share=min(1.0, layers.active / layers.total * (num_ranks if division == "requests" else 1)),
     )
     engine = replace(engine, cascade=limits, lanes=lane_limits(engine.lane_mode, num_ranks, device, job, notes))
     if engine.attention == "flashinfer":
