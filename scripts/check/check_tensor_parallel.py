@@ -336,7 +336,7 @@ def check_kill(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
 
 def rank_of(processes: list[psutil.Process]) -> psutil.Process:
     """Return the process of rank 1. The others can be compilers and the like."""
-    return next(process for process in processes if "rank_process" in " ".join(process.cmdline()))
+    return next(process for process in processes if "ranks.process" in " ".join(process.cmdline()))
 
 
 def end_of(job: subprocess.Popen[bytes], args: argparse.Namespace, folder: Path) -> int:

@@ -180,11 +180,11 @@ class CudaGroup(Group):
         parts = x.new_empty((self.size, *x.shape))
         if x.numel():
             with marked("communication"):
-                self.gathered(x.contiguous(), parts, self._exchange_for(x))
+                self.gathered(_aligned(x), parts, self._exchange_for(x))
         return lambda: parts
 
     def start_scatter_sum(self, parts: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
-        parts = parts.contiguous()
+        parts = _aligned(parts)
         out = torch.empty_like(parts[0])
         if parts.numel():
             with marked("communication"):
@@ -270,9 +270,7 @@ class CudaGroup(Group):
         if algorithm == "gather":
             wide = torch.promote_types(x.dtype, torch.float32)  # so that it is rounded once, as a one-shot sum is
             return in_order(self.gather(x).to(wide)).to(x.dtype)
-        x, run = x.contiguous(), self._collectives
-        if x.storage_offset() * x.itemsize % ALIGNMENT:
-            x = x.clone()
+        x, run = _aligned(x), self._collectives
         out = torch.empty_like(x)
         if algorithm == "one_shot":
             inbox = self._inboxes[self._memory]
@@ -297,6 +295,12 @@ class CudaGroup(Group):
             self._inboxes.clear()  # operations that used the memory have ended now
             self._mailboxes.clear()
             self._buffers.clear()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x, or a copy of it, as a contiguous tensor whose address is aligned."""
+    x = x.contiguous()
+    return x.clone() if x.storage_offset() * x.itemsize % ALIGNMENT else x
 
 
 def _pieces(

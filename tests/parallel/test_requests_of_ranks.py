@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
@@ -213,3 +214,28 @@ def test_ranks_capture_and_replay_the_same_graphs(method: str) -> None:
     assert first == second, "in the same order"
     assert len(first) > 3
     assert set(made[0]) == {"gather", "exchange"}, "in float64; the order of calls is that of all ranks"
+
+
+@pytest.mark.parametrize("division", ["experts", "requests"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_speculation_equals_plain_bit_for_bit_in_float32(size: int, division: Any) -> None:
+    """Whatever runs with a request, and on which rank it runs. A sum over ranks has one order."""
+    found = []
+    settings = {**SETTINGS, "dtype": torch.float32}
+    for method, shape, batch, owner in (
+        ("none", None, 4, lambda i: i % size),
+        ("draft_model", TREE, 3, lambda i: int(i > 2)),
+        ("none", None, 12, lambda i: size - 1),
+    ):
+
+        def make(group: Group, method: Any = method, shape: Any = shape, batch: int = batch) -> Engine:
+            more = {**settings, "max_batch_size": batch}
+            return tiny_engine(method, shape, group=group, division=division, **more)
+
+        if division == "experts":  # all ranks run all requests
+            results = on_ranks(size, lambda group, make=make: run(make(group), PROMPTS, SAMPLED))  # type: ignore[misc]
+            completions = results[0]
+        else:
+            completions, _ = of_ranks(size, make, lambda: requests(SAMPLED), owner)
+        found.append([(c.token_ids, c.logprobs) for c in completions])
+    assert found[0] == found[1] == found[2]

@@ -1,5 +1,5 @@
 """The process of a rank other than 0, and the exit of a process whose GPU waits for a dead rank. The rank repeats each
-call of rank 0's engine (`ranked_engine.py`), or runs requests of its own (`divided_engine.py`)."""
+call of rank 0's engine (`ranked_engine.py`), or runs requests of its own."""
 
 from __future__ import annotations
 

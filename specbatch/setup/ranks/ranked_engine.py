@@ -425,12 +425,12 @@ class DividedEngine(RankedEngine):
 
 
 def together(of_ranks: list[EngineStats]) -> EngineStats:
-    """Add the counters of ranks that ran at the same time."""
+    """Add the counters of ranks that ran at the same time. Of what all do at once, the largest number counts."""
     total = EngineStats()
     for stats in of_ranks:
         total.add(stats)
     for item in fields(EngineStats):
-        if item.name == "rounds" or item.name.endswith("seconds"):
+        if item.name in ("rounds", "late_graphs") or item.name.endswith("seconds"):
             setattr(total, item.name, max(getattr(stats, item.name) for stats in of_ranks))
     return total
 
