@@ -22,6 +22,7 @@ from specbatch.models.linears import sharded
 from specbatch.models.linears.linear import Linear
 from specbatch.parallel import algorithms
 from specbatch.parallel.cuda import CudaGroup, TorchCollectives
+from specbatch.parallel.group import in_order
 from specbatch.parallel.shares import even_shares
 from specbatch.setup.build import build_engine
 from specbatch.setup.ranks.ranked_engine import RankedEngine, build_ranked
@@ -39,6 +40,7 @@ _DIVISIONS = (
 )
 _DRAFT_MODEL = ["speculation.method=draft_model", "speculation.draft=random:tiny-experts"]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 
 
 def one_gpu(folder: Path) -> TorchCollectives:
@@ -252,13 +254,17 @@ def _exchanges(group: CudaGroup, device: torch.device) -> None:
     algorithms_ = ("one_shot", "nccl", "copied") if group.can_copy else ("one_shot", "nccl")
     for dtype in (torch.bfloat16, torch.float32):
         for count in (8, 8 * 577, (1 << 20) + 8, 9 << 20):
-            both = [torch.randn(2, count, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(2)]
-            parts, residual = both[group.rank].to(device), torch.randn(count, device=device).to(dtype)
-            expected = residual + (both[0].float() + both[1].float()).to(dtype)[group.rank].to(device)
+            size = group.size
+            of_ranks = [
+                torch.randn(size, count, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(size)
+            ]
+            parts, residual = of_ranks[group.rank].to(device), torch.randn(count, device=device).to(dtype)
+            total = in_order(torch.stack([part[group.rank].float() for part in of_ranks])).to(dtype)
+            expected = residual + total.to(device)
             for algorithm in algorithms_:
                 found, out = torch.empty_like(parts), torch.empty_like(residual)
                 group.gathered(parts[0], found, algorithm)  # type: ignore[arg-type]
-                assert torch.equal(found.cpu(), torch.stack((both[0][0], both[1][0]))), (dtype, count, algorithm)
+                assert torch.equal(found.cpu(), torch.stack([part[0] for part in of_ranks])), (count, algorithm)
                 group.scattered(parts, residual, out, algorithm)  # type: ignore[arg-type]
                 assert torch.equal(out, expected), (dtype, count, algorithm)
     few, x = torch.zeros(4096, device=device), torch.zeros(64, 2048, device=device)
@@ -277,7 +283,7 @@ def _exchanges(group: CudaGroup, device: torch.device) -> None:
             torch.cuda._sleep(300_000 * group.rank)
         for found in (graph.replay() or out, layers()):
             torch.cuda.synchronize()
-            assert torch.equal(found, torch.full_like(found, 4.0 * value * (1 + group.rank))), value
+            assert torch.equal(found, torch.full_like(found, 2.0 * group.size * value * (1 + group.rank))), value
 
 
 def _copies(group: CudaGroup, device: torch.device) -> None:
@@ -320,6 +326,30 @@ def test_two_gpus_add_and_gather(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_two_gpus, (str(tmp_path / "meeting"),), nprocs=2)
 
 
+def _four_gpus(rank: int, meeting: str) -> None:
+    """A process of one of four GPUs."""
+    device = torch.device("cuda", rank)
+    group = CudaGroup(rank, 4, device, TorchCollectives(rank, 4, meeting, device), fixed_order=False)
+    _exchanges(group, device)
+    torch.cuda.synchronize()
+    group.close()
+
+
+@pytest.mark.gpu
+@needs_four
+def test_four_gpus_exchange(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_four_gpus, (str(tmp_path / "meeting"),), nprocs=4)
+
+
+@pytest.mark.gpu
+@needs_four
+@pytest.mark.parametrize("more", [[], ["engine.two_batch_overlap=on"]], ids=str)
+@pytest.mark.parametrize("division", _DIVISIONS, ids=str)
+def test_four_gpus_with_experts_answer_as_one(division: list[str], more: list[str]) -> None:
+    sets = [_EXPERTS, *more]
+    assert answers("engine.tensor_parallel=4", *division, *sets) == answers(*sets)
+
+
 @pytest.mark.gpu
 @needs_two
 @pytest.mark.parametrize(
@@ -341,26 +371,27 @@ def test_two_gpus_answer_as_one(sets: list[str], tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 768, "head_dim": 64}
     wide = write_checkpoint(tmp_path / "wide", **sizes)
     sets = [one.replace("WIDE", str(wide)) for one in sets]
-    prompts = random_prompts(40, shared=20, longest=90)
-    common = ["model.target=random:tiny", "model.dtype=float32", "engine.device=cuda", "engine.max_batch_size=32"]
-
-    def answers(*more: str) -> list[list[int]]:
-        if "engine.tensor_parallel=2" not in more:
-            more = tuple(one for one in more if "expert_parallel" not in one and "dp_attention" not in one)
-        resolved = resolve(load_config(None, [*common, "engine.kv_cache_tokens=65536", *more]))
-        engine = (build_ranked if resolved.config.engine.tensor_parallel > 1 else build_engine)(resolved)
-        compiler = GrammarCompiler(resolved.tokenizer)
-        for i, prompt in enumerate(prompts):
-            spec = None if i % 3 else MatcherSpec(Constraint("regex", "regex", "(name: [0-9]{2}, ){1,3}"))
-            matcher = None if spec is None else spec.make(compiler)
-            engine.submit(Request(i, prompt, SamplingParams(max_tokens=20), RngKey(0, i, 0), None, (), matcher, spec))
-        done: dict[int, list[int]] = {}
-        while len(done) < len(prompts):
-            done |= {c.request_id: c.token_ids for c in engine.step()}
-        if isinstance(engine, RankedEngine):
-            engine.close()
-        return [done[i] for i in range(len(prompts))]
-
+    of_ranks = [one for one in sets if "expert_parallel" in one or "dp_attention" in one]
+    others = [one for one in sets if one not in of_ranks]
     # Twice: this process has shared memory before, the second rank's process has not.
     ranked = [answers("engine.tensor_parallel=2", *sets) for _ in range(2)]
-    assert ranked == [answers(*sets)] * 2
+    assert ranked == [answers(*others)] * 2
+
+
+def answers(*sets: str) -> list[list[int]]:
+    """Return the tokens of 40 rows, every third of which has a grammar."""
+    prompts = random_prompts(40, shared=20, longest=90)
+    common = ["model.target=random:tiny", "model.dtype=float32", "engine.device=cuda", "engine.max_batch_size=32"]
+    resolved = resolve(load_config(None, [*common, "engine.kv_cache_tokens=65536", *sets]))
+    engine = (build_ranked if resolved.config.engine.tensor_parallel > 1 else build_engine)(resolved)
+    compiler = GrammarCompiler(resolved.tokenizer)
+    for i, prompt in enumerate(prompts):
+        spec = None if i % 3 else MatcherSpec(Constraint("regex", "regex", "(name: [0-9]{2}, ){1,3}"))
+        matcher = None if spec is None else spec.make(compiler)
+        engine.submit(Request(i, prompt, SamplingParams(max_tokens=20), RngKey(0, i, 0), None, (), matcher, spec))
+    done: dict[int, list[int]] = {}
+    while len(done) < len(prompts):
+        done |= {c.request_id: c.token_ids for c in engine.step()}
+    if isinstance(engine, RankedEngine):
+        engine.close()
+    return [done[i] for i in range(len(prompts))]
