@@ -74,8 +74,8 @@ def models_inspect(
     with user_errors():
         prepare_libraries()
         import_engine()
+        from specbatch.cli.model_facts import inspected
         from specbatch.models.download import resolve_model
-        from specbatch.setup.inspection import inspected
 
         facts = inspected(resolve_model(name), None if draft is None else resolve_model(draft))
         width = max(len(title) for title, _ in facts)

@@ -24,7 +24,7 @@ _ROWS = 100
 
 @dataclass(frozen=True)
 class CheckedRows:
-    """What the first rows of a file become. `errors`: the number of rows by the text of their error. `prompt`: the
+    """The first rows of a file, prepared. `errors`: the number of rows by the text of their error. `prompt`: the
     tokens of the first row that can run, as text; None: no row can."""
 
     num_rows: int
@@ -43,8 +43,8 @@ class CheckedRows:
 
 
 class ConfigCheck:
-    """What `generate` would refuse before or while it runs, by the resolved configuration and the tokenizer of its
-    model. Raise SpecbatchError for templates, schemas and grammars that cannot work."""
+    """A check of what `generate` would refuse, by the resolved configuration and the tokenizer of its model. It raises
+    SpecbatchError for templates, schemas and grammars that cannot work."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, longest_row: int) -> None:
         self._config = config = with_template_texts(config)
@@ -69,5 +69,6 @@ class ConfigCheck:
         rows = RowPreparer(self._parser, self._texts, self._limits)(raws)
         errors = Counter(row.error.message for row in rows if row.error is not None)
         first: Row | None = next((row for row in rows if row.error is None), None)
-        prompt = None if first is None else self._tokenizer.decode(first.token_ids)
-        return CheckedRows(len(rows), dict(errors), prompt, 0 if first is None else len(first.token_ids))
+        tokens = [] if first is None else first.token_ids
+        prompt = None if first is None else str(self._tokenizer.decode(tokens))
+        return CheckedRows(len(rows), dict(errors), prompt, len(tokens))

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, OPTConfig
 from typer.testing import CliRunner
 
 from specbatch.cli import app
+from specbatch.cli.model_facts import inspected
 from specbatch.errors import ModelError
-from specbatch.setup.inspection import inspected
 from tests.integer_checkpoints import AWQ, integer_checkpoint
 from tests.tiny_checkpoint import write_checkpoint
 
