@@ -54,7 +54,7 @@ class ConfigCheck:
         self._texts = TextProcessor(tokenizer, config.data)
         plain = RowParser(config.sampling, replace(config.data, prompt_template=None, prompt_column=None))
         (row,) = RowPreparer(plain, self._texts, self._limits)([RawRow(0, {"prompt": "x"})])
-        if row.error is not None:  # by the options of `sampling`, for the prompt has nothing
+        if row.error is not None:  # The options of `sampling` cause it, for the prompt has nothing.
             raise ConfigError(f"sampling: {row.error.message}")
 
     @staticmethod
