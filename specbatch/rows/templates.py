@@ -26,7 +26,8 @@ _PATH = "data.prompt_template"
 _HINT = "fields are written {name} or {name[key]}, with literal braces doubled, or {{ name }} as in Jinja"
 # "{{" and a space begin a field of Jinja, also in a short form with JSON in doubled braces.
 _JINJA_HINT = (
-    "a text with {% or with {{ and a space is a Jinja template: fields are written {{ name }}, and single braces are text"
+    "a text with {% or with {{ and a space is a Jinja template: fields are written {{ name }}, "
+    "and single braces are text"
 )
 _FIELD = re.compile(r"([^.\[\]]+)((?:\[[^\]]+\])*)")  # no attributes: {x.__class__} would read the interpreter
 _MAX_WIDTH = 10_000  # characters that a format can ask for
@@ -161,7 +162,7 @@ def _parts(text: str) -> Iterator[str]:
         raise ConfigError(f"{_PATH} is not a valid template: {exc}", _HINT) from exc
     for literal, field, spec, conversion in parts:
         if literal:
-            yield f"{{{{ {json.dumps(literal)} }}}}"
+            yield f"{{{{ {_constant(literal)} }}}}"
         if field is None:
             continue
         matched = _matched(field)
@@ -170,20 +171,25 @@ def _parts(text: str) -> Iterator[str]:
             raise ConfigError(f"{_PATH}: {shown} has an unknown conversion; use !r, !s or !a")
         if spec and "{" not in spec:
             _check_spec(field, spec, text_only=conversion is not None)
-        value = f"{_ROW}|at({json.dumps(matched[1])})" + "".join(map(_key, re.findall(r"\[([^\]]+)\]", matched[2])))
+        value = f"{_ROW}|at({_constant(matched[1])})" + "".join(map(_key, re.findall(r"\[([^\]]+)\]", matched[2])))
         if spec or conversion:
-            value += f"|format_as({json.dumps(conversion or '')}, {_spec(spec or '')})"
+            value += f"|format_as({_constant(conversion or '')}, {_spec(spec or '')})"
         yield f"{{{{ {value} }}}}"
+
+
+def _constant(text: str) -> str:
+    """Return the constant of Jinja that is a text. Jinja does not read pairs of `\\u` escapes as one character."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _spec(text: str) -> str:
     """Return the expression of a format, which can have fields."""
-    parts = [part[2:-2].strip() for part in _parts(text)] if "{" in text else [json.dumps(text)]
+    parts = [part[2:-2].strip() for part in _parts(text)] if "{" in text else [_constant(text)]
     return " ~ ".join(["''", *(f"({part})" for part in parts)])
 
 
 def _key(key: str) -> str:
-    return f"|at({int(key)})" if key.isdecimal() else f"|at({json.dumps(key)})"
+    return f"|at({int(key)})" if key.isdecimal() else f"|at({_constant(key)})"
 
 
 def _matched(field: str | None) -> re.Match[str]:

@@ -42,6 +42,38 @@ def test_a_file_runs_with_the_configuration_that_is_made_for_it(tmp_path: Path) 
     assert "--schema needs --for" in CliRunner().invoke(app, ["init", "--schema", "a: bool"]).output
 
 
+ODD = [
+    "row",
+    "self",
+    "range",
+    "lipsum",
+    "If",
+    "a.b",
+    '"q"',
+    "{{ x }}",
+    "{% y %}",
+    "e\x85f",
+    "g\u2028h",
+    "🎉",
+    "0a",
+    "#",
+]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_columns_of_odd_names(tmp_path: Path, name: str) -> None:
+    data, file = tmp_path / "a.jsonl", tmp_path / "specbatch.yaml"
+    data.write_text(json.dumps({name: "one", "First name": ""}) + "\n" + json.dumps({name: "two", "First name": "Ann"}))
+    file.write_text(suggested_config(str(data), None))
+    config = load_config(file)
+    parser = RowParser(config.sampling, config.data)
+    for raw, texts in zip(open_source(str(data), config.data).rows(), (": one\n", ": two\n"), strict=True):
+        row = asked(parser.parse(raw))[1]
+        assert isinstance(row, Row), row
+        assert texts in row.content
+        assert row.content.endswith(("First name: -\n", "First name: Ann\n"))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [

@@ -165,14 +165,15 @@ def test_prompts_of_fields(template: str, text: str) -> None:
     assert PromptTemplate(template).fill(row) == text
 
 
-NAMES = ["row", "range", "self", "true", "loop", "First name", "x-y", "items", "0a", "class"]
+NAMES = ["row", "range", "self", "true", "loop", "First name", "x-y", "items", "0a", "class", "🎉"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_short_form_is_that_of_python_for_each_name(name: str) -> None:
     row = {name: "it's", "row": "R", "w": 6, "d": {"k": [1, "two"]}, "n": 3.14159} | {name: "it's"}
     for template in (
-        f"{{{name}}}", f"{{{name}!r:>12}}|{{{name}:*^{{w}}}}", f"{{{{\"k\": {{{name}}}}}}} {{n:.2f}} {{d[k][1]!a}}\n",
+        f"{{{name}}}", f"{{{name}!r:>12}}|{{{name}:*^{{w}}}}",
+        f"{{{{\"k\": {{{name}}}}}}} {{n:.2f}} {{d[k][1]!a}}\n", f"🎉\r\n{{{name}:🎉>8}}\\u0041",
     ):  # fmt: skip
         assert PromptTemplate(template).fill(row) == template.format_map(row)
 
