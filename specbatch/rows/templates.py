@@ -123,7 +123,7 @@ def _jinja_names(text: str) -> Iterator[str]:
     names = variables_of(text)
     columns = {id(node): name for node, name in _columns(tree)} if _ROW in names else {}
     optional |= {columns[id(node)] for node in tests if id(node) in columns}
-    yield from sorted((names | set(columns.values())) - optional - {_ROW})
+    yield from sorted(((names - {_ROW}) | set(columns.values())) - optional)
 
 
 def _columns(tree: nodes.Template) -> Iterator[tuple[nodes.Node, str]]:

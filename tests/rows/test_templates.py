@@ -184,7 +184,8 @@ def test_the_whole_row() -> None:
     assert template.fill({"First name": "Ann", "subject": None, "row": "R"}) == "Ann: -"
     with pytest.raises(RowError, match="the row has no 'First name'"):
         template.fill({"subject": "a"})
-    assert PromptTemplate('{{ row["row"] }}').fill({"row": "R"}) == "R"
+    own = PromptTemplate('{{ row["row"] }}{{ a or "-" }}')
+    assert (own.fields, own.fill({"row": "R", "a": None})) == (("a", "row"), "R-")
     assert PromptTemplate("{{ row|tojson }}").fill({"a": None}) == '{"a": null}'
     with pytest.raises(RowError, match=r"the row's field of this name is row\['row'\]"):
         PromptTemplate("{{ row }}").fill({"row": "R"})

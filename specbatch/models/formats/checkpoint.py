@@ -106,6 +106,8 @@ def open_checkpoint(path: Path, backend: BackendName = "auto") -> Checkpoint:
         raise ModelError(f"{path}: {error.message}") from error
     if config.tie_word_embeddings and _has_own_lm_head(tensors):
         config = dataclasses.replace(config, tie_word_embeddings=False)
+    if isinstance(quantization, IntegerQuantization):
+        quantization = quantization.of_files(tensors.shapes())
     _check_tensors(path, config, tensors, quantization)
     kv_scales = read_kv_scales(tensors, config.num_layers) if has_fp8_cache(raw, modelopt) else ()
     text_of = None if text is None else str(whole)
