@@ -134,7 +134,9 @@ def with_adapter(target: Checkpoint, path: Path) -> Checkpoint:
             f"model.adapter cannot be merged into {target.description}",
             hint="use the model that is not quantised, as safetensors; model.quantization can quantise it after that",
         )
-    tensors = merged_with_adapter(target.tensors, path)
+    matrices = [name for name, shape in expected_tensors(target.config).items() if len(shape) == 2]
+    linear = {name.removesuffix(".weight") for name in matrices if ".embed_" not in name}
+    tensors = merged_with_adapter(target.tensors, path, linear)
     return dataclasses.replace(target, tensors=tensors, description=f"{target.description} with a LoRA adapter")
 
 
