@@ -313,10 +313,14 @@ def show_config(
             print_data(f"{json.dumps(json_schemas(), indent=2)}\n")
             return
         from specbatch.config_load import dump_config
+        from specbatch.files.template_files import with_template_texts
         from specbatch.job.terminal import print_notes
+        from specbatch.rows.parser import RowParser
 
         config = given.load()
         prepare_libraries()
+        read = with_template_texts(config)
+        RowParser(read.sampling, read.data)  # raises the error that a run of rows would end with
         run = resolving(console)(config)
         print_notes(run.notes, console)
         print_data(dump_config(run.config))
