@@ -121,6 +121,8 @@ def test_kinds_of_fields(kind: str, schema: dict[str, Any]) -> None:
         ("a: bool; a: int", "the field a is given twice"),
         ("a: color", "a has the unknown kind 'color'"),
         ("a: one of x", "a must be one of two or more"),
+        ("a: one of x, y, b: bool", "'b: bool' is a value of a"),
+        ("a: one of 'x', 'y'", "a has the value 'x' in quotes"),
         ("a: one of x, x", "a must be one of two or more"),
         ("a: int 5 to 1", "no value from 5 to 1"),
         ("a: int 1.5 to 2", "which is not one of numbers"),
