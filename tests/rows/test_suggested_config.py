@@ -27,6 +27,7 @@ def test_a_file_runs_with_the_configuration_that_is_made_for_it(tmp_path: Path) 
     data.write_text(TICKETS)
     done = CliRunner().invoke(app, ["init", str(file), "--for", str(data), "--schema", "label: one of bug, other"])
     assert done.exit_code == 0, done.output
+    assert f"specbatch generate {data} -c {file}\n" in done.output
     config = load_config(file)
     assert config.data.id_column == "ticket_id"
     assert json.loads(config.sampling.response_format or "")["json_schema"]["schema"]["required"] == ["label"]
