@@ -85,7 +85,7 @@ def option_paths(cls: Any, prefix: str = "") -> list[str]:
 
 
 # What people write for true and false. The YAML reader leaves it text, as YAML 1.2 does.
-_SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
+SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 
 
 class Reader:
@@ -114,7 +114,7 @@ class Reader:
             if key not in options:
                 self.refuse(cls, path, key, value)
             if options[key].kind is bool and isinstance(value, str):
-                value = _SWITCHES.get(value.lower(), value)
+                value = SWITCHES.get(value.lower(), value)
             values[key] = self.value(options[key], value, join(path, str(key)))
         missing = [join(path, name) for name, option in options.items() if option.is_required and name not in values]
         if missing:
