@@ -234,7 +234,7 @@ def test_config_refuses_templates_that_no_row_can_fill() -> None:
 
 def test_variables_of_chat_templates_are_no_texts_for_true_and_false() -> None:
     """Each text is true in a template, `no` as well."""
-    with pytest.raises(ConfigError, match="chat_template_kwargs.enable_thinking is the text 'no'") as caught:
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.enable_thinking is the text 'no'") as caught:
         load_config(None, ["data.chat_template_kwargs={enable_thinking: no}"])
     assert "write false" in (caught.value.hint or "")
     config = load_config(None, ["data.chat_template_kwargs={enable_thinking: false, effort: low}"])
