@@ -361,7 +361,7 @@ def init(
             write_template(path, suggested_config(data, wanted))
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
         if data is not None:
-            named = "" if path == Path("specbatch.yaml") else f" -c {path}"  # that file is read without its name
+            named = "" if path == Path("specbatch.yaml") else f" -c {path}"  # a file of this name is read without -c
             console.print(
                 f"say in its prompt_template what you want to know; then: specbatch generate {data}{named}",
                 markup=False,

@@ -25,7 +25,7 @@ _WORDS = (
     *jinja2.defaults.DEFAULT_NAMESPACE,
 )  # which have a meaning in a template
 _MAX_TOKENS = 256
-_OR = ' or "-"'  # for columns that some rows leave empty
+_OR = ' or "-"'  # It is for columns that some rows leave empty.
 
 
 @dataclass(frozen=True)

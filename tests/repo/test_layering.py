@@ -37,7 +37,7 @@ LAYERS = [
     ["kernels", "parallel"],
     ["batch"],
     ["types"],
-    ["strict", "counts", "logprobs", "matcher"],
+    ["strict", "counts", "logprobs", "matcher", "other_names"],
     ["schemas"],
     ["errors", "signals", ""],  # "": the package itself, for its version
 ]
