@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from specbatch.errors import FieldError, shown
 from specbatch.strict.option import AT_LEAST_0, AT_LEAST_1, SEED, Range, option, required
-from specbatch.strict.reader import Reader, described, join, options_of
+from specbatch.strict.reader import SWITCHES, Reader, described, join, options_of
 from specbatch.types import SamplingParams
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -290,6 +290,9 @@ def read_variables(reader: Reader, value: Any, path: str) -> Mapping[str, Any]:
             json.dumps(item, allow_nan=False)
         except (TypeError, ValueError) as exc:
             raise FieldError("invalid_type", f"{join(path, name)} is a value that JSON does not have") from exc
+        if isinstance(item, str) and item.lower() in SWITCHES:  # a template takes each text for true
+            hint = f"write {str(SWITCHES[item.lower()]).lower()}; a row's chat_template_kwargs can hold the text"
+            raise FieldError("invalid_value", f"{join(path, name)} is the text {shown(item)}", hint)
     return value
 
 

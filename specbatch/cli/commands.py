@@ -318,10 +318,14 @@ def show_config(
             print_data(f"{json.dumps(json_schemas(), indent=2)}\n")
             return
         from specbatch.config_load import dump_config
+        from specbatch.files.template_files import with_template_texts
         from specbatch.job.terminal import print_notes
+        from specbatch.rows.parser import RowParser
 
         config = given.load()
         prepare_libraries()
+        read = with_template_texts(config)
+        RowParser(read.sampling, read.data)  # raises the error that a run of rows would end with
         run = resolving(console)(config)
         from specbatch.job.check import ConfigCheck
 
@@ -367,8 +371,9 @@ def init(
             write_template(path, suggested_config(data, wanted))
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
         if data is not None:
+            named = "" if path == Path("specbatch.yaml") else f" -c {path}"  # a file of this name is read without -c
             console.print(
-                f"say in its prompt_template what you want to know; then: specbatch generate {data}",
+                f"say in its prompt_template what you want to know; then: specbatch generate {data}{named}",
                 markup=False,
                 soft_wrap=True,
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -9,6 +11,19 @@ import typer.core
 
 from specbatch.config_load import option_paths
 from specbatch.strict.other_names import option_meant
+
+# Options of other tools that are not options of the configuration here.
+_WORDS: Mapping[str, str] = {
+    "resume": "The same command resumes",
+    "force": "Did you mean --overwrite?",
+    "format": "The name of the output says it, such as -o answers.parquet",
+    "output-format": "The name of the output says it, such as -o answers.parquet",
+    "m": "Did you mean --model?",
+    "num-workers": "Did you mean --workers?",
+    "cuda": "Did you mean --set engine.device=cuda?",
+    "cpu": "Did you mean --set engine.device=cpu?",
+}
+_ALIKE = 0.7  # similarity of names without their hyphens, from 0 to 1
 
 
 class HintingCommand(typer.core.TyperCommand):
@@ -30,10 +45,23 @@ class HintingCommand(typer.core.TyperCommand):
         own = {name for param in self.params for name in param.opts}
         if "--set" not in own:
             return
-        meant = option_meant(error.option_name.lstrip("-"), option_paths(), 1.0 if error.possibilities else 0.75)
+        name = error.option_name.lstrip("-")
+        if (own_name := f"--{name.replace('_', '-')}") in own:
+            error.possibilities = [own_name]
+            return
+        error.possibilities = [one for one in error.possibilities or () if _is_like(name, one.lstrip("-"))]
+        if (words := _WORDS.get(name.replace("_", "-"))) is not None:
+            error.possibilities = []
+            error.message += f". {words}"
+            return
+        meant = option_meant(name, option_paths(), 1.0 if error.possibilities else 0.75)
         if meant is not None:
             error.possibilities = []
             error.message += f". Did you mean --set {meant}=VALUE?"
+
+
+def _is_like(name: str, other: str) -> bool:
+    return other.startswith(name) or difflib.SequenceMatcher(None, name, other).ratio() >= _ALIKE
 
 
 class HintingTyper(typer.Typer):

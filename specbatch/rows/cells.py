@@ -82,8 +82,10 @@ class TemplateCell(str):
             return super().__format__(spec)
         except ValueError:
             if not _is_number(text):
-                raise
+                return format(str(self), spec)  # the error is that of a text
             return format(_number(text), spec)
 
     def __getitem__(self, key: Any) -> str:
+        if isinstance(key, slice):  # {{ body[:500] }}, {{ body|truncate(500) }}
+            return super().__getitem__(key)
         raise TypeError("a cell of a CSV file is text, and has no items")

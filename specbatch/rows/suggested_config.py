@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2.defaults
+
 from specbatch.config import DataSection
 from specbatch.errors import InputError, RowError
 from specbatch.rows.parameters import PROMPTS
@@ -18,9 +20,12 @@ from specbatch.rows.sources import open_source
 _ROWS = 200  # rows that are looked at
 _ID = re.compile(r"id|.*[_ -]id|uuid|key|custom_id", re.IGNORECASE)
 _NAME = re.compile(r"[^\W\d]\w*")
-_WORDS = ("true", "false", "none", "and", "or", "not", "in", "is", "if", "else")  # These are words of Jinja.
+_WORDS = (
+    *("true", "false", "none", "and", "or", "not", "in", "is", "if", "else", "row", "self"),
+    *jinja2.defaults.DEFAULT_NAMESPACE,
+)  # which have a meaning in a template
 _MAX_TOKENS = 256
-_OR = ' or "-"'  # Columns that some rows leave empty have this.
+_OR = ' or "-"'  # It is for columns that some rows leave empty.
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ def suggested_config(ref: str, response_format: str | None) -> str:
     """Return the YAML of a configuration for the rows of `ref`. `response_format`: JSON; None: no schema. Raises
     InputError for a file that cannot be read or has no columns to make a prompt of."""
     columns = _columns(ref)
-    ids = [] if columns.ids in (None, "id") else [f"  id_column: {json.dumps(columns.ids, ensure_ascii=False)}"]
+    ids = [] if columns.ids is None or columns.ids == "id" else [f"  id_column: {_quoted(columns.ids)}"]
     lines = [
         f"    {_title(name)}: {{{{ {_field(name)}{_OR if gaps else ''} }}}}" for name, gaps in columns.texts.items()
     ]
@@ -58,7 +63,12 @@ def suggested_config(ref: str, response_format: str | None) -> str:
 def _field(name: str) -> str:
     """Return the expression of a column."""
     is_name = _NAME.fullmatch(name) and name.lower() not in _WORDS
-    return name if is_name else f"row[{json.dumps(name, ensure_ascii=False)}]"
+    return name if is_name else f"row[{_quoted(name)}]"
+
+
+def _quoted(text: str) -> str:
+    """Return a text as YAML and Jinja read it in quotes: a line separator (U+2028) would end a line of YAML."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 def _title(name: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.runtime import TemplateReference
 
 from specbatch.errors import ConfigError, RowError
 from specbatch.text.bounds import Bounded
@@ -23,10 +24,16 @@ from specbatch.text.template_variables import parsed, variables_of
 
 _PATH = "data.prompt_template"
 _HINT = "fields are written {name} or {name[key]}, with literal braces doubled, or {{ name }} as in Jinja"
+# "{{" and a space begin a field of Jinja, also in a short form with JSON in doubled braces.
+_JINJA_HINT = (
+    "a text with {% or with {{ and a space is a Jinja template: fields are written {{ name }}, "
+    "and single braces are text"
+)
 _FIELD = re.compile(r"([^.\[\]]+)((?:\[[^\]]+\])*)")  # no attributes: {x.__class__} would read the interpreter
 _MAX_WIDTH = 10_000  # characters that a format can ask for
 _ROW = "row"  # the name of the whole row in a template: {{ row["First name"] }}
 _OF_JINJA = re.compile(r"\{[%#]|\{\{-?\s")  # no short form has these
+_BRACED = re.compile(r"\{([^{}]+)\}")
 _SHORT_FIELD = re.compile(r"\{[^\W\d]\w*(\[[^\]{}]+\])*(![rsa])?(:[^{}\n]*)?\}")
 
 
@@ -39,12 +46,16 @@ class PromptTemplate:
     """
 
     def __init__(self, text: str) -> None:
-        is_jinja = _is_jinja(text)
+        literals = _jinja_literals(text)
+        is_jinja = literals is not None
+        # Texts in single braces, which are meant as fields if rows have fields of these names.
+        self._braced = [name for part in literals or () for name in _BRACED.findall(part)]
         source = text if is_jinja else "".join(_parts(text))
         self._bounded = Bounded()
-        self._template = compiled(_PATH, source, {"format_as": _format_as}, _written)
+        self._template = compiled(_PATH, source, {"format_as": _format_as, "at": _at}, _written)
         names = _jinja_names(text) if is_jinja else _short_names(text)
         self.fields = tuple(dict.fromkeys(names))  # names of the row's fields that the template needs
+        self._reads_row = is_jinja and _reads_row(text)
         if not self.fields and not (is_jinja and variables_of(text)):
             raise ConfigError(f"{_PATH} names no field, so all rows would have the same prompt", _hint(text))
 
@@ -53,33 +64,52 @@ class PromptTemplate:
         for name in self.fields:
             if name not in row:
                 raise RowError("missing_prompt", f"the row has no {name!r}, which {_PATH} uses")
+        if self._reads_row and _ROW in row:
+            raise RowError(
+                "missing_prompt",
+                f"in {_PATH}, row is the whole row; the row's field of this name is row['row']",
+            )
+        if meant := next((name for name in self._braced if name in row), None):
+            raise RowError("missing_prompt", f"{_mixes(f'{{{meant}}}')}; {_MIX_HINT}")
         if self.fields and all(row[name] is None for name in self.fields):
             raise RowError("missing_prompt", f"the row has no content in {' and '.join(map(repr, self.fields))}")
         try:
             with self._bounded:  # a format that the row gives can ask for gigabytes
-                return self._template.render({_ROW: row, **row})
+                return self._template.render({**row, _ROW: row})
         except Exception as exc:  # a lookup, filter or format that this row's value does not support
             raise RowError("missing_prompt", f"{_PATH} does not fit the row: {exc}") from exc
 
 
 def _written(value: Any) -> Any:
+    """Return what is written of a value. Raises TypeError for objects of the interpreter, such as the method that
+    `{{ order.items }}` is if `order` has no such key."""
+    if isinstance(value, jinja2.Undefined):
+        return value  # its conversion to text says which name is missing
+    if callable(value) or isinstance(value, Iterator | TemplateReference):
+        raise TypeError(f"{type(value).__name__} is no text; for a field named so write row['name']")
     return "" if value is None else value
 
 
-def _is_jinja(text: str) -> bool:
-    """Return whether a template is Jinja, and not the short form. Raises ConfigError if it mixes both."""
+def _jinja_literals(text: str) -> list[str] | None:
+    """Return the texts between the fields of a Jinja template; None: it is a short form. Raises ConfigError if it mixes
+    both."""
     if not _OF_JINJA.search(text) and ("{{" not in text or any(field for field, _, _ in _fields(text))):
-        return False
+        return None
     try:
+        jinja2.Environment().parse(text)
         literals = [value for _, kind, value in jinja2.Environment().lex(text) if kind == "data"]
     except jinja2.TemplateError as exc:
-        raise ConfigError(f"{_PATH} is not a valid template: {exc}", _HINT) from exc
+        raise ConfigError(f"{_PATH} is not a valid template: {exc}", _JINJA_HINT) from exc
     if short := next((found[0] for part in literals if (found := _SHORT_FIELD.search(part))), None):
-        raise ConfigError(
-            f"{_PATH} is a Jinja template, in which {short} is no field",
-            "write {{ name }} for a field in it, and {{ '{name}' }} for text in braces",
-        )
-    return True
+        raise ConfigError(_mixes(short), _MIX_HINT)
+    return literals
+
+
+_MIX_HINT = "write {{ name }} for a field in it, and {{ '{name}' }} for text in braces"
+
+
+def _mixes(short: str) -> str:
+    return f"{_PATH} is a Jinja template, in which {short} is no field"
 
 
 def _jinja_names(text: str) -> Iterator[str]:
@@ -90,7 +120,24 @@ def _jinja_names(text: str) -> Iterator[str]:
     ]
     tests += [node.node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
     optional = {node.name for node in tests if isinstance(node, nodes.Name)}
-    yield from sorted(variables_of(text) - optional - {_ROW})
+    names = variables_of(text)
+    columns = {id(node): name for node, name in _columns(tree)} if _ROW in names else {}
+    optional |= {columns[id(node)] for node in tests if id(node) in columns}
+    yield from sorted(((names - {_ROW}) | set(columns.values())) - optional)
+
+
+def _columns(tree: nodes.Template) -> Iterator[tuple[nodes.Node, str]]:
+    """Yield the expressions that read a field of the row by its name, `row["name"]`, and these names."""
+    for node in tree.find_all(nodes.Getitem):
+        if isinstance(node.node, nodes.Name) and node.node.name == _ROW and isinstance(node.arg, nodes.Const):
+            yield node, str(node.arg.value)
+
+
+def _reads_row(text: str) -> bool:
+    """Return whether a Jinja template reads the row as a whole, and not only fields of it by name."""
+    tree = parsed(text)
+    reads = [node for node in tree.find_all(nodes.Name) if node.name == _ROW and node.ctx == "load"]
+    return _ROW in variables_of(text) and len(reads) > len(list(_columns(tree)))
 
 
 def _fields(text: str) -> list[tuple[str | None, str, str | None]]:
@@ -115,7 +162,7 @@ def _parts(text: str) -> Iterator[str]:
         raise ConfigError(f"{_PATH} is not a valid template: {exc}", _HINT) from exc
     for literal, field, spec, conversion in parts:
         if literal:
-            yield f"{{{{ {json.dumps(literal)} }}}}"
+            yield f"{{{{ {_constant(literal)} }}}}"
         if field is None:
             continue
         matched = _matched(field)
@@ -124,20 +171,25 @@ def _parts(text: str) -> Iterator[str]:
             raise ConfigError(f"{_PATH}: {shown} has an unknown conversion; use !r, !s or !a")
         if spec and "{" not in spec:
             _check_spec(field, spec, text_only=conversion is not None)
-        value = f"{_ROW}[{json.dumps(matched[1])}]" + "".join(map(_key, re.findall(r"\[([^\]]+)\]", matched[2])))
+        value = f"{_ROW}|at({_constant(matched[1])})" + "".join(map(_key, re.findall(r"\[([^\]]+)\]", matched[2])))
         if spec or conversion:
-            value += f"|format_as({json.dumps(conversion or '')}, {_spec(spec or '')})"
+            value += f"|format_as({_constant(conversion or '')}, {_spec(spec or '')})"
         yield f"{{{{ {value} }}}}"
+
+
+def _constant(text: str) -> str:
+    """Return the constant of Jinja that is a text. Jinja does not read pairs of `\\u` escapes as one character."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _spec(text: str) -> str:
     """Return the expression of a format, which can have fields."""
-    parts = [part[2:-2].strip() for part in _parts(text)] if "{" in text else [json.dumps(text)]
+    parts = [part[2:-2].strip() for part in _parts(text)] if "{" in text else [_constant(text)]
     return " ~ ".join(["''", *(f"({part})" for part in parts)])
 
 
 def _key(key: str) -> str:
-    return f"[{int(key)}]" if key.isdigit() else f"[{json.dumps(key)}]"
+    return f"|at({int(key)})" if key.isdecimal() else f"|at({_constant(key)})"
 
 
 def _matched(field: str | None) -> re.Match[str]:
@@ -145,6 +197,14 @@ def _matched(field: str | None) -> re.Match[str]:
     if matched is None or matched[1].isdigit():
         raise ConfigError(f"{_PATH}: {{{field}}} does not name a field of the row", _HINT)
     return matched
+
+
+def _at(value: Any, key: str | int) -> Any:
+    """Return the part of a value under a key, as `str.format` does. Jinja's `value[key]` also reads attributes."""
+    try:
+        return value[key]
+    except LookupError as exc:
+        raise LookupError(f"it has no {key!r}") from exc
 
 
 def _format_as(value: Any, conversion: str, spec: str) -> str:

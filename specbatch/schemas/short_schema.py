@@ -65,6 +65,11 @@ def _kind(name: str, kind: str) -> dict[str, Any]:
         values = [value.strip() for value in kind.removeprefix("one of ").split(",")]
         if len(values) < 2 or not all(values) or len(set(values)) < len(values):
             raise ConfigError(f"--schema: {name} must be one of two or more different texts", "label: one of yes, no")
+        for value in values:
+            if _is_field(value):
+                raise ConfigError(f"--schema: {shown(value)} is a value of {name}", "write ; between fields, and not ,")
+            if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+                raise ConfigError(f"--schema: {name} has the value {value} in quotes", "write it without quotes")
         return {"enum": values}
     if matched := _RANGE.fullmatch(kind):
         number = int if matched[1].startswith("int") else float
@@ -76,6 +81,18 @@ def _kind(name: str, kind: str) -> dict[str, Any]:
             raise ConfigError(f"--schema: {name} has no value from {matched[2]} to {matched[3]}")
         return {"type": _TYPES[matched[1]], "minimum": low, "maximum": high}
     raise ConfigError(f"--schema: {name} has the unknown kind {shown(kind)}", f"known: {_KINDS}")
+
+
+def _is_field(text: str) -> bool:
+    """Return whether a text is a field of the short form, too."""
+    matched = _FIELD.fullmatch(text)
+    if matched is None:
+        return False
+    try:
+        _kind(*matched.groups())
+    except ConfigError:
+        return False
+    return True
 
 
 def _names_file(text: str) -> bool:

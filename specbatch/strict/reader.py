@@ -85,7 +85,7 @@ def option_paths(cls: Any, prefix: str = "") -> list[str]:
 
 
 # What people write for true and false. The YAML reader leaves it text, as YAML 1.2 does.
-_SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
+SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 
 
 class Reader:
@@ -106,19 +106,23 @@ class Reader:
         if tree is None:
             tree = {}
         if not isinstance(tree, Mapping):
-            raise ConfigError(f"{path} must be a mapping of options, not {described(tree)}")
+            names = ", ".join(options_of(cls))
+            raise ConfigError(f"{path} must be a mapping of options, not {described(tree)}", f"known here: {names}")
         options = options_of(cls)
         values: dict[str, Any] = {}
         for key, value in tree.items():
             if key not in options:
                 self.refuse(cls, path, key, value)
             if options[key].kind is bool and isinstance(value, str):
-                value = _SWITCHES.get(value.lower(), value)
+                value = SWITCHES.get(value.lower(), value)
             values[key] = self.value(options[key], value, join(path, str(key)))
         missing = [join(path, name) for name, option in options.items() if option.is_required and name not in values]
         if missing:
             raise ConfigError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except FieldError as exc:  # values that do not go together
+            raise FieldError(exc.type, join(path, exc.message), exc.hint) from exc
 
     def value(self, option: Option, value: Any, path: str) -> Any:
         """Return `value` as the dataclass holds it. It raises ConfigError, and FieldError if a single value is
@@ -167,7 +171,8 @@ def _scalar(option: Option, value: Any, path: str) -> Any:
     kind = option.kind
     is_right = isinstance(value, int | float if kind is float else kind)
     if not is_right or (isinstance(value, bool) and kind is not bool):
-        raise FieldError("invalid_type", f"{path} must be {option.wanted()}, not {shown(value)}")
+        hint = "write text with { or [ in quotes" if kind is str and isinstance(value, dict | list) else None
+        raise FieldError("invalid_type", f"{path} must be {option.wanted()}, not {shown(value)}", hint)
     if isinstance(value, float) and not math.isfinite(value):
         raise FieldError("invalid_value", f"{path} must be a finite number, not {value}")
     if option.legal is not None:
@@ -222,13 +227,22 @@ def read_text(path: Path, what: str, names: Iterable[str] = ()) -> str:
         raise ConfigError(f"cannot read the {what} {path}: {reason}", hint) from exc
 
 
+# What people mean that write such YAML.
+_YAML_HINTS = {
+    "mapping values are not allowed": "write text with a colon in quotes, or after | on lines of its own",
+    "cannot be a key": "write text that begins with {{ in quotes, or after | on lines of its own",
+    "found character '\\t'": "indent with spaces",
+}
+
+
 def read_mapping(text: str, name: str) -> dict[str, Any]:
     """Return the mapping that a YAML text holds; an empty text is an empty mapping. It raises ConfigError with
     `name`."""
     try:
         tree = load_yaml(text)
     except YamlProblem as exc:
-        raise ConfigError(f"{name} is not valid YAML: {exc}") from exc
+        hint = next((words for part, words in _YAML_HINTS.items() if part in str(exc)), None)
+        raise ConfigError(f"{name} is not valid YAML: {exc}", hint) from exc
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from specbatch.cli import app
 from specbatch.config import OF_GENERATION_CONFIG, Config, DataSection
 from specbatch.config_load import (
     config_to_dict,
@@ -194,6 +196,49 @@ def test_mistakes_in_the_file(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("c.yaml")
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("data:\n  prompt_template: Hello: {a}", "write text with a colon in quotes"),
+        ("data:\n  prompt_template: {{ a }}", "write text that begins with {{ in quotes"),
+        ("data:\n  prompt_template: {a}", "write text with { or [ in quotes"),
+        ("data:\n\tprompt_template: a", "indent with spaces"),
+        ("model: base", "known here: target, dtype"),
+        ("model: {path: base}", "did you mean model.target?"),
+        ("data: {id: ticket}", "did you mean data.id_column?"),
+    ],
+)
+def test_hints_for_mistakes_in_the_file(text: str, hint: str) -> None:
+    Path("c.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config("c.yaml")
+    assert hint in (caught.value.hint or "")
+
+
+def test_values_that_do_not_go_together_have_the_path_of_their_section() -> None:
+    with pytest.raises(ConfigError, match=r"^sampling\.choice must be a list of two or more different texts"):
+        load_config(None, ["sampling.choice=yes, no"])
+
+
+def test_config_refuses_templates_that_no_row_can_fill() -> None:
+    for template, words in (
+        ("{a", "not a valid template"),
+        ("hello", "names no field"),
+        ("no.txt", "cannot read no.txt"),
+    ):
+        done = CliRunner().invoke(app, ["config", "--set", f"data.prompt_template={template}"])
+        assert (done.exit_code, words in done.stderr) == (2, True), done.stderr
+
+
+def test_variables_of_chat_templates_are_no_texts_for_true_and_false() -> None:
+    """Each text is true in a template, `no` as well."""
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.enable_thinking is the text 'no'") as caught:
+        load_config(None, ["data.chat_template_kwargs={enable_thinking: no}"])
+    assert "write false" in (caught.value.hint or "")
+    config = load_config(None, ["data.chat_template_kwargs={enable_thinking: false, effort: low}"])
+    assert config.data.chat_template_kwargs == {"enable_thinking": False, "effort": "low"}
 
 
 def test_missing_file_suggests_its_neighbour() -> None:

@@ -169,6 +169,13 @@ def test_init_writes_the_template_and_overwrites_nothing(tmp_path: Path, monkeyp
         ("--temprature", "(Possible options: --temperature)"),
         ("--retry_errors", "(Possible options: --retry-errors)"),
         ("--output-file", "(Possible options: --output)"),
+        ("--max_tokens", "(Possible options: --max-tokens)"),
+        ("--out", "(Possible options: --output)"),
+        ("--resume", "The same command resumes"),
+        ("--force", "Did you mean --overwrite?"),
+        ("--num_workers", "Did you mean --workers?"),
+        ("--format", "The name of the output says it"),
+        ("-m", "Did you mean --model?"),
     ],
 )
 def test_an_unknown_option_names_the_one_that_is_meant(option: str, text: str) -> None:

@@ -148,7 +148,7 @@ def test_chat_may_have_a_system_message(tmp_path: Path) -> None:
         ({"prompt": {"question": "x", "answer": "y", "system": "z"}}, ["prompt.system is for chat"]),
         ({"metric": {"name": "exact_mach"}}, ["metric.name must be one of", "exact_match"]),
         ({"metric": {"name": "exact_match", "ignore_cas": True}}, ["unknown option metric.ignore_cas", "ignore_case"]),
-        ({"metric": {"name": "exact_match", "ignore_case": "yes"}}, ["metric.ignore_case must be true or false"]),
+        ({"metric": {"name": "exact_match", "ignore_case": "maybe"}}, ["metric.ignore_case must be true or false"]),
         ({"metric": {"name": "exact_match", "regexes_to_ignore": ["("]}}, ["not a regular expression"]),
         ({"metric": "none"}, ["metric must be a mapping"]),
         ({"filters": [{"name": "f", "steps": ["take_frist"]}]}, ["filters[0].steps[0]", "did you mean take_first"]),

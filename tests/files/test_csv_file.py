@@ -17,6 +17,7 @@ from specbatch.rows.parser import RowParser, with_checked_fields
 from specbatch.rows.row import Row
 from specbatch.rows.shard import Shard
 from specbatch.rows.sources import Source, open_source
+from specbatch.rows.templates import PromptTemplate
 from specbatch.types import SamplingParams
 from tests.job.test_generate import Run
 from tests.rows.asked import asked
@@ -229,3 +230,13 @@ def test_a_job_over_bad_rows_is_resumed_and_sharded(tmp_path: Path) -> None:
 def test_a_number_is_filled_with_zeros_before_it(cell: str, spec: str, text: str) -> None:
     """Python's format pads a text with zeros at its end, and a number at its beginning."""
     assert f"{TemplateCell(cell):{spec}}" == text
+
+
+def test_a_cell_in_a_template_can_be_cut() -> None:
+    cells = {"body": TemplateCell("It crashes often"), "n": TemplateCell("x")}
+    for template, text in (("{{ body[:2] }}", "It"), ("{{ body|truncate(8) }}", "It...")):
+        assert PromptTemplate(template).fill(cells) == text
+    with pytest.raises(RowError, match="no items"):
+        PromptTemplate("{body[0]}").fill(cells)
+    with pytest.raises(RowError, match="for object of type 'str'"):
+        PromptTemplate("{n:.2f}").fill(cells)

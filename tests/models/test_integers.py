@@ -32,7 +32,7 @@ from tests.coins import plain_logits
 from tests.fp8_checkpoints import compressed, fp8_checkpoint
 from tests.integer_checkpoints import AWQ, FORMATS, GPTQ, integer_checkpoint, packed
 from tests.models.test_quantization import LoneRank, rows, texts
-from tests.tiny_checkpoint import write_checkpoint
+from tests.tiny_checkpoint import RAW, random_state, write_checkpoint
 from tests.tiny_models import attention_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -154,6 +154,25 @@ def test_layers_that_are_left_out() -> None:
         assert not found.covers("model.layers.0.mlp.up_proj")
         assert found.covers("model.layers.1.mlp.up_proj")
         assert not found.covers("lm_head")
+
+
+def test_parts_of_names_that_awq_leaves_out(tmp_path: Path) -> None:
+    """Files say whether "gate" names `gate_proj`, too."""
+    for part, is_left_out in (("self_attn", True), ("layers.0", True), ("gate", True), ("gate", False)):
+        integer_checkpoint(tmp_path, AWQ, **SIZES)
+        stored, plain = load_file(tmp_path / "model.safetensors"), random_state({**RAW, **SIZES})
+        names = [name for name in plain if name.endswith("_proj.weight") and part in name and is_left_out]
+        for name in names:
+            for kind in ("qweight", "qzeros", "scales"):
+                del stored[name.replace("weight", kind)]
+            stored[name] = plain[name]
+        save_file(stored, tmp_path / "model.safetensors")
+        section = {**AWQ, "modules_to_not_convert": [part, "visual"]}
+        (tmp_path / "config.json").write_text(json.dumps({**RAW, **SIZES, "quantization_config": section}))
+        found = open_checkpoint(tmp_path).quantization
+        assert found is not None
+        layers = [name.removesuffix(".weight") for name in plain if name.endswith("_proj.weight")]
+        assert [layer for layer in layers if not found.covers(layer)] == [n.removesuffix(".weight") for n in names]
 
 
 def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def test_a_file_runs_with_the_configuration_that_is_made_for_it(tmp_path: Path) 
     data.write_text(TICKETS)
     done = CliRunner().invoke(app, ["init", str(file), "--for", str(data), "--schema", "label: one of bug, other"])
     assert done.exit_code == 0, done.output
+    assert f"specbatch generate {data} -c {file}\n" in done.output
     config = load_config(file)
     assert config.data.id_column == "ticket_id"
     assert json.loads(config.sampling.response_format or "")["json_schema"]["schema"]["required"] == ["label"]
@@ -40,6 +41,38 @@ def test_a_file_runs_with_the_configuration_that_is_made_for_it(tmp_path: Path) 
         assert "\nif: " in row.content
     assert CliRunner().invoke(app, ["init", str(file), "--for", str(data)]).exit_code == 2, "it exists"
     assert "--schema needs --for" in CliRunner().invoke(app, ["init", "--schema", "a: bool"]).output
+
+
+ODD = [
+    "row",
+    "self",
+    "range",
+    "lipsum",
+    "If",
+    "a.b",
+    '"q"',
+    "{{ x }}",
+    "{% y %}",
+    "e\x85f",
+    "g\u2028h",
+    "🎉",
+    "0a",
+    "#",
+]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_columns_of_odd_names(tmp_path: Path, name: str) -> None:
+    data, file = tmp_path / "a.jsonl", tmp_path / "specbatch.yaml"
+    data.write_text(json.dumps({name: "one", "First name": ""}) + "\n" + json.dumps({name: "two", "First name": "Ann"}))
+    file.write_text(suggested_config(str(data), None))
+    config = load_config(file)
+    parser = RowParser(config.sampling, config.data)
+    for raw, texts in zip(open_source(str(data), config.data).rows(), (": one\n", ": two\n"), strict=True):
+        row = asked(parser.parse(raw))[1]
+        assert isinstance(row, Row), row
+        assert texts in row.content
+        assert row.content.endswith(("First name: -\n", "First name: Ann\n"))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +122,8 @@ def test_kinds_of_fields(kind: str, schema: dict[str, Any]) -> None:
         ("a: bool; a: int", "the field a is given twice"),
         ("a: color", "a has the unknown kind 'color'"),
         ("a: one of x", "a must be one of two or more"),
+        ("a: one of x, y, b: bool", "'b: bool' is a value of a"),
+        ("a: one of 'x', 'y'", "a has the value 'x' in quotes"),
         ("a: one of x, x", "a must be one of two or more"),
         ("a: int 5 to 1", "no value from 5 to 1"),
         ("a: int 1.5 to 2", "which is not one of numbers"),

@@ -165,13 +165,63 @@ def test_prompts_of_fields(template: str, text: str) -> None:
     assert PromptTemplate(template).fill(row) == text
 
 
+NAMES = ["row", "range", "self", "true", "loop", "First name", "x-y", "items", "0a", "class", "🎉"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_short_form_is_that_of_python_for_each_name(name: str) -> None:
+    row = {name: "it's", "row": "R", "w": 6, "d": {"k": [1, "two"]}, "n": 3.14159} | {name: "it's"}
+    for template in (
+        f"{{{name}}}", f"{{{name}!r:>12}}|{{{name}:*^{{w}}}}",
+        f"{{{{\"k\": {{{name}}}}}}} {{n:.2f}} {{d[k][1]!a}}\n", f"🎉\r\n{{{name}:🎉>8}}\\u0041",
+    ):  # fmt: skip
+        assert PromptTemplate(template).fill(row) == template.format_map(row)
+
+
+def test_the_whole_row() -> None:
+    template = PromptTemplate('{{ row["First name"] }}: {{ subject or "-" }}')
+    assert template.fields == ("First name", "subject")
+    assert template.fill({"First name": "Ann", "subject": None, "row": "R"}) == "Ann: -"
+    with pytest.raises(RowError, match="the row has no 'First name'"):
+        template.fill({"subject": "a"})
+    own = PromptTemplate('{{ row["row"] }}{{ a or "-" }}')
+    assert (own.fields, own.fill({"row": "R", "a": None})) == (("a", "row"), "R-")
+    assert PromptTemplate("{{ row|tojson }}").fill({"a": None}) == '{"a": null}'
+    with pytest.raises(RowError, match=r"the row's field of this name is row\['row'\]"):
+        PromptTemplate("{{ row }}").fill({"row": "R"})
+    local = PromptTemplate("{% for row in rows %}{{ row['x'] }}{% endfor %}")
+    assert (local.fields, local.fill({"rows": [{"x": 1}, {"x": 2}]})) == (("rows",), "12")
+    optional = PromptTemplate("{% if row['a b'] is defined %}x{% endif %}{{ row['c']|default('-') }}{{ d }}")
+    assert (optional.fields, optional.fill({"d": 1})) == (("d",), "-1")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{text[upper]}", "string indices must be integers|indices must be"),
+        ("{d[keys]}", "it has no 'keys'"),
+        ("{d[nokey]!r}", "it has no 'nokey'"),
+        ("{n[real]}", "not subscriptable"),
+        ("{{ d.keys }}", "builtin_function_or_method is no text"),
+        ("{{ self }}", "TemplateReference is no text"),
+        ("{{ d|map('upper') }}", "generator is no text"),
+        ("{{ d.nokey }}", "no attribute 'nokey'"),
+        ("{{ text }} {First name}", r"in which \{First name\} is no field"),
+    ],
+)
+def test_nothing_is_written_that_no_row_has(template: str, message: str) -> None:
+    row = {"text": "a", "d": {"k": 1}, "n": 7, "First name": "Ann", "self": "S"}
+    with pytest.raises(RowError, match=message):
+        PromptTemplate(template).fill(row)
+
+
 def test_fields_that_a_row_must_have() -> None:
     template = PromptTemplate("{{ subject or '-' }} {{ body }} {{ note|default('') }} {{ row['x'] }}")
-    assert template.fields == ("body", "subject")
+    assert template.fields == ("body", "subject", "x")
     for row, message in (
         ({"subject": "a", "x": 1}, "the row has no 'body'"),
-        ({"subject": None, "body": None, "x": 1}, "no content in 'body' and 'subject'"),
-        ({"subject": "a", "body": "b"}, "has no attribute 'x'"),
+        ({"subject": None, "body": None, "x": None}, "no content in 'body' and 'subject' and 'x'"),
+        ({"subject": "a", "body": "b"}, "the row has no 'x'"),
     ):
         with pytest.raises(RowError, match=message):
             template.fill(row)

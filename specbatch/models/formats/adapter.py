@@ -10,7 +10,7 @@ Shape suffixes: O outputs, I inputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from specbatch.errors import ModelError
-from specbatch.models.checks import first_names, number, shown, whole_number
+from specbatch.models.checks import first_names, flag, number, shown, whole_number
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.tensor_files import SafetensorsSource, TensorSource, TorchBinSource
+from specbatch.models.linears.layer_quantization import check_pattern
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -36,6 +37,7 @@ _HARMLESS = frozenset(
 )
 # Ways to begin that leave the base model as it is. The others (PiSSA, OLoRA, CorDA, LoftQ) change it.
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+_TYPES = ("float32", "float16", "bfloat16", "float64")
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
 
 
@@ -49,20 +51,23 @@ class LayerAdapter:
 
 
 class AdaptedTensors:
-    """The tensors of a base model with an adapter merged into them.
+    """The tensors of a base model with an adapter merged into them. `linear`: the layers that the model computes.
 
     The product and the sum are computed in float32; the result is rounded once, to the type of the weight. It raises
     ModelError if the adapter has a layer that the model does not have, or of another shape.
     """
 
-    def __init__(self, base: TensorSource, adapter: TensorSource, layers: Mapping[str, LayerAdapter]) -> None:
+    def __init__(
+        self, base: TensorSource, adapter: TensorSource, layers: Mapping[str, LayerAdapter], linear: Collection[str]
+    ) -> None:
         self._base, self._adapter, self._layers = base, adapter, layers
         shapes, parts = base.shapes(), adapter.shapes()
-        unknown = sorted(layer for layer in layers if len(shapes.get(f"{layer}.weight", ())) != 2)
+        unknown = sorted(set(layers).difference(linear))
         if unknown:
             raise ModelError(
-                f"the adapter has {len(unknown)} layers that the model does not have: {first_names(unknown)}",
-                hint="it belongs to another base model, or the model divides these layers",
+                f"the adapter has {len(unknown)} linear layers that the model does not have: {first_names(unknown)}",
+                hint="it belongs to another base model, or the model divides these layers, or its embeddings are tied, "
+                "so that it has no lm_head",
             )
         for layer, found in layers.items():
             weight, down, up = shapes[f"{layer}.weight"], parts[found.down], parts[found.up]
@@ -88,17 +93,20 @@ class AdaptedTensors:
         self._adapter.close()
 
 
-def merged_with_adapter(base: TensorSource, path: Path) -> AdaptedTensors:
+def merged_with_adapter(base: TensorSource, path: Path, linear: Collection[str]) -> AdaptedTensors:
     """Return the tensors of a model with the adapter of a folder merged into them. The adapter's files are opened, but
-    not read. It raises ModelError for adapters of another kind, and for keys and tensors that would have to be applied
-    and are not."""
+    not read. `linear`: the linear layers that the model computes. It raises ModelError for adapters of another kind,
+    and for keys and tensors that would have to be applied and are not."""
     config = read_config(path)
     file = next((path / name for name in WEIGHT_FILES if is_there(path / name)), None)
     if file is None:
         raise ModelError(f"{path} has neither {' nor '.join(WEIGHT_FILES)}")
     tensors = (SafetensorsSource if file.suffix == ".safetensors" else TorchBinSource)([file])
     try:
-        return AdaptedTensors(base, tensors, layers_of(config, tensors.shapes(), file))
+        wrong = sorted(name for name, dtype in tensors.dtypes.items() if dtype not in _TYPES)
+        if wrong:
+            raise ModelError(f"{file.name} has tensors of other types than {', '.join(_TYPES)}: {first_names(wrong)}")
+        return AdaptedTensors(base, tensors, layers_of(config, tensors.shapes(), file), linear)
     except ModelError as error:
         tensors.close()
         raise ModelError(f"{path}: {error.message}", hint=error.hint) from error
@@ -131,8 +139,8 @@ def layers_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     others = []
     for name in shapes:
         match = _NAME.fullmatch(name)
-        if match is None or len(shapes[name]) != 2:
-            others.append(name)
+        if match is None or len(shapes[name]) != 2 or match["part"] in names.get(match["layer"], ()):
+            others.append(name)  # the last ones are a second adapter of a layer, under another form of its name
         else:
             names.setdefault(match["layer"], {})[match["part"]] = name
     others += [next(iter(parts.values())) for parts in names.values() if len(parts) != 2]
@@ -141,6 +149,7 @@ def layers_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     if not names:
         raise ModelError(f"{file.name} has no adapted layer")
     found = {}
+    is_rslora = flag(config.get("use_rslora") or False, f"{CONFIG_FILE}: use_rslora")
     for layer, parts in names.items():
         rank = whole_number(_of_layer(config, "rank_pattern", layer, config.get("r")), f"r of {layer}")
         alpha = number(_of_layer(config, "alpha_pattern", layer, config.get("lora_alpha")), f"lora_alpha of {layer}")
@@ -149,7 +158,7 @@ def layers_of(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
                 f"{layer} has a rank of {shapes[parts['A']][0]} and {shapes[parts['B']][1]} in {file.name}, and of "
                 f"{rank} in {CONFIG_FILE}"
             )
-        found[layer] = LayerAdapter(parts["A"], parts["B"], alpha / (rank**0.5 if config.get("use_rslora") else rank))
+        found[layer] = LayerAdapter(parts["A"], parts["B"], alpha / (rank**0.5 if is_rslora else rank))
     return found
 
 
@@ -158,4 +167,6 @@ def _of_layer(config: Mapping[str, Any], key: str, layer: str, default: object) 
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
         raise ModelError(f"{CONFIG_FILE}: {key} must map names to numbers, not {shown(patterns)}")
+    for pattern in patterns:
+        check_pattern(pattern, f"{CONFIG_FILE}: {key}")
     return next((value for name, value in patterns.items() if re.match(rf"(.*\.)?({name})$", layer)), default)

@@ -106,6 +106,8 @@ def open_checkpoint(path: Path, backend: BackendName = "auto") -> Checkpoint:
         raise ModelError(f"{path}: {error.message}") from error
     if config.tie_word_embeddings and _has_own_lm_head(tensors):
         config = dataclasses.replace(config, tie_word_embeddings=False)
+    if isinstance(quantization, IntegerQuantization):
+        quantization = quantization.of_files(tensors.shapes())
     _check_tensors(path, config, tensors, quantization)
     kv_scales = read_kv_scales(tensors, config.num_layers) if has_fp8_cache(raw, modelopt) else ()
     text_of = None if text is None else str(whole)
@@ -132,7 +134,9 @@ def with_adapter(target: Checkpoint, path: Path) -> Checkpoint:
             f"model.adapter cannot be merged into {target.description}",
             hint="use the model that is not quantised, as safetensors; model.quantization can quantise it after that",
         )
-    tensors = merged_with_adapter(target.tensors, path)
+    matrices = [name for name, shape in expected_tensors(target.config).items() if len(shape) == 2]
+    linear = {name.removesuffix(".weight") for name in matrices if ".embed_" not in name}
+    tensors = merged_with_adapter(target.tensors, path, linear)
     return dataclasses.replace(target, tensors=tensors, description=f"{target.description} with a LoRA adapter")
 
 

@@ -56,6 +56,15 @@ class IntegerQuantization(LayerQuantization):
     def dequantised(self) -> IntegerQuantization:
         return replace(self, keeps_layers=False)
 
+    def of_files(self, found: Collection[str]) -> IntegerQuantization:
+        """Return the quantization of a checkpoint that has the tensors `found`. AWQ lists parts of names, and programs
+        differ in which names these are a part of: "gate" can leave out `gate_proj`. A listed layer with an unquantised
+        weight is left out."""
+        if self.layout != "awq":
+            return self
+        plain = [name.removesuffix(".weight") for name in found if name.endswith(".weight")]
+        return replace(self, ignored=tuple(name for name in plain if any(part in name for part in self.ignored)))
+
     def num_groups(self, num_in: int) -> int:
         return 1 if self.group is None else -(-num_in // self.group)
 

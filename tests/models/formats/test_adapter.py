@@ -92,7 +92,7 @@ def test_one_expert_can_be_adapted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layers", "config", "message"),
     [
-        ({"model.layers.9.mlp.up_proj": (32, 64)}, {}, "1 layers that the model does not have: model.layers.9"),
+        ({"model.layers.9.mlp.up_proj": (32, 64)}, {}, "1 linear layers that the model does not have: model.layers.9"),
         ({Q_PROJ: (64, 32)}, {}, r"q_proj is for a weight of \(64, 32\), and the model's is \(64, 64\)"),
         ({Q_PROJ: (64, 64)}, {"r": 8}, "a rank of 4 and 4 in adapter_model.safetensors, and of 8"),
         ({Q_PROJ: (64, 64)}, {"use_dora": True}, "use_dora is True, which is not supported"),
@@ -103,6 +103,9 @@ def test_one_expert_can_be_adapted(tmp_path: Path) -> None:
         ({Q_PROJ: (64, 64)}, {"a_key_of_tomorrow": 1}, "a_key_of_tomorrow is 1"),
         ({Q_PROJ: (64, 64)}, {"peft_type": "IA3"}, "an adapter of the kind 'IA3'"),
         ({Q_PROJ: (64, 64)}, {"lora_alpha": "6"}, "lora_alpha of model.layers.1"),
+        ({Q_PROJ: (64, 64)}, {"use_rslora": "no"}, "use_rslora must be true or false"),
+        ({Q_PROJ: (64, 64)}, {"alpha_pattern": {"[": 1}}, r"alpha_pattern: '\[' is no regular expression"),
+        ({"model.embed_tokens": (40, 64)}, {}, "1 linear layers that the model does not have: model.embed_tokens"),
         ({}, {}, "no adapted layer"),
     ],
 )
@@ -125,6 +128,28 @@ def test_other_tensors_of_the_file_are_an_error(base: Path, tmp_path: Path) -> N
         merged(base, write_adapter(tmp_path / "a", half))
     with pytest.raises(ModelError, match=r"no adapter: it has no adapter_config\.json"):
         merged(base, base)
+
+
+def test_one_adapter_for_each_layer(base: Path, tmp_path: Path) -> None:
+    parts = parts_of({Q_PROJ: (64, 64)})
+    for old, new in ((".weight", ".default.weight"), ("base_model.model.", "")):
+        both = parts | {name.replace(old, new): 2 * tensor for name, tensor in parts.items()}
+        with pytest.raises(ModelError, match="tensors that cannot be merged"):
+            merged(base, write_adapter(tmp_path / "a", both))
+    whole = {name: tensor.to(torch.int8) for name, tensor in parts.items()}
+    with pytest.raises(ModelError, match=r"tensors of other types than float32.*lora_A"):
+        merged(base, write_adapter(tmp_path / "a", whole))
+
+
+def test_the_head_of_a_tied_model_is_not_adapted(tmp_path: Path) -> None:
+    """Its file can have a copy of the embedding under the name of the head, which is not read."""
+    path = write_checkpoint(tmp_path / "base", tie_word_embeddings=True)
+    state = load_file(path / "model.safetensors")
+    embedding = state["model.embed_tokens.weight"]
+    save_file(state | {"lm_head.weight": embedding.clone()}, path / "model.safetensors")
+    adapter = write_adapter(tmp_path / "a", parts_of({"lm_head": (len(embedding), embedding.shape[1])}))
+    with pytest.raises(ModelError, match="1 linear layers that the model does not have: lm_head"):
+        merged(path, adapter)
 
 
 def test_an_adapter_as_the_model_is_named(base: Path, tmp_path: Path) -> None:
