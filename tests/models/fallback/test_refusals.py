@@ -46,7 +46,10 @@ def _folder(folder: Path, **changes: Any) -> Path:
     [
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
         ({"architectures": ["CodeGenForSequenceClassification"]}, "CodeGenForSequenceClassification"),
-        ({"model_type": "own_model", "auto_map": {"AutoConfig": "config.Own"}}, "cannot read config.json"),
+        ({"model_type": "own_model", "auto_map": {"AutoConfig": "config.Own"}}, "never runs such code"),
+        ({"model_type": "own_model"}, "cannot read config.json"),
+        ({"model_type": ["codegen"]}, "cannot read config.json"),
+        ({"architectures": 5}, "architectures must be a list of names"),
         ({"n_positions": "long"}, "n_positions"),
     ],
 )
