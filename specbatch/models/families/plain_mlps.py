@@ -246,8 +246,7 @@ GPTJ = Family(
     ("GPTJForCausalLM",),
     _read_gptj,
     frozenset((*_GPT2_KEYS, "layer_norm_epsilon", "rotary_dim")),
-    _OTHER_NAMES
-    | {"scale_attn_weights": (True,), "rotary": (True,), "attention_bias": (False,), "mlp_bias": (True,)},
+    _OTHER_NAMES | {"scale_attn_weights": (True,), "rotary": (True,), "attention_bias": (False,), "mlp_bias": (True,)},
     LayerNormLayer,
     TensorNames(
         {

@@ -75,6 +75,25 @@ def test_auto_takes_transformers_where_no_family_reads_the_model(tmp_path: Path)
     assert "model.backend: transformers" in str(caught.value.hint)
 
 
+def test_the_other_backend_is_named_where_it_runs_the_model(tmp_path: Path) -> None:
+    """A family can lack what transformers' code has, such as the norms of Command R+."""
+    small_config("cohere", use_qk_norm=True).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="use_qk_norm") as caught:
+        open_checkpoint(tmp_path)
+    assert "set model.backend: transformers" in str(caught.value.hint)
+    assert not open_checkpoint(tmp_path, "transformers").config.is_native
+    with pytest.raises(ModelError, match="use_qk_norm") as caught:
+        open_checkpoint(tmp_path, "native")
+    assert "model.backend" not in str(caught.value.hint)
+
+
+def test_it_is_not_named_where_it_does_not_run_the_model(tmp_path: Path) -> None:
+    small_config("stablelm", qk_layernorm=True).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="qk_layernorm") as caught:
+        open_checkpoint(tmp_path)
+    assert "model.backend" not in str(caught.value.hint)
+
+
 def test_the_reason_is_given_where_neither_runs_the_model(tmp_path: Path) -> None:
     small_config("bloom").save_pretrained(tmp_path)
     for backend in ("auto", "native"):
