@@ -388,9 +388,13 @@ GPT2_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4}
 )
 def test_names_that_a_class_of_transformers_does_not_read(raw: dict[str, Any], words: tuple[str, ...]) -> None:
     """Such a value is an error if it is not that of the name which the class reads, or of its default."""
-    with pytest.raises(ModelError) as caught:
+
+    def read() -> None:
         parse_hf_config(raw)
         check_family_keys(raw)
+
+    with pytest.raises(ModelError) as caught:
+        read()
     assert all(word in caught.value.message for word in words), caught.value.message
 
 
@@ -403,7 +407,12 @@ def test_the_original_length_of_a_layer_type() -> None:
 
 
 def test_long_rows_of_layers_with_a_window() -> None:
-    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    long: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
     ropes = {
         "full_attention": {"rope_theta": 1e4},
         "sliding_attention": long | {"original_max_position_embeddings": 32},
