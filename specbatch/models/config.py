@@ -136,7 +136,8 @@ class ModelConfig:
     def for_rows(self, max_tokens: int | None) -> ModelConfig:
         """Return the configuration for rows of up to this number of tokens; None: as many as the model allows."""
         length = min(max_tokens or self.max_position_embeddings, self.max_position_embeddings)
-        return replace(self, rope=self.rope.for_rows(length), max_position_embeddings=length)
+        window_rope = None if self.window_rope is None else self.window_rope.for_rows(length)
+        return replace(self, rope=self.rope.for_rows(length), window_rope=window_rope, max_position_embeddings=length)
 
     def as_head(self, *, qkv_bias: bool = False, output_bias: bool = False) -> ModelConfig:
         """Return the configuration of a draft head's one layer. It has the sizes, the activation (if a gate can have

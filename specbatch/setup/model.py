@@ -130,7 +130,8 @@ def for_rows(target: Checkpoint, max_model_len: int | None, notes: list[str]) ->
             hint="leave it out",
         )
     config = target.config.for_rows(max_model_len)
-    if (rope := config.rope).scaling == "longrope":
+    ropes = [rope for rope in (config.rope, config.window_rope) if rope is not None and rope.scaling == "longrope"]
+    for rope in ropes[:1]:
         short, kept = rope.original_max_position, config.max_position_embeddings
         which = "short" if kept <= short else "long"
         notes.append(

@@ -367,6 +367,61 @@ def test_refusals_name_the_culprit(change: dict[str, Any], words: tuple[str, ...
     assert all(word in text for word in words), text
 
 
+GPT2_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4}
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({**LLAMA, "model_type": "gpt_neox", "rope_theta": 500.0}, ("rope_theta is 500.0", "rotary_emb_base")),
+        ({**LLAMA, "model_type": "gpt_neox", "partial_rotary_factor": 0.5}, ("partial_rotary_factor", "rotary_pct")),
+        ({**LLAMA, "model_type": "gpt_neox", "rotary_pct": 1, "partial_rotary_factor": 0.5}, ("0.5", "rotary_pct")),
+        ({**GPT2_SIZES, "model_type": "gptj", "rotary_dim": 4, "rope_theta": 500.0}, ("rope_theta 500.0", "gptj")),
+        ({**GPT2_SIZES, "model_type": "gptj", "rotary_dim": 4, "rope_scaling": {"type": "linear"}}, ("rope_scaling",)),
+        ({**GPT2_SIZES, "model_type": "gpt2", "hidden_act": "relu"}, ("hidden_act 'relu'", "gpt2")),
+        ({**GPT2_SIZES, "model_type": "gpt2", "hidden_size": 64}, ("n_embd is 32", "hidden_size is 64")),
+        (
+            {**LLAMA, "model_type": "exaone", "rms_norm_eps": 1e-5, "layer_norm_epsilon": 1e-3},
+            ("layer_norm_epsilon is 0.001", "rms_norm_eps is 1e-05"),
+        ),
+    ],
+)
+def test_names_that_a_class_of_transformers_does_not_read(raw: dict[str, Any], words: tuple[str, ...]) -> None:
+    """Such a value is an error if it is not that of the name which the class reads, or of its default."""
+
+    def read() -> None:
+        parse_hf_config(raw)
+        check_family_keys(raw)
+
+    with pytest.raises(ModelError) as caught:
+        read()
+    assert all(word in caught.value.message for word in words), caught.value.message
+
+
+def test_the_original_length_of_a_layer_type() -> None:
+    """Outside of the parameters of a layer type, transformers does not read it."""
+    scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    ropes = {"full_attention": scaling, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    raw = {**LLAMA, "model_type": "olmo3", "rope_parameters": ropes, "original_max_position_embeddings": 32}
+    assert parse_hf_config(raw).rope.original_max_position == SIZES["max_position_embeddings"]
+
+
+def test_long_rows_of_layers_with_a_window() -> None:
+    long: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    ropes = {
+        "full_attention": {"rope_theta": 1e4},
+        "sliding_attention": long | {"original_max_position_embeddings": 32},
+    }
+    config = parse_hf_config({**LLAMA, "model_type": "olmo3", "rope_parameters": ropes})
+    found = [config.for_rows(length).window_rope for length in (32, 33)]
+    assert [rope and rope.frequency_divisors for rope in found] == [(1.0,) * 4, (2.0,) * 4]
+
+
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
 
 

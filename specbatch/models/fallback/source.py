@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specbatch.errors import ModelError
 from specbatch.models.checks import first_names, shown, whole_number
@@ -123,7 +124,7 @@ def prepared(model: Any) -> Any:
 
 def open_source(path: Path, raw: Mapping[str, Any]) -> TransformersSource:
     """Open a folder with a `config.json`, whose content is `raw`. Raise ModelError for what cannot run."""
-    source = TransformersSource(path, _read_config(path))
+    source = TransformersSource(path, _read_config(path, raw))
     names, own = raw.get("architectures") or [], type(source.skeleton).__name__
     if own not in names and names:
         raise ModelError(
@@ -132,14 +133,21 @@ def open_source(path: Path, raw: Mapping[str, Any]) -> TransformersSource:
     return source
 
 
-def _read_config(path: Path) -> Any:
+def _read_config(path: Path, raw: Mapping[str, Any]) -> Any:
     """Read the `config.json` of a folder as transformers does. Custom code is never run."""
+    name = raw.get("model_type")
+    if raw.get("auto_map") and not (isinstance(name, str) and name in CONFIG_MAPPING):
+        raise ModelError(
+            f"{path}: transformers has no code for model_type {shown(name)}. Code comes with the model (auto_map of "
+            "config.json), and specbatch never runs such code",
+            hint="use a version of the model for classes of transformers itself, if there is one (names of some end in "
+            "-hf), a newer transformers, or another engine",
+        )
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise ModelError(
-            f"{path}: transformers cannot read config.json without code of its own: {_brief(error)}",
-            hint="specbatch does not run code that comes with a model; a newer transformers may know it",
+            f"{path}: transformers cannot read config.json: {_brief(error)}", hint="a newer transformers may read it"
         ) from error
 
 
@@ -196,9 +204,10 @@ def _new_skeleton(config: Any) -> Any:
         raise _refused(name, f"it has {quantised[0]}, and only weights in model.dtype run so")
     if getattr(config, "is_encoder_decoder", False):
         raise _refused(name, "it has an encoder")
-    if config.get_text_config() is not config:
+    if (text := config.get_text_config()) is not config:
         raise ModelError(
-            f"model_type {name} also reads images or sound, and cannot run with model.backend: transformers",
+            f"model_type {name} also reads images or sound, and cannot run with model.backend: transformers; its text "
+            f"part is {shown(text.model_type)}",
             hint="leave model.backend out: specbatch's own code runs its text part"
             if config.model_type in VISION_MODELS
             else f"the text parts of these run: {', '.join(VISION_MODELS)}",

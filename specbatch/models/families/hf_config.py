@@ -147,7 +147,9 @@ class HfConfig:
                 hint=f"write the parameters into {FULL} and {SLIDING} of rope_parameters",
             )
         full, window = (mapping(by_type.get(kind) or {}, f"config.json: {kind}") for kind in (FULL, SLIDING))
-        shared = {key: value for key, value in self.raw.items() if not key.startswith("rope_")}
+        # transformers does not read the original length outside of the parameters of a layer type.
+        outside = "original_max_position_embeddings"
+        shared = {key: value for key, value in self.raw.items() if not key.startswith("rope_") and key != outside}
 
         def parsed(parameters: Mapping[str, Any]) -> RopeConfig:
             return parse_rope({**shared, "rope_parameters": parameters}, max_position)
@@ -227,6 +229,20 @@ class HfConfig:
             activation=activation,
             **traits,
         ).checked("config.json")
+
+
+def renamed_keys(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a configuration with our names of keys. `names`: ours by those of the file. Raise ModelError if a file has
+    both names with different values."""
+    renamed = dict(raw)
+    for key, ours in names.items():
+        value = renamed.pop(key, None)
+        if value is None:
+            continue
+        if renamed.get(ours) not in (None, value):
+            raise ModelError(f"config.json: {key} is {shown(value)}, but {ours} is {shown(renamed[ours])}")
+        renamed[ours] = value
+    return renamed
 
 
 def windows_of(types: Sequence[str], window: int | None, why_none: str) -> tuple[int | None, ...]:

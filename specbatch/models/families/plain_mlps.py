@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from specbatch.errors import ModelError
+from specbatch.models.checks import shown
 from specbatch.models.config import PRE_NORMS, ModelConfig
 from specbatch.models.families.family import Family, TensorNames
-from specbatch.models.families.hf_config import PLAIN_ACTIVATIONS, HfConfig
+from specbatch.models.families.hf_config import PLAIN_ACTIVATIONS, HfConfig, renamed_keys
 from specbatch.models.families.layer_norms import LayerNormLayer
 from specbatch.models.families.pre_norms import full_windows
 from specbatch.models.rope import NO_ROPE
@@ -83,11 +84,12 @@ def _read_phi(config: HfConfig) -> ModelConfig:
 
 def _read_gpt_neox(config: HfConfig) -> ModelConfig:
     raw = dict(config.raw)
-    for old, new in (("rotary_pct", "partial_rotary_factor"), ("rotary_emb_base", "rope_theta")):
-        if raw.get(old) is not None:
-            if raw.get(new) not in (None, raw[old]):
-                raise ModelError(f"config.json: {old} {raw[old]} and {new} {raw[new]} differ")
-            raw[new] = raw[old]
+    # transformers' class does not read the newer names outside of rope_parameters.
+    for old, new, default in (("rotary_pct", "partial_rotary_factor", 0.25), ("rotary_emb_base", "rope_theta", 1e4)):
+        value = default if raw.get(old) is None else raw[old]
+        if raw.get(new) not in (None, value):
+            raise ModelError(f"config.json: {new} is {shown(raw[new])}, but {old}, or its default, is {shown(value)}")
+        raw[new] = value
     config = HfConfig(raw, config.generation)
     has_bias = config.flag("attention_bias", default=True)
     return _model_config(
@@ -142,11 +144,9 @@ def _read_gptj(config: HfConfig) -> ModelConfig:
 
 def _renamed(config: HfConfig, **defaults: Any) -> HfConfig:
     """Return the configuration of a GPT-2 or GPT-J with our names of keys."""
-    raw: dict[str, Any] = {"hidden_act": "gelu_new", **defaults} | {
-        _GPT2_KEYS.get(key, key): value
-        for key, value in config.raw.items()
-        if value is not None and key != "intermediate_size"  # transformers reads n_inner only
-    }
+    given = {key: value for key, value in config.raw.items() if value is not None}
+    given.pop("intermediate_size", None)  # transformers reads n_inner only
+    raw = {"hidden_act": "gelu_new", **defaults} | renamed_keys(given, _GPT2_KEYS)
     raw.setdefault("intermediate_size", 4 * HfConfig(raw).size("hidden_size"))
     return HfConfig(raw, config.generation)
 
@@ -215,11 +215,17 @@ _GPT2_KEYS = {
     **{"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"},
     **{"n_positions": "max_position_embeddings", "n_inner": "intermediate_size", "activation_function": "hidden_act"},
 }
+# transformers' classes do not read these. Positions of GPT-2 do not rotate, and the base of GPT-J's is fixed.
+_OTHER_NAMES: dict[str, tuple[Any, ...]] = {
+    **{"hidden_act": (), "partial_rotary_factor": ()},
+    **{"rope_theta": (10000,), "rope_scaling": ({},), "rope_parameters": ({},)},
+}
 GPT2 = Family(
     ("GPT2LMHeadModel",),
     _read_gpt2,
     frozenset((*_GPT2_KEYS, "layer_norm_epsilon")),
-    {
+    _OTHER_NAMES
+    | {
         **{"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
         "reorder_and_upcast_attn": (False, True),  # it changes the precision only
     },
@@ -240,7 +246,7 @@ GPTJ = Family(
     ("GPTJForCausalLM",),
     _read_gptj,
     frozenset((*_GPT2_KEYS, "layer_norm_epsilon", "rotary_dim")),
-    {"scale_attn_weights": (True,), "rotary": (True,), "attention_bias": (False,), "mlp_bias": (True,)},
+    _OTHER_NAMES | {"scale_attn_weights": (True,), "rotary": (True,), "attention_bias": (False,), "mlp_bias": (True,)},
     LayerNormLayer,
     TensorNames(
         {

@@ -11,7 +11,7 @@ from specbatch.errors import ModelError
 from specbatch.models.checks import mapping, number, shown, whole_number
 from specbatch.models.config import ModelConfig, QueryGrowth
 from specbatch.models.families.family import Family, TensorNames
-from specbatch.models.families.hf_config import FULL, PLAIN_ACTIVATIONS, SLIDING, HfConfig, windows_of
+from specbatch.models.families.hf_config import FULL, PLAIN_ACTIVATIONS, SLIDING, HfConfig, renamed_keys, windows_of
 
 _ACTIVATIONS = ("silu", "swish")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,), "qkv_bias": (False,)}
@@ -66,11 +66,7 @@ def _read_ministral3(config: HfConfig) -> ModelConfig:
 
 
 def _read_exaone(config: HfConfig) -> ModelConfig:
-    raw = dict(config.raw)
-    for key, ours in _EXAONE_KEYS.items():
-        if raw.get(ours) is None and raw.get(key) is not None:
-            raw[ours] = raw[key]
-    config = HfConfig(raw, config.generation)
+    config = HfConfig(renamed_keys(config.raw, _EXAONE_KEYS), config.generation)
     has_bias = config.flag("attention_bias")
     return config.model_config(
         full_windows(config),

@@ -113,7 +113,13 @@ class ArrangedSource(TensorSource):
                     "supported for weights that are not quantised",
                     hint="use the unquantised checkpoint; model.quantization: fp8 quantises it while it is loaded",
                 )
-            parts[f"{ours}.{kind}".removeprefix(".")] = _Rows(name, 0, shapes[name][0] if shapes[name] else 0)
+            canonical_name = f"{ours}.{kind}".removeprefix(".")
+            if canonical_name in self._parts:
+                raise ModelError(
+                    f"{name} and {self._parts[canonical_name].stored} are two tensors for the same weight",
+                    hint="the files may come from different models",
+                )
+            parts[canonical_name] = _Rows(name, 0, shapes[name][0] if shapes[name] else 0)
         return parts
 
     @property

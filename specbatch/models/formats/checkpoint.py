@@ -88,12 +88,18 @@ def open_checkpoint(path: Path, backend: BackendName = "auto") -> Checkpoint:
     if backend == "transformers":
         return _open_with_transformers(path, raw, generation)
     whole, text = raw.get("model_type"), text_part(raw)
-    if text is None and whole not in FAMILIES and not _is_draft_head(raw):
+    is_known = isinstance(whole, str) and (whole in FAMILIES or text is not None)
+    if not is_known and not _is_draft_head(raw):
         return _open_unknown(path, raw, generation, backend)
     _check_architecture(path, raw)
+    try:
+        config = parse_hf_config(raw if text is None else text, generation)
+        ignored = check_family_keys(raw if text is None else text)
+    except ModelError as error:
+        if backend == "auto" and _runs_with_transformers(path, raw, generation):
+            raise ModelError(error.message, hint="set model.backend: transformers, whose code runs it") from error
+        raise
     raw = raw if text is None else text
-    config = parse_hf_config(raw, generation)
-    ignored = check_family_keys(raw)
     modelopt_file = path / "hf_quant_config.json"
     modelopt = read_json(modelopt_file) if is_there(modelopt_file) else None
     quantization = parse_quantization(raw, modelopt)
@@ -154,9 +160,18 @@ def _open_unknown(path: Path, raw: dict[str, Any], generation: dict[str, Any], b
     return found
 
 
+def _runs_with_transformers(path: Path, raw: dict[str, Any], generation: dict[str, Any]) -> bool:
+    try:
+        _open_with_transformers(path, raw, generation)
+    except ModelError:
+        return False
+    return True
+
+
 def _open_with_transformers(path: Path, raw: dict[str, Any], generation: dict[str, Any]) -> Checkpoint:
     from specbatch.models.fallback import source as fallback  # its imports take a second
 
+    _check_names(path, raw)
     source = fallback.open_source(path, raw)
     config = fallback.model_config(source, eos_token_ids(raw, generation))
     return Checkpoint(path, config, source, fallback.DESCRIPTION, generation_config=generation)
@@ -179,10 +194,16 @@ def _is_draft_head(raw: dict[str, Any]) -> bool:
     return isinstance(names, list) and any("eagle" in str(name).lower() for name in names)
 
 
-def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
+def _check_names(path: Path, raw: dict[str, Any]) -> list[str]:
+    """Return the names of `architectures`."""
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"{path}: architectures must be a list of names, not {shown(names)}")
+    return names
+
+
+def _check_architecture(path: Path, raw: dict[str, Any]) -> None:
+    names = _check_names(path, raw)
     known = [name for family in FAMILIES.values() for name in family.architectures]
     known += [model.architecture for model in VISION_MODELS.values()]
     unknown = [name for name in names if name not in known]

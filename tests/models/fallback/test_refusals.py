@@ -46,7 +46,10 @@ def _folder(folder: Path, **changes: Any) -> Path:
     [
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
         ({"architectures": ["CodeGenForSequenceClassification"]}, "CodeGenForSequenceClassification"),
-        ({"model_type": "own_model", "auto_map": {"AutoConfig": "config.Own"}}, "cannot read config.json"),
+        ({"model_type": "own_model", "auto_map": {"AutoConfig": "config.Own"}}, "never runs such code"),
+        ({"model_type": "own_model"}, "cannot read config.json"),
+        ({"model_type": ["codegen"]}, "cannot read config.json"),
+        ({"architectures": 5}, "architectures must be a list of names"),
         ({"n_positions": "long"}, "n_positions"),
     ],
 )
@@ -70,6 +73,25 @@ def test_auto_takes_transformers_where_no_family_reads_the_model(tmp_path: Path)
     with pytest.raises(ModelError, match=r"'codegen' is not supported by model\.backend: native") as caught:
         open_checkpoint(folder, "native")
     assert "model.backend: transformers" in str(caught.value.hint)
+
+
+def test_the_other_backend_is_named_where_it_runs_the_model(tmp_path: Path) -> None:
+    """A family can lack what transformers' code has, such as the norms of Command R+."""
+    small_config("cohere", use_qk_norm=True).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="use_qk_norm") as caught:
+        open_checkpoint(tmp_path)
+    assert "set model.backend: transformers" in str(caught.value.hint)
+    assert not open_checkpoint(tmp_path, "transformers").config.is_native
+    with pytest.raises(ModelError, match="use_qk_norm") as caught:
+        open_checkpoint(tmp_path, "native")
+    assert "model.backend" not in str(caught.value.hint)
+
+
+def test_it_is_not_named_where_it_does_not_run_the_model(tmp_path: Path) -> None:
+    small_config("stablelm", qk_layernorm=True).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="qk_layernorm") as caught:
+        open_checkpoint(tmp_path)
+    assert "model.backend" not in str(caught.value.hint)
 
 
 def test_the_reason_is_given_where_neither_runs_the_model(tmp_path: Path) -> None:

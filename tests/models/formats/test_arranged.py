@@ -81,6 +81,14 @@ def test_older_files_have_masks_and_shorter_names(model_type: str, tmp_path: Pat
         assert torch.equal(found.tensors.load(name), expected.tensors.load(name)), name
 
 
+def test_two_tensors_for_one_weight(tmp_path: Path) -> None:
+    """A tensor with Llama's name does not replace the one with the family's own."""
+    config = AutoConfig.for_model("starcoder2", **BYTES)
+    path = edited(written(config, tmp_path), {"model.layers.0.mlp.up_proj.bias": torch.zeros(config.intermediate_size)})
+    with pytest.raises(ModelError, match=r"up_proj\.bias and .*c_fc\.bias are two tensors for the same weight"):
+        open_checkpoint(path)
+
+
 def test_an_unknown_tensor_keeps_its_name(tmp_path: Path) -> None:
     path = edited(written(Phi3Config(**BYTES, **NO_EOS), tmp_path), {"model.layers.0.mystery.weight": torch.zeros(3)})
     with pytest.raises(ModelError, match=r"1 tensors are unknown: model.layers.0.mystery.weight"):
