@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specbatch.api.async_llm import AsyncLLM as AsyncLLM
+    from specbatch.api.batch_map import BatchMap as BatchMap
     from specbatch.api.file_job import Report as Report
     from specbatch.api.file_job import generate_file as generate_file
     from specbatch.api.llm import LLM as LLM
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from specbatch.api.results import Results as Results
 
 _MODULES = {
+    "AsyncLLM": "specbatch.api.async_llm",
+    "BatchMap": "specbatch.api.batch_map",
     "LLM": "specbatch.api.llm",
     "Report": "specbatch.api.file_job",
     "Result": "specbatch.api.results",
@@ -20,7 +24,7 @@ _MODULES = {
     "generate_file": "specbatch.api.file_job",
 }
 __version__ = "0.1.0"
-__all__ = ["LLM", "Report", "Result", "Results", "__version__", "generate_file"]
+__all__ = ["LLM", "AsyncLLM", "BatchMap", "Report", "Result", "Results", "__version__", "generate_file"]
 
 
 def __getattr__(name: str) -> Any:

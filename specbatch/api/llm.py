@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from datetime import date
-from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-
 from specbatch.api.call import Call, Schema, call_of
-from specbatch.api.options import configured
+from specbatch.api.loaded_model import LoadedModel
+from specbatch.api.options import given
 from specbatch.api.results import Result, Results
+from specbatch.api.rows import Messages, Rows, conversations
 from specbatch.counts import EngineStats
 from specbatch.errors import InputError
-from specbatch.files.template_files import with_template_texts
-from specbatch.job.crash_retry import died
-from specbatch.job.output import with_first_day
-from specbatch.job.pool import WorkerPool
-from specbatch.job.runner import failed_row
-from specbatch.rows.chat_fields import CHAT_FIELDS
 from specbatch.rows.memory_rows import raw_rows
-from specbatch.rows.parser import RowParser
 from specbatch.rows.sources import RawRow
-from specbatch.signals import deferred_signals
-from specbatch.startup import open_pool, prepare_libraries
 
-# `Any` is for a table of pandas, polars, Arrow or `datasets`, whose types are not known here.
-Rows = str | Mapping[str, Any] | Iterable[Mapping[str, Any] | str] | Any
-_MAX_HELD = 10_000  # the most results that wait for an earlier one; then no more rows are started
+MAX_HELD = 10_000  # the most results that wait for an earlier one; then no more rows are started
 
 
 class LLM:
@@ -53,22 +39,13 @@ class LLM:
     def __init__(
         self, model: str | None = None, draft: str | None = None, *, config: str | Path | None = None, **options: Any
     ) -> None:
-        named = {"model": model, "draft": draft}
-        named = {name: value for name, value in named.items() if value is not None}
-        self._config = configured(config, {**named, **options})
-        prepare_libraries()
-        pool = open_pool(self._config, Console(quiet=True))
-        try:
-            what = pool.describe(with_first_day(with_template_texts(self._config), date.today()))
-            self._sampling = what.config.sampling
-            self._parser = RowParser(what.config.sampling, what.config.data, what.config.model.target)
-            self.notes = list(what.notes)
-            self.notes += pool.load(lambda tokens: tokens, lambda step: None)
-        except BaseException:
-            pool.close()
-            raise
-        self._pool: WorkerPool | None = pool  # None: closed
+        self._model = LoadedModel(config, {**given(model=model, draft=draft), **options})
         self._running = False
+
+    @property
+    def notes(self) -> list[str]:
+        """What was decided when the model was loaded, such as the device."""
+        return self._model.notes
 
     def generate(self, rows: Rows, *, schema: Schema | None = None, first_index: int = 0, **sampling: Any) -> Results:
         """Run rows, and return the list of their results, in the order of the rows.
@@ -86,7 +63,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Iterable[Mapping[str, Any]] | Iterable[Iterable[Mapping[str, Any]]],
+        messages: Messages,
         *,
         schema: Schema | None = None,
         **fields: Any,
@@ -120,37 +97,31 @@ class LLM:
 
     def _call(self, schema: Schema | None, sampling: Mapping[str, Any]) -> Call:
         self._check_free()
-        return call_of(self._sampling, schema, sampling)
+        return call_of(self._model.config.sampling, schema, sampling)
 
     def _generate(
         self, rows: Iterator[RawRow], call: Call, in_order: bool, first_index: int
     ) -> Generator[bytes, None, None]:
         self._check_free()  # another iterator may have begun since the call
-        pool = self._opened()
+        model = self._model
         self._running = True
         try:
-            while not pool.is_idle:
-                with deferred_signals():
-                    pool.collect(last=True)
+            while not model.pool.is_idle:
+                model.collect(last=True)
             held: dict[int, bytes] = {}
             next_index, exhausted = first_index, False
             while True:
-                self._opened()
-                while not exhausted and pool.has_room and len(held) < _MAX_HELD:
+                while not exhausted and model.pool.has_room and len(held) < MAX_HELD:
                     try:
                         row = next(rows)
                     except StopIteration:
                         exhausted = True
                         break
-                    self._opened().submit(RawRow(first_index + row.index, row.data, call.sampling))
-                self._opened()  # the iterator of rows can call close()
-                if exhausted and pool.is_idle:
+                    model.pool.submit(RawRow(first_index + row.index, row.data, call.sampling))
+                if exhausted and model.pool.is_idle:  # the iterator of rows can close the model: then this raises
                     return
                 # If the results of all later rows wait for a row that the pool keeps for the end, it has to run now.
-                with deferred_signals():  # an exception in the middle would lose rows, and the next call wait for them
-                    done = pool.collect(last=exhausted or len(held) >= _MAX_HELD)
-                left_out = [failed_row(lost, died(deaths), self._parser) for lost, deaths in done.left_out]
-                for finished in chain(done.rows, *(failed.rows for failed in left_out)):
+                for finished in model.collect(last=exhausted or len(held) >= MAX_HELD):
                     if not in_order:
                         yield finished.line
                     else:
@@ -162,27 +133,18 @@ class LLM:
             self._running = False
 
     def _check_free(self) -> None:
-        self._opened()
+        _ = self._model.pool  # raises if it is closed
         if self._running:
             raise InputError("another call is running already", "read its results to the end first, or close() it")
-
-    def _opened(self) -> WorkerPool:
-        if self._pool is None:
-            raise InputError("the LLM is closed, so it runs no rows", "read the results before close()")
-        return self._pool
 
     @property
     def stats(self) -> EngineStats:
         """Counters since the model was loaded, summed over workers."""
-        return self._pool.stats if self._pool is not None else self._last_stats
+        return self._model.stats
 
     def close(self) -> None:
         """Free the model and end the workers."""
-        if self._pool is not None:
-            self._last_stats = self._pool.stats
-            self._pool.close()
-            self._pool = None
-            gc.collect()  # needed, because parts of an engine refer to each other
+        self._model.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -191,25 +153,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def conversations(messages: Any, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the row of each conversation. It moves the fields of chats from `fields` to the rows. It raises InputError
-    at once for what is no conversation, and later for such an item."""
-    wanted = "a conversation is a list of messages such as {'role': 'user', 'content': 'Hello'}"
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
-        raise InputError(f"messages are of type {type(messages).__name__}", f"{wanted}; generate() runs prompts")
-    extra = {name: fields.pop(name) for name in CHAT_FIELDS if name in fields}
-    if isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping):
-        messages = [messages]
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for number, conversation in enumerate(messages):
-            if not isinstance(conversation, Sequence) or isinstance(conversation, str | bytes):
-                raise InputError(f"conversation {number} is of type {type(conversation).__name__}", wanted)
-            yield {"messages": list(conversation), **extra}
-
-    return rows()
 
 
 def _results(lines: Generator[bytes, None, None], call: Call) -> Generator[Result, None, None]:

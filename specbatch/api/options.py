@@ -14,6 +14,11 @@ from specbatch.other_names import option_meant
 _MODEL = "model"  # the name of model.target in Python, as in vLLM and on the command line
 
 
+def given(**named: str | None) -> dict[str, Any]:
+    """Return the arguments that are not None."""
+    return {name: value for name, value in named.items() if value is not None}
+
+
 def configured(config: str | Path | None, options: Mapping[str, Any]) -> Config:
     """Load a configuration, with the options that are given by keywords. It raises ConfigError."""
     values: dict[str, Any] = {}

@@ -59,7 +59,7 @@ class Results(list[Result]):
 
     def __init__(self, results: Iterable[Result], schema: Mapping[str, Any] | None = None) -> None:
         super().__init__(results)
-        self._schema = schema
+        self.schema = schema
 
     @property
     def texts(self) -> list[str | None]:
@@ -77,4 +77,4 @@ class Results(list[Result]):
 
         # Types of pandas that have nulls: others would make floats of integers.
         with_nulls = {pa.int64(): pandas.Int64Dtype(), pa.bool_(): pandas.BooleanDtype()}
-        return pa.table(result_columns(self, self._schema)).to_pandas(types_mapper=with_nulls.get)
+        return pa.table(result_columns(self, self.schema)).to_pandas(types_mapper=with_nulls.get)

@@ -18,11 +18,11 @@ import pandas
 import pytest
 
 import specbatch
-from specbatch import LLM, generate_file, startup
+from specbatch import LLM, generate_file
 from specbatch.errors import ConfigError, InputError
 from specbatch.scaleout.pool import Pool
 from tests.scaleout.simulation import Simulation
-from tests.stub_engine import StubEngine, StubRun, build_engine, stub_modules
+from tests.stub_engine import StubEngine, StubRun, build_engine
 
 TRUE_FREEZE_COUNT = gc.get_freeze_count  # conftest.py replaces it before the first test
 ROWS: list[Any] = [
@@ -33,12 +33,7 @@ ROWS: list[Any] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, module in stub_modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(startup, "model_paths", lambda config: {})
-    monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter
+pytestmark = pytest.mark.usefixtures("stub")
 
 
 def test_results_are_those_of_a_file_job() -> None:
@@ -62,7 +57,9 @@ def test_results_as_they_finish_are_the_same_ones() -> None:
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_row_that_kills_its_workers_has_an_error(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.api.llm.open_pool", lambda config, console: Pool(simulation, 2, clock=simulation.clock))
+    monkeypatch.setattr(
+        "specbatch.api.loaded_model.open_pool", lambda config, console: Pool(simulation, 2, clock=simulation.clock)
+    )
     simulation = Simulation(batch=4, killers=[3])
     with LLM() as llm:
         results = sorted(llm.stream([f"p{i}" for i in range(20)], in_order=in_order), key=lambda r: r["index"])
@@ -258,7 +255,9 @@ def test_close_frees_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_that_kills_its_workers_does_not_stop_a_long_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """More results than are held wait for it."""
-    monkeypatch.setattr("specbatch.api.llm.open_pool", lambda config, console: Pool(simulation, 2, clock=simulation.clock))
+    monkeypatch.setattr(
+        "specbatch.api.loaded_model.open_pool", lambda config, console: Pool(simulation, 2, clock=simulation.clock)
+    )
     simulation = Simulation(batch=100, killers=[3], seconds_of=lambda index: 0.01)
     with LLM() as llm:
         results = [result["index"] for result in llm.stream(f"p{i}" for i in range(11_500))]
