@@ -47,7 +47,9 @@ def answer_columns(
         properties = whole.get("properties")
         if isinstance(properties, Mapping) and properties:
             for name, one in properties.items():
-                add(name, [answer and answer.get(name) for answer in answers], _type(one, schema))
+                # A row with a schema of its own can have another answer.
+                values = [answer.get(name) if isinstance(answer, dict) else None for answer in answers]
+                add(name, values, _type(one, schema))
         else:
             add(_WHOLE_ANSWER, answers, _type(whole, schema))
     add("text", [result.text for result in results], pa.string())

@@ -55,6 +55,12 @@ def test_values_that_no_type_holds_are_json_text() -> None:
     assert column({"type": "object"}, {"é": None}).to_pylist() == ['{"é": null}', None]
 
 
+def test_an_answer_to_another_schema_has_nulls() -> None:
+    results = [Result(text=text, finish_reason="stop") for text in ("[1]", "7", '{"y": 1}')]
+    columns = answer_columns(results, {"type": "object", "properties": {"x": {"type": "integer"}}}, ())
+    assert columns["x"].to_pylist() == [None] * 3
+
+
 def test_an_answer_that_is_no_object_is_one_column() -> None:
     results = [Result(text="[1, 2]", finish_reason="stop"), Result(text=None, finish_reason="error", error={})]
     results[1]["error"] = {"type": "t", "message": "m"}

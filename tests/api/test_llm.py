@@ -340,9 +340,9 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     if not page.is_file():
         pytest.skip("no checkout")
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 7
     Path("examples").symlink_to(root / "examples")
-    exec(compile("\n".join(blocks), page.name, "exec"), {})
+    exec(compile("\n".join(blocks), page.name, "exec", dont_inherit=True), {"__name__": "page"})
     printed = capsys.readouterr().out
     assert printed.startswith("None ")
     assert "\ncapital " in printed
