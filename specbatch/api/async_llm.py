@@ -55,7 +55,7 @@ class AsyncLLM:
 
     @property
     def notes(self) -> list[str]:
-        """What was decided when the model was loaded, such as the device."""
+        """Return what was decided when the model was loaded, such as the device."""
         return self._model.notes
 
     @property

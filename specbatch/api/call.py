@@ -28,12 +28,10 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Call:
-    """The settings of one call. `parse`: makes an object of an answer; None: answers are texts. `schema`: the JSON
-    Schema of answers, if there is one."""
+    """The settings of one call. `parse`: makes an object of an answer; None: answers are texts."""
 
     sampling: SamplingParams
     parse: Callable[[str], Any] | None
-    schema: Mapping[str, Any] | None
 
     def result(self, line: bytes) -> Result:
         """Return the result of a result line, with its object."""
@@ -60,10 +58,7 @@ def call_of(defaults: SamplingParams, schema: Schema | None, options: Mapping[st
         text = None if sampling.response_format is None else schema_of(sampling.response_format)
     except (RowError, FieldError) as exc:
         raise ConfigError(exc.message) from exc
-    if text is None:
-        return Call(sampling, None, None)
-    parse = getattr(schema, "model_validate_json", json.loads)
-    return Call(sampling, parse, json.loads(text))
+    return Call(sampling, None if text is None else getattr(schema, "model_validate_json", json.loads))
 
 
 def _response_format(schema: Schema) -> str:

@@ -44,7 +44,7 @@ class LLM:
 
     @property
     def notes(self) -> list[str]:
-        """What was decided when the model was loaded, such as the device."""
+        """Return what was decided when the model was loaded, such as the device."""
         return self._model.notes
 
     def generate(self, rows: Rows, *, schema: Schema | None = None, first_index: int = 0, **sampling: Any) -> Results:
@@ -59,7 +59,7 @@ class LLM:
         """
         call = self._call(schema, sampling)
         lines = self._generate(raw_rows(rows), call, True, first_index)
-        return Results(map(call.result, lines), call.schema)
+        return Results(map(call.result, lines), call.sampling.response_format)
 
     def chat(
         self,

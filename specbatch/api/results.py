@@ -46,6 +46,11 @@ class Result(dict[str, Any]):
         return self.get("error") is None and self.finish_reason == "stop"
 
     @property
+    def has_answer(self) -> bool:
+        """Return whether there is such an answer, and the schema's class did not refuse it."""
+        return self.is_whole and self.parse_error is None
+
+    @property
     def _choice(self) -> Mapping[str, Any]:
         """Return what has the first completion, in either format of lines."""
         if "text" in self:
@@ -55,11 +60,12 @@ class Result(dict[str, Any]):
 
 
 class Results(list[Result]):
-    """The results of a call, in the order of its rows. `schema`: the JSON Schema of its answers, if there is one."""
+    """The results of a call, in the order of its rows. `response_format`: the format of its answers, as JSON; None:
+    they are texts."""
 
-    def __init__(self, results: Iterable[Result], schema: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, results: Iterable[Result], response_format: str | None = None) -> None:
         super().__init__(results)
-        self.schema = schema
+        self.response_format = response_format
 
     @property
     def texts(self) -> list[str | None]:
@@ -77,4 +83,4 @@ class Results(list[Result]):
 
         # Types of pandas that have nulls: others would make floats of integers.
         with_nulls = {pa.int64(): pandas.Int64Dtype(), pa.bool_(): pandas.BooleanDtype()}
-        return pa.table(result_columns(self, self.schema)).to_pandas(types_mapper=with_nulls.get)
+        return pa.table(result_columns(self, self.response_format)).to_pandas(types_mapper=with_nulls.get)

@@ -1,4 +1,4 @@
-"""What calls of the Python interface take: rows, and conversations as rows."""
+"""Arguments of calls: rows, and conversations that become rows."""
 
 from __future__ import annotations
 

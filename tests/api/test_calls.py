@@ -12,6 +12,8 @@ import pytest
 
 from specbatch import LLM, BatchMap, Results, generate_file
 from specbatch.errors import ConfigError, InputError
+from specbatch.rows.sources import RawRow
+from specbatch.types import SamplingParams
 
 ROWS = [{"prompt": f"p{i}", "id": i} for i in range(20)]
 HI = [{"role": "user", "content": "hi"}]
@@ -52,6 +54,11 @@ def test_options_of_a_call_are_defaults_of_its_rows() -> None:
         [result] = templates.generate(table, max_tokens=2, ignore_eos=True)
         assert result["usage"]["completion_tokens"] == 2
         assert result["metadata"] == {"name": "x", "max_tokens": 9}
+
+
+def test_rows_of_a_call_are_sent_whole() -> None:
+    row = RawRow(3, b"{}", SamplingParams(max_tokens=2), 7)
+    assert pickle.loads(pickle.dumps(row)) == row
 
 
 @pytest.mark.usefixtures("stub")
@@ -141,7 +148,7 @@ def test_a_class_as_schema_gives_objects(tiny: LLM) -> None:
     assert results.parsed[6:] == [None, None]
     assert results[7].finish_reason == "length"
     frame = results.to_pandas()
-    assert list(frame) == ["text", "label", "urgent", "score", "text_2", "finish_reason", "error"]
+    assert list(frame) == ["text", "label", "urgent", "score", "text_answer", "finish_reason", "error"]
     assert [str(frame[name].dtype) for name in ("urgent", "score")] == ["boolean", "Int64"]
     assert frame["label"].value_counts().sum() == 6
     assert frame["label"].tolist()[:6] == [one.label for one in results.parsed[:6]]
@@ -161,16 +168,31 @@ def test_an_answer_that_the_class_refuses_is_no_object(tiny: LLM) -> None:
 
 
 def test_a_data_set_is_mapped(tiny: LLM) -> None:
-    """With the real package. The first batch has no errors, and no values of `score` perhaps."""
+    """With the real package. The first batch has no errors and no notes: types do not depend on it."""
     names = datasets.Features({"prompt": datasets.Value("string"), "gold": datasets.ClassLabel(names=["a", "b"])})
     rows = {"prompt": ["p0", "p1", "p2", "x" * 5000, "p4"], "gold": [0, 1, 0, 1, 0]}
-    dataset = datasets.Dataset.from_dict(rows, features=names)
+    dataset = datasets.Dataset.from_dict(rows, features=names).add_column("note", [None, None, "n", None, "m"])
     mapped = dataset.map(BatchMap(tiny, schema=Ticket, max_tokens=80), batched=True, batch_size=2)
     assert mapped.features["gold"] == names["gold"]
-    assert mapped.column_names == ["prompt", "gold", "label", "urgent", "score", "text", "finish_reason", "error"]
+    assert mapped.column_names == [
+        "prompt",
+        "gold",
+        "note",
+        "label",
+        "urgent",
+        "score",
+        "text",
+        "finish_reason",
+        "error",
+    ]
     assert mapped.features["score"].dtype == "int64"
     expected = tiny.generate(dataset, schema=Ticket, max_tokens=80)
     assert list(mapped["text"]) == expected.texts
     assert str(mapped["error"][3]).startswith("prompt_too_long")
+    tensors = dataset.remove_columns("note").with_format("torch")
+    assert (
+        list(tensors.map(BatchMap(tiny, max_tokens=8), batched=True)["text"])
+        == tiny.generate(dataset, max_tokens=8).texts
+    )
     sampled = dataset.map(BatchMap(tiny, temperature=1.0, max_tokens=8), batched=True, batch_size=2)
     assert list(sampled["text"]) == tiny.generate(dataset, temperature=1.0, max_tokens=8).texts

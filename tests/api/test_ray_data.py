@@ -11,8 +11,9 @@ import pytest
 from specbatch import LLM
 from specbatch.ray_data import Generate
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'specbatch[ray]'")
-import ray.data  # noqa: E402
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'specbatch[ray]'")
+import ray
+import ray.data
 
 # One process runs all tests that start a Ray.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
