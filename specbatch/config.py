@@ -223,6 +223,20 @@ class EngineSection:
         "CUDA: GPUs of one host that NVLink connects.",
         AT_LEAST_1,
     )
+    expert_parallel: Literal["off", "on", "auto"] = option(
+        "auto",
+        "With `engine.tensor_parallel` and a mixture of experts. `on`: each rank has some of the experts as a whole. "
+        "`off`: each rank has a part of every expert. `auto`: on for large batches on CUDA, with "
+        "`engine.dp_attention`; else off.",
+        read=read_switch,
+    )
+    dp_attention: Literal["off", "on", "auto"] = option(
+        "auto",
+        "With `engine.expert_parallel`. `on`: each rank has requests of its own, up to `engine.max_batch_size`, and "
+        "computes all of the model for them but the experts, for which tokens travel between ranks. `off`: each rank "
+        "has some of the heads, for all requests. `auto`: as `engine.expert_parallel: auto` decides.",
+        read=read_switch,
+    )
     two_batch_overlap: Literal["off", "on", "auto"] = option(
         "auto",
         "`on`: a round of at least 16 requests, or a prompt chunk of at least 256 tokens (2,048 on CUDA), is computed "
@@ -245,6 +259,12 @@ class EngineSection:
     seed: int = option(0, "Seeds all sampling. Each row draws from its own stream of random numbers.", SEED)
     # Number of tokens with which prompts begin alike, as the job has counted them; None: not counted.
     shared_tokens: int | None = field(default=None, metadata={"in_file": False})
+
+    @property
+    def rows_at_once(self) -> int:
+        """Return how many requests run together on all ranks, if `resolve` has decided the options."""
+        assert self.max_batch_size is not None, "resolve() decides it"
+        return self.max_batch_size * (self.tensor_parallel if self.dp_attention == "on" else 1)
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
     matcher: GrammarMatcher | None = None  # the matcher, which no other request has; None: any text
     matcher_spec: Any = None  # a `grammar.compiler.MatcherSpec`, from which other ranks make the same matcher
+    stop_spec: Any = None  # a `rows.tokenizer.StopSpec`, from which other ranks make the same `check_stop`
 
 
 class Margin(NamedTuple):

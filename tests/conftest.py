@@ -22,7 +22,7 @@ import specbatch
 from tests.gpu_memory import memory_for
 
 _MANY_VARIANTS = {"attention", "cli", "draft", "engine", "files", "graphs", "job", "kernels", "models"}  # folders
-_MANY_VARIANTS |= {"results", "rows", "schemas", "setup", "text", "tune"}
+_MANY_VARIANTS |= {"fallback", "parallel", "results", "rows", "schemas", "setup", "text", "tune"}
 
 # Python keeps what it has compiled, also where PYTHONDONTWRITEBYTECODE is set. Otherwise each process that a test
 # starts compiles specbatch again, and each of pytest's processes all test files: 7 of the 15 s before its first test.

@@ -213,7 +213,9 @@ def build_engine(run: StubRun, show: Callable[[str], None] = lambda progress: No
 
 def stub_modules() -> dict[str, types.ModuleType]:
     """Return the replacements in sys.modules for modules that need models."""
-    modules = {name: types.ModuleType(name) for name in ("specbatch.setup.resolve", "specbatch.setup.build")}
+    names = ("specbatch.setup.resolve", "specbatch.setup.build", "specbatch.job.check")
+    modules = {name: types.ModuleType(name) for name in names}
+    modules["specbatch.job.check"].ConfigCheck = types.SimpleNamespace(of_run=lambda run: None)  # type: ignore[attr-defined]
     modules["specbatch.setup.resolve"].resolve = resolve  # type: ignore[attr-defined]
     modules["specbatch.setup.build"].build_engine = build_engine  # type: ignore[attr-defined]
     return modules

@@ -23,6 +23,7 @@ from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.engine import Engine, EngineSizes
 from specbatch.engine.executor import GraphMode, RoundExecutor
+from specbatch.engine.lockstep import Lockstep
 from specbatch.engine.overlap.lanes import LaneLimits
 from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.engine.prefill.models import EAGER, PromptPieces, piecewise_trunks
@@ -37,6 +38,7 @@ from specbatch.models.linears.sharded import ModelShard
 from specbatch.models.rope import RopeConfig
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
+from specbatch.parallel.shares import Division
 from specbatch.setup.round_parts import RoundParts
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.oracle.engine import OracleEngine
@@ -253,12 +255,13 @@ def tiny_decoder(
     num_positions: int = MAX_LENGTH + 128,
     spoil: Spoil | None = None,
     group: Group | None = None,
+    division: Division = "tensors",
 ) -> Decoder:
-    """Make a tiny target. `group`: the ranks that share the model."""
+    """Make a tiny target. `group`: the ranks that share the model. `division`: their division of it."""
     tensors = RandomTensors(decoder_tensors(config), seed, scale)
     if spoil is not None:
         spoil(tensors._tensors)
-    shard = None if group is None else ModelShard.of(config, group)
+    shard = None if group is None else ModelShard.of(config, group, division)
     own = config if shard is None else shard.config
     weights = WeightLoader(tensors, dtype, device, shard=shard)
     return Decoder(own, weights, attention(own, device), num_positions, attention(own, device))
@@ -276,17 +279,19 @@ def tiny_draft_net(
     attention: AttentionOf = attention_of,
     spoil: Spoil | None = None,
     group: Group | None = None,
+    whole: ModelConfig | None = None,
     **traits: Any,
 ) -> DraftNet:
     """Make the draft network of `target`, with its hidden size and dtype. `traits`: fields of an EAGLE head's
-    `EagleConfig`. `group`: the ranks that share a head."""
+    `EagleConfig`. `group`: the ranks that share a head. `whole`: the configuration of the whole target, if this process
+    has a part of it."""
     hidden, vocab, head_dim = target.config.hidden_size, target.config.vocab_size, target.config.head_dim
     dtype, device, num_positions = target.embedding_VE.dtype, target.device, target.num_positions
     if method == "draft_model":
         draft_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
-        if target.config.model_type != "llama":  # the target without its later layers
-            windows = target.config.sliding_windows[:1]
-            draft_config = replace(target.config, num_layers=1, sliding_windows=windows)
+        whole = whole or target.config
+        if whole.model_type != "llama":  # the target without its later layers
+            draft_config = replace(whole, num_layers=1, sliding_windows=whole.sliding_windows[:1])
         draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, num_positions, spoil)
         return ModelNet(draft, draft.new_cache(num_slots, kv_dtype), vocab)
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
@@ -418,6 +423,7 @@ def tiny_device_engine(
     checks: bool = True,
     deterministic: bool = False,
     family: str = "llama",
+    division: Division = "tensors",
     **traits: Any,
 ) -> Engine:
     """Make the engine as it runs on a GPU, with the oracle's weights; on a CPU it has the reference kernels. `kv_dtype`
@@ -425,7 +431,7 @@ def tiny_device_engine(
     of chunks where shapes are fixed. `min_lane`: the least requests of a lane; None: there is one lane. `piece_sizes`:
     the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `checks`: plain
     decoding checks all choices before acceptance; False: its rounds are unchecked where that gains. `deterministic`:
-    see `Grammars`."""
+    see `Grammars`. `division`: the ranks' division of the target."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, **score_traits(config))
@@ -436,14 +442,16 @@ def tiny_device_engine(
     lookahead = MAX_ROOM if method == "none" else max(num_lookahead(one, offset) for one in schedule.items)
     max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
     # The tables have the same size as in real runs, so that a read past them fails.
-    target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1, spoil, group)
+    target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1, spoil, group, division)
+    has_own_requests = division == "requests" and group is not None
     num_slots = (num_pages + 1) * page_size  # the last page is spare
     ops = ops_for(device, dtype)
     net = None
     if METHODS[method].net is not None:
         net = tiny_draft_net(
             method, target, num_slots, kv_dtype or dtype, draft_vocab=draft_vocab, draft_seed=draft_seed,
-            scale=scale, attention=paged, spoil=spoil_draft, group=group, **traits,
+            scale=scale, attention=paged, spoil=spoil_draft, group=None if has_own_requests else group,
+            whole=config, **traits,
         )  # fmt: skip
     parts = DraftParts(device, ops, net, (1, 3), coupled)
     methods = schedule.map(lambda one: make_method(method, one, parts))
@@ -466,6 +474,7 @@ def tiny_device_engine(
         threads=threads,
         trunks=trunks,
         deterministic=deterministic,
+        lockstep=Lockstep(group) if has_own_requests and group is not None else None,
     )
     if checks:
         engine._grammars._unchecked.next = lambda: False  # type: ignore[method-assign]

@@ -97,13 +97,13 @@ class Shape:
             if self.weights == "bfloat16":
                 return ExpertWeights(gate_up, down)
             groups = [-(-s[2] // GROUP) if self.weights == "fp8_blocks" else 1 for s in shapes]
-            ones = (torch.ones(*s[:2], n, device=DEVICE) for s, n in zip(shapes, groups, strict=True))
+            first, second = (torch.ones(*s[:2], n, device=DEVICE) for s, n in zip(shapes, groups, strict=True))
             both = gate_up.to(torch.float8_e4m3fn), down.to(torch.float8_e4m3fn)
-            return ExpertWeights(*both, "silu", None, None, *ones)
+            return ExpertWeights(*both, "silu", None, None, first, second)
         gate_up, down = (torch.randint(256, (*s[:2], s[2] // 2), dtype=torch.uint8, device=DEVICE) for s in shapes)
         sizes = [(*s[:2], s[2] // MXFP4_GROUP) for s in shapes]
-        scales = (torch.full(size, MXFP4_SCALE, dtype=torch.uint8, device=DEVICE) for size in sizes)
-        return ExpertWeights(gate_up, down, "clamped_swiglu", None, None, *scales)
+        first, second = (torch.full(size, MXFP4_SCALE, dtype=torch.uint8, device=DEVICE) for size in sizes)
+        return ExpertWeights(gate_up, down, "clamped_swiglu", None, None, first, second)
 
 
 class Inputs:
@@ -125,7 +125,7 @@ class Inputs:
 
     def blocks(self, block_m: int) -> list[ops._Blocks]:
         num_experts, pdl = self.shape.num_experts, dependent_launch(self.x_TE)
-        return [ops._Blocks(experts_TK, num_experts, block_m, pdl) for experts_TK in self.experts]
+        return [ops._Blocks(experts_TK, 0, num_experts, block_m, pdl) for experts_TK in self.experts]
 
     def gate_up(self, blocks: Sequence[ops._Blocks], tile: ExpertTile) -> None:
         """Run the GEMM of gate and up of all routings."""

@@ -66,6 +66,11 @@ _SUMS = [1 << n for n in range(13, 28)]
 _VOCAB = 128_256
 _BARE = ", no log-probabilities"
 Line = dict[str, Any]
+_DIVISIONS: dict[str, Line] = {
+    "tensors": {"expert_parallel": "off"},
+    "experts": {"expert_parallel": "on", "dp_attention": "off"},
+    "requests": {"expert_parallel": "on", "dp_attention": "on"},
+}
 
 
 def main() -> int:
@@ -73,6 +78,7 @@ def main() -> int:
     parser.add_argument("--target", default="random:qwen2.5-1.5b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--division", choices=_DIVISIONS, default="tensors", help="how ranks divide experts")
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--prompts", type=Path, help="of `tokens`: a JSONL file, of which the first --rows are taken")
     parser.add_argument("--head", default="random:eagle3", help="of `tokens`: the draft head")
@@ -230,6 +236,7 @@ def check_tokens(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
         try:
             logprobs = None if name.endswith(_BARE) else 2
             more: Line = {"prompts": args.prompts, "logprobs": logprobs, "tensor_parallel": args.ranks}
+            more |= _DIVISIONS[args.division]
             many = answers(args, folder, args.rows, **more, **common, **options)
         except Exception as error:
             yield {"variant": name, "ok": False, "failure": f"{type(error).__name__}: {error}"[-1500:]}
@@ -264,7 +271,7 @@ def margin_of_difference(one: Line, other: Line) -> float | None:
 
 
 def check_deterministic(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
-    options: Line = {"deterministic": True, "tensor_parallel": args.ranks}
+    options: Line = {"deterministic": True, "tensor_parallel": args.ranks, **_DIVISIONS[args.division]}
     runs: list[Line] = [
         {"method": "none", "max_batch_size": 32},
         {"method": "none", "max_batch_size": 5, "prefill_chunk_tokens": 100},
@@ -329,7 +336,7 @@ def check_kill(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
 
 def rank_of(processes: list[psutil.Process]) -> psutil.Process:
     """Return the process of rank 1. The others can be compilers and the like."""
-    return next(process for process in processes if "rank_process" in " ".join(process.cmdline()))
+    return next(process for process in processes if "ranks.process" in " ".join(process.cmdline()))
 
 
 def end_of(job: subprocess.Popen[bytes], args: argparse.Namespace, folder: Path) -> int:
@@ -357,6 +364,7 @@ def start_job(args: argparse.Namespace, folder: Path, output: str) -> subprocess
         "speculation.method=none",
         f"engine.max_batch_size={32 if args.lanes else 8}",
         f"engine.two_batch_overlap={'on' if args.lanes else 'auto'}",
+        *(f"engine.{name}={value}" for name, value in _DIVISIONS[args.division].items()),
     ):
         command += ["--set", option]
     return start(command, folder)
@@ -376,7 +384,8 @@ def kept(folder: Path) -> int:
 
 def check_memory(args: argparse.Namespace, folder: Path) -> Iterator[Line]:
     for ranks in (1, args.ranks):
-        found = answers(args, folder, 1, method="none", tensor_parallel=ranks, max_batch_size=256)
+        division = _DIVISIONS[args.division] if ranks > 1 else {}
+        found = answers(args, folder, 1, method="none", tensor_parallel=ranks, max_batch_size=256, **division)
         notes = [note for note in found["notes"] if note.startswith("engine.kv_cache_tokens")]
         yield {"target": args.target, "ranks": ranks, "notes": notes}
     free = 0 if args.device == "cpu" else torch.cuda.mem_get_info()[0]

@@ -10,11 +10,11 @@ from typing import Any
 from specbatch.api.results import Result
 from specbatch.config_load import option_paths
 from specbatch.errors import ConfigError, FieldError, RowError
-from specbatch.other_names import option_meant
 from specbatch.rows.parameters import SAMPLING_NAMES
 from specbatch.rows.parser import override
 from specbatch.schemas.response_format import schema_of
 from specbatch.schemas.short_schema import response_format_of
+from specbatch.strict.other_names import option_meant
 from specbatch.types import SamplingParams
 
 # A pydantic class, a JSON Schema, a value of `response_format`, or the text that --schema takes.

@@ -9,7 +9,7 @@ from typing import Any
 from specbatch.config import Config
 from specbatch.config_load import load_config, option_paths
 from specbatch.errors import ConfigError
-from specbatch.other_names import option_meant
+from specbatch.strict.other_names import option_meant
 
 _MODEL = "model"  # the name of model.target in Python, as in vLLM and on the command line
 

@@ -297,15 +297,20 @@ def _note_one_engine(config: Config, console: Console) -> None:
         console.print("cluster.workers is for generate: this command runs one engine", soft_wrap=True)
 
 
-@app.command("config", epilog=examples("specbatch config -c builtin-cpu", "specbatch config --set speculation.topk=4"))
+@app.command("config", epilog=examples("specbatch config -c builtin-cpu", "specbatch config --check data.jsonl"))
 @with_config_options
 def show_config(
     given: ConfigOptions,
     schemas: Annotated[
         bool, flag("--schemas", help="Print JSON Schemas of configurations, result lines and stats.json.")
     ] = False,
+    check: Annotated[
+        str | None,
+        typer.Option(metavar="INPUT", help="Prepare the first rows of this input, and show the first prompt."),
+    ] = None,
 ) -> None:
-    """Print the configuration with every `auto` decided. The reasons go to stderr."""
+    """Print the configuration with every `auto` decided. The reasons go to stderr. Templates and schemas are checked as
+    `generate` does; no weights are loaded."""
     with user_errors() as console:
         if schemas:
             from specbatch.results.schema import schemas as json_schemas
@@ -318,7 +323,12 @@ def show_config(
         config = given.load()
         prepare_libraries()
         run = resolving(console)(config)
+        from specbatch.job.check import ConfigCheck
+
+        checked = ConfigCheck.of_run(run)
         print_notes(run.notes, console)
+        if check is not None:
+            print_notes(checked.rows(check).lines(check), console)
         print_data(dump_config(run.config))
 
 

@@ -1,6 +1,8 @@
-"""`specbatch models`: the built-in models."""
+"""`specbatch models`: the built-in models, and what is to know of any model."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
@@ -9,8 +11,13 @@ from specbatch.cli.endings import user_errors
 from specbatch.cli.options import BuiltinModel
 from specbatch.cli.streams import print_data
 from specbatch.errors import SpecbatchError
+from specbatch.startup import import_engine, prepare_libraries
 
-models_app = typer.Typer(help="The built-in models.", no_args_is_help=True, epilog=examples("specbatch models list"))
+models_app = typer.Typer(
+    help="The built-in models, and what is to know of any model.",
+    no_args_is_help=True,
+    epilog=examples("specbatch models list"),
+)
 app.add_typer(models_app, name="models")
 
 
@@ -52,3 +59,25 @@ def models_path(name: BuiltinModel) -> None:
         if path is None:
             raise SpecbatchError(f"{name} has not been downloaded", f"specbatch models pull {name}")
         print_data(f"{path}\n")
+
+
+@models_app.command(
+    "inspect", epilog=examples("specbatch models inspect org/name", "specbatch models inspect DIR --draft HEAD")
+)
+def models_inspect(
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, a .gguf file or builtin:NAME.")],
+    draft: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A draft head or draft model: say whether it fits.")
+    ] = None,
+) -> None:
+    """Print what a model is and how it would run, or why it would not. No weights are loaded."""
+    with user_errors():
+        prepare_libraries()
+        import_engine()
+        from specbatch.cli.model_facts import inspected
+        from specbatch.models.download import resolve_model
+
+        facts = inspected(resolve_model(name), None if draft is None else resolve_model(draft))
+        width = max(len(title) for title, _ in facts)
+        for title, text in facts:
+            print_data(f"{title:<{width}}  {text}\n")

@@ -8,7 +8,7 @@ import typer
 import typer.core
 
 from specbatch.config_load import option_paths
-from specbatch.other_names import option_meant
+from specbatch.strict.other_names import option_meant
 
 
 class HintingCommand(typer.core.TyperCommand):

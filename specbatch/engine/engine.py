@@ -31,6 +31,7 @@ from specbatch.engine.constrained.policy import Grammars
 from specbatch.engine.constrained.tree import MAX_FORCED
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundBatch, RoundExecutor
+from specbatch.engine.lockstep import Lockstep, NextRound
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.overlap.lanes import Lanes
 from specbatch.engine.prefill.admission_batching import ChunkCost, RoundsOfRows
@@ -38,7 +39,7 @@ from specbatch.engine.prefill.graphs import PromptGraphs
 from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.prefill.packing import PromptPacker
 from specbatch.engine.reports import Report, Scored, read_report
-from specbatch.engine.round import Round, Wanted
+from specbatch.engine.round import NO_HOOK, Round, Wanted
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
@@ -93,10 +94,12 @@ class Engine:
         threads: ThreadGovernor | None = None,
         trunks: PromptTrunks = EAGER,
         deterministic: bool = False,
+        lockstep: Lockstep | None = None,
     ) -> None:
         """Make an idle engine. `chunk_cost`: the cost by which short prompts are held back; None: they are not.
         `threads`: the thread governor of a CPU. `trunks`: the models that compute prompts. `deterministic`: see
-        `Grammars`. Where the executor shrinks, batches and chunks that run out of memory are made smaller, too."""
+        `Grammars`. `lockstep`: the agreement of ranks that have requests of their own; None: there are none. Where the
+        executor shrinks, batches and chunks that run out of memory are made smaller, too."""
         rounds = executor.rounds.items
         self.executor = executor
         self._round: Round = rounds[0]  # used for prompts, which are the same for all draft methods
@@ -118,7 +121,7 @@ class Engine:
         self.limits = EngineLimits(0, self._round.vocab_size, eos_token_ids=self._round.eos_token_ids)
         self.limit_length(None)
         self.chunk_cost = chunk_cost
-        self._threads, self._shrinks = threads, executor.shrinks
+        self._threads, self._shrinks, self._lockstep = threads, executor.shrinks, lockstep
         self._transfers = Transfers(self.device)
         self._packer = PromptPacker(sizes.page_size, None if net is None else net.draft_kv_offset)
         graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
@@ -245,17 +248,53 @@ class Engine:
     def _launch(self) -> bool:
         """Launch a prefill chunk or a round, if there is anything to run. Return whether something was launched."""
         graphs, seconds = self._captured()
-        if spans := self._scheduler.plan_prefill():
-            has_launched = self._fits(lambda: self._prefill(spans), lambda: self._give_up(spans))
-        else:
-            if self._in_flight and self._scheduler.would_preempt():
-                self._read_all()  # so that the choice of the request to preempt uses all results
-            rows = [seq for seq in self._scheduler.plan_round() if seq.can_go_on]
-            has_launched = bool(rows) and self._fits(lambda: self._run(rows), lambda: self._lower_batch(len(rows) // 2))
+        spans = self._scheduler.plan_prefill()
+        has_launched = self._launch_prompts(spans) if self._has_prompts(spans) else self._launch_round()
         graphs_now, seconds_now = self._captured()
         self._stats.late_graphs += max(0, graphs_now - graphs)
         self._stats.late_graph_seconds += max(0.0, seconds_now - seconds)
         return has_launched
+
+    def _has_prompts(self, spans: list[PrefillSpan]) -> bool:
+        """Return whether the next launch computes prompts, of this rank or of others."""
+        return bool(spans) if self._lockstep is None else self._lockstep.any_of(bool(spans))
+
+    def _launch_prompts(self, spans: list[PrefillSpan]) -> bool:
+        """Launch a prefill chunk, or take part in that of other ranks. Return whether there was one here."""
+        if not spans:  # Another rank computes prompts: those that are held here cost nothing now.
+            spans = self._scheduler.plan_prefill(now=True)
+        lanes = self._round.two_lanes
+        has_lanes = lanes is not None and sum(span.end - span.start for span in spans) // 2 >= lanes.min_prompt_lane
+        if self._lockstep is not None and lanes is not None:
+            has_lanes = self._lockstep.all_of(has_lanes)
+        if not spans:
+            self._round.take_part()
+            return False
+        return self._fits(lambda: self._prefill(spans, has_lanes), lambda: self._give_up(spans))
+
+    def _launch_round(self) -> bool:
+        """Launch a round, if there is anything to run. Return whether something was launched."""
+        if self._in_flight and self._scheduler.would_preempt():
+            self._read_all()  # so that the choice of the request to preempt uses all results
+        rows = [seq for seq in self._scheduler.plan_round() if seq.can_go_on]
+        next_round = self._next_round(rows)
+        if not next_round.num_requests:
+            return False
+        if not rows and not self._round.fixed_shapes:
+            self._round.take_part()
+            return False
+        return self._fits(lambda: self._run(rows, next_round), lambda: self._lower_batch(len(rows) // 2))
+
+    def _next_round(self, rows: list[Sequence]) -> NextRound:
+        """Return what the next round is, for all ranks."""
+        count = len(rows)
+        method = self.executor.rounds.at(count).method if rows else None
+        has_room = method is not None and self._grammars.wants_room(rows, method)
+        has_lanes = self._lanes is not None and self._lanes.divides(count)
+        if self._round.fixed_shapes:  # lanes follow from the number of requests, which is the same on all ranks
+            has_lanes = self._lanes is not None
+        mine = NextRound.of(rows, self._wanted(rows), has_room=has_room, has_lanes=has_lanes)
+        return mine if self._lockstep is None else self._lockstep.round(mine)
 
     def _captured(self) -> tuple[int, float]:
         """CUDA graphs, and the seconds that capturing them took."""
@@ -313,22 +352,27 @@ class Engine:
         self._scheduler.lower_batch(size)
         return True
 
-    def _run(self, rows: list[Sequence]) -> None:
+    def _run(self, rows: list[Sequence], next_round: NextRound) -> None:
         """Launch a round of these requests."""
-        wanted = self._wanted(rows)
-        method, padded_size = self.executor.rounds.at(len(rows)).method, self.executor.padded_size(len(rows))
-        method = self._grammars.method(rows, method, padded_size)
+        # Where shapes are fixed, all ranks run the same round. Otherwise this one runs its own.
+        count = next_round.num_requests if self._round.fixed_shapes else len(rows)
+        method = self.executor.rounds.at(count).method
+        if next_round.has_room:
+            method = method.with_room(self.executor.padded_size(count))
         groups = self._groups.of(rows, method.num_nodes)
         self._complete_round()
         self._set_back()
         self._table.upload_pages(rows)
-        if isinstance(method, HostDraftMethod):
+        if isinstance(method, HostDraftMethod) and rows:
             self._table.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         # The hook reads the results before this round after a part of it is launched: grammars follow all tokens.
-        hook = self._grammars.of_round(rows, method, self._read_all)
-        batch = RoundBatch(rows, wanted, hook)
-        if self._lanes is not None and not hook.takes_part:
-            sequences, lane = self._lanes.divide(rows)
+        hook = self._grammars.of_round(rows, method, self._read_all) if next_round.has_grammars else NO_HOOK
+        wanted = next_round.wanted if self._round.fixed_shapes else self._wanted(rows)
+        if wanted.edits:
+            self._table.make_rules()
+        batch = RoundBatch(rows, wanted, hook, num_requests=count)
+        if self._lanes is not None and next_round.has_lanes and not hook.takes_part:
+            sequences, lane = self._lanes.divide(rows, count)
             batch = batch._replace(sequences=sequences, lane=lane)
         self.executor.write_groups(groups)
         self._in_flight.append(self.executor.run(batch))
@@ -364,8 +408,8 @@ class Engine:
             for seq in going_back:
                 seq.goes_back = False
 
-    def _prefill(self, spans: list[PrefillSpan]) -> None:
-        """Launch a prefill chunk."""
+    def _prefill(self, spans: list[PrefillSpan], has_lanes: bool) -> None:
+        """Launch a prefill chunk. `has_lanes`: it has two lanes, unless it is one graph."""
         self._complete_round()
         self._set_back()
         self._table.upload_started()
@@ -375,7 +419,7 @@ class Engine:
         wanted = self._wanted(ready)
         self._grammars.write_first_masks(ready)
         with marked("prompts"):
-            launched, scores = self.prompts.run(self._round, packed, wanted, self.executor.mode)
+            launched, scores = self.prompts.run(self._round, packed, wanted, self.executor.mode, has_lanes)
         first_words = self._transfers.download(launched.output_BZ)
         for s in spans:
             s.record(self._stats)

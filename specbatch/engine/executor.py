@@ -58,6 +58,7 @@ class RoundBatch(NamedTuple):
     wanted: Wanted = GREEDY
     hook: RoundHook = NO_HOOK
     lane: int = 0  # lines of the first of two lanes; 0: there is one
+    num_requests: int | None = None  # the number for which the round is made; None: those of the batch
 
 
 class RoundExecutor:
@@ -176,7 +177,8 @@ class RoundExecutor:
         """Begin a round. `Report.complete` launches the rest: at once, unless the round's hook takes part."""
         padding, hook = self._padding, batch.hook
         lines = [padding if seq is None else seq.req_idx for seq in batch.sequences]
-        size, i = self.padded_size(len(lines), batch.lane), self.rounds.index(len(lines) - lines.count(padding))
+        count = len(lines) - lines.count(padding) if batch.num_requests is None else batch.num_requests
+        size, i = self.padded_size(batch.num_requests or len(lines), batch.lane), self.rounds.index(count)
         self._upload(lines + [padding] * (size - len(lines)))
         round_, key = self.rounds.items[i], RoundKey(size, i, batch.wanted, batch.lane)
         if hook.method is not None:

@@ -242,15 +242,23 @@ class Round:
         if lane:
             end = lane * num_nodes if self.fixed_shapes else int(layout.query_starts[lane])
             assert self.two_lanes is not None, "the round was made for one lane"
-            hidden, aux_hidden_states = self.two_lanes.forward(tokens_T, layout, self._aux_layers, lane, end)
+            hidden, aux_hidden_states = self.two_lanes.forward(
+                tokens_T, layout, self._aux_layers, lane, end, is_even=self.fixed_shapes
+            )
         else:
             with nullcontext() if self.routing is None else self.routing.round(layout.slots_T):
-                hidden, aux_hidden_states = self._target.forward(tokens_T, layout, self._cache, self._aux_layers)
+                hidden, aux_hidden_states = self._target.forward(
+                    tokens_T, layout, self._cache, self._aux_layers, is_even=self.fixed_shapes
+                )
         best = self._target.best_tokens(hidden, self.ops) if is_greedy else None
         if best is None:
             return Verified(hidden, aux_hidden_states, index_BN, self._target.raw_logits(hidden))
         choice_BN, margin_BN = of_nodes(trees, best, index_BN)
         return Verified(hidden, aux_hidden_states, index_BN, None, choice_BN=choice_BN, margin_BN=margin_BN)
+
+    def take_part(self) -> None:
+        """Compute this rank's experts in a round or a prompt chunk of the other ranks."""
+        self._target.take_part()
 
     def choose(self, view: BatchView, trees: DraftTrees, verified: Verified, wanted: Wanted) -> Verified:
         """Add the edited logits and greedy choices that grammars read. Masks set logits to -inf, so they commute with

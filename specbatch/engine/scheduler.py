@@ -85,9 +85,9 @@ class Scheduler:
     def num_pages(self) -> int:
         return self._pool.num_pages
 
-    def plan_prefill(self) -> list[PrefillSpan]:
+    def plan_prefill(self, *, now: bool = False) -> list[PrefillSpan]:
         """The next pieces of prompts, prefill_chunk_tokens in all at most; admits waiting requests into what is
-        left."""
+        left. `now`: short prompts are not held."""
         budget = self._chunk_tokens
         plan: list[PrefillSpan] = []
         computing: set[int] = set()  # hashes of the pages that this chunk computes
@@ -97,7 +97,7 @@ class Scheduler:
             if budget:
                 budget -= self._take(plan, seq, budget, is_new=False, num_cached=0)
                 computing.update(self._prefix_paths(seq, plan[-1]))
-        if budget and (plan or self._resume_deferred or self._should_prefill()):
+        if budget and (now or plan or self._resume_deferred or self._should_prefill()):
             has_passed = self._take_waiting(plan, budget, computing)
             self._resume_deferred = has_passed and not self._resume_deferred
         return plan

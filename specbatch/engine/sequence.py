@@ -16,6 +16,14 @@ from specbatch.logprobs import TokenLogprob, TokenLogprobs
 from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Margin, Request
 
 
+def check_prompt(prompt: Seq[int], limits: EngineLimits) -> None:
+    """Raise ValueError for a prompt that does not fit `limits`."""
+    if not 1 <= len(prompt) <= limits.max_prompt_tokens:
+        raise ValueError(f"a prompt has 1 to {limits.max_prompt_tokens} tokens here, got {len(prompt)}")
+    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+        raise ValueError(f"a token id is outside the vocabulary of {limits.vocab_size}")
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`tokens` = prompt and generated tokens. `num_computed_tokens` of them have their target KV written. Between
@@ -53,10 +61,7 @@ class Sequence:
         """Start a request. Raises ValueError for a prompt that does not fit `limits`. `max_length` bounds prompt and
         output together."""
         prompt = list(request.prompt_token_ids)
-        if not 1 <= len(prompt) <= limits.max_prompt_tokens:
-            raise ValueError(f"a prompt has 1 to {limits.max_prompt_tokens} tokens here, got {len(prompt)}")
-        if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
-            raise ValueError(f"a token id is outside the vocabulary of {limits.vocab_size}")
+        check_prompt(prompt, limits)
         params, matcher = request.params, request.matcher
         rules = make_rules(params, request.bad_words, limits, has_grammar=matcher is not None)
         grammar = None

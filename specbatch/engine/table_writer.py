@@ -79,6 +79,10 @@ class TableWriter:
                 table = self._state.add_rules(self._vocab_size)
                 write_rules(table, self._transfers, seq.req_idx, seq.rules, seq.num_prompt)
 
+    def make_rules(self) -> None:
+        """Make the rules' table, if there is none: a round of all ranks has the rules of other ranks' requests."""
+        self._state.add_rules(self._vocab_size)
+
     def node_masks(self, num_nodes: int, *, with_forced: bool) -> RuleTable:
         """Return the rules' table, with room for the masks of that number of nodes. `with_forced`: make room for forced
         tokens, too."""

@@ -218,8 +218,7 @@ def _facts_of(source: Source) -> dict[str, Any]:
 def _plan(config: Config, parser: RowParser) -> Callable[[Iterator[RawRow]], RowPlan] | None:
     """Return a function that plans rows, or None if the configuration switches plans off. It is not called for standard
     input, whose rows can come slowly. `config`: the resolved configuration."""
-    batch = config.engine.max_batch_size
-    assert batch is not None, "resolve() decides it"
+    batch = config.engine.rows_at_once
     if not config.data.plan_rows:
         return None
     return partial(

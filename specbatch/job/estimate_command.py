@@ -61,8 +61,7 @@ def estimate_file(
     worker = Worker(runtime, lambda line: print_notes([line], console))
     what = worker.describe(with_shared_tokens(config, source, parser))
     print_notes(what.notes, console)
-    batch = what.config.engine.max_batch_size
-    assert batch is not None, "resolve() decides it"
+    batch = what.config.engine.rows_at_once
 
     def doing(text: str) -> Any:
         return console.status(text) if console.is_terminal else nullcontext()

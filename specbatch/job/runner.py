@@ -56,8 +56,7 @@ class RowRunner:
     """A runner of rows on one engine. `config`: the resolved one, which decides the result line of a row."""
 
     def __init__(self, engine: BatchEngine, texts: TextProcessor, config: Config) -> None:
-        batch = config.engine.max_batch_size
-        assert batch is not None, "resolve() decides it"
+        batch = config.engine.rows_at_once
         self.engine = engine
         self._texts = texts
         self._logprob_json = LogprobJson(texts.pieces)
@@ -143,7 +142,10 @@ class RowRunner:
                 seed = self._config.engine.seed if params.seed is None else params.seed
                 rng = RngKey(seed, row.index, sample)
             request_id, check_stop = self._add_request(row, sample), self._texts.stop_check(params)
-            self.engine.submit(Request(request_id, row.token_ids, params, rng, check_stop, row.bad_words, *grammar))
+            request = Request(request_id, row.token_ids, params, rng, check_stop, row.bad_words, *grammar)
+            if check_stop is not None:
+                request.stop_spec = self._texts.stop_spec
+            self.engine.submit(request)
 
     def _first_text(self, row: Row) -> int | None:
         """See `LogprobJson.prompt`."""

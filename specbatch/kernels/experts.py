@@ -17,7 +17,10 @@ class ExpertWeights(NamedTuple):
     """Gated feed-forwards of one size. Of `gate_up_XFE`, (X, 2 I, E), the first I rows of an expert are its gate. The
     biases are None if experts have none. The dtype of a weight says its format. uint8 is MXFP4, with two inputs a byte,
     see `kernels/torch/mxfp4.py`. float8_e4m3fn is FP8, whose scales are float32: one for each GROUP of a row's inputs,
-    or one for a row. Other weights have no scales."""
+    or one for a row. Other weights have no scales.
+
+    Ranks can divide the experts of a layer. Then this one has those from `first` on, of `total` experts, and choices of
+    other experts add nothing here. `total` None: all experts are here."""
 
     gate_up_XFE: Tensor
     down_XEI: Tensor
@@ -26,6 +29,8 @@ class ExpertWeights(NamedTuple):
     down_bias_XE: Tensor | None = None
     gate_up_scales_XFG: Tensor | None = None
     down_scales_XEG: Tensor | None = None
+    first: int = 0
+    total: int | None = None
 
 
 # How a router's logits become scores: a softmax over all experts; one over the chosen ones, which are those with the

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -71,7 +71,11 @@ class CausalModel(Protocol):
         aux_layers: Sequence[int] = (),
         logits_indices: LogitsIndices | None = None,
         trunk: Trunk | None = None,
+        *,
+        is_even: bool = False,
     ) -> tuple[Tensor, list[Tensor]]: ...
+
+    def take_part(self) -> None: ...
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor: ...
 
@@ -80,6 +84,17 @@ class CausalModel(Protocol):
     def best_tokens(self, hidden_RE: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor] | None: ...
 
     def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache: ...
+
+
+class TokenCounts(NamedTuple):
+    """The tokens of each rank in a forward pass where ranks have tokens of their own. `selected`: those of the last
+    layer."""
+
+    tokens: tuple[int, ...]
+    selected: tuple[int, ...]
+
+    def of_layer(self, *, is_last: bool) -> tuple[int, ...]:
+        return self.selected if is_last else self.tokens
 
 
 class PagedModel:
@@ -157,6 +172,8 @@ class Decoder(PagedModel):
             layer(config, i, weights, f"model.layers.{i}.", self.rotary_of(i)) for i in range(config.num_layers)
         ]
         mixtures = [layer.mixture for layer in self.layers if layer.mixture is not None]
+        # The ranks that tokens travel between; None: they do not.
+        self._peers = weights.group if weights.divides_requests and mixtures else None
         self.routing: RoutingCounter | None = None  # counts the experts that tokens choose in rounds
         if config.moe is not None and mixtures:
             self.routing = RoutingCounter(len(mixtures), config.moe.num_experts, weights.device)
@@ -195,12 +212,15 @@ class Decoder(PagedModel):
         aux_layers: Sequence[int] = (),
         logits_indices: LogitsIndices | None = None,
         trunk: Trunk | None = None,
+        *,
+        is_even: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the hidden states after the final norm, (T, E), or (R, E) for the selected tokens; and the auxiliary
         hidden states, (T, E) each: the inputs of `aux_layers`. The number of layers, as an index in `aux_layers`, means
-        the last layer's output, which needs all tokens. `trunk`: computes the layers if the pass fits into it."""
+        the last layer's output, which needs all tokens. `trunk`: computes the layers if the pass fits into it.
+        `is_even`: all ranks have as many tokens; otherwise ranks with tokens of their own agree on their numbers."""
         if trunk is None or not trunk.fits(len(tokens_T), aux_layers):
-            return completed(self.stages(tokens_T, batch, cache, aux_layers, logits_indices))
+            return completed(self.stages(tokens_T, batch, cache, aux_layers, logits_indices, is_even=is_even))
         step = ForwardPass(batch, self._backend, cache)
         q_THD, x_TE, aux_hidden_states = trunk(tokens_T, step, aux_layers)
         x = completed(self.layers[-1].select(q_THD, x_TE, step, logits_indices, self._fused_norm))
@@ -219,8 +239,11 @@ class Decoder(PagedModel):
         logits_indices: LogitsIndices | None = None,
         *,
         turn: Turn = FIRST,
+        is_even: bool = False,
     ) -> Stages[tuple[Tensor, list[Tensor]]]:
         """Run `forward`, half a layer at a time. `turn`: the turn of this pass, if two passes run at the same time."""
+        num_selected = len(tokens_T) if logits_indices is None else len(logits_indices.index_R)
+        found = None if is_even else self._agreed(len(tokens_T), num_selected)
         backend = self._second_backend if turn.is_second else self._backend
         step = ForwardPass(batch, backend, cache, turn=turn)
         x = Residual(self.embedded(tokens_T, batch.positions_T))
@@ -230,8 +253,27 @@ class Decoder(PagedModel):
                 aux_hidden_states.append(self.auxiliary(x.x_TE))
             is_last = i == len(self.layers) - 1
             next_norm = self._fused_norm if is_last else self.layers[i + 1].first_norm
-            x = yield from layer.stages(x, step, logits_indices if is_last else None, next_norm=next_norm)
+            indices, counts = logits_indices if is_last else None, found and found.of_layer(is_last=is_last)
+            x = yield from layer.stages(x, step, indices, next_norm=next_norm, counts=counts)
         return self._finished(x, aux_hidden_states, aux_layers, logits_indices)
+
+    def take_part(self) -> None:
+        """Take part in a forward pass of the other ranks for which this one has no tokens."""
+        completed(self._idle_stages())
+
+    def _idle_stages(self) -> Stages[None]:
+        found = self._agreed(0, 0)
+        assert found is not None, "the ranks compute the same tokens"
+        nothing_TE = self.embedding_VE.new_empty((0, self.config.hidden_size))
+        for layer in self.layers:
+            yield from layer.take_part(nothing_TE, found.of_layer(is_last=layer is self.layers[-1]))
+
+    def _agreed(self, num_tokens: int, num_selected: int) -> TokenCounts | None:
+        """Return the numbers of tokens of all ranks; None: they compute the same tokens."""
+        if self._peers is None:
+            return None
+        numbers = self._peers.agree([num_tokens, num_selected])
+        return TokenCounts(tuple(n for n, _ in numbers), tuple(n for _, n in numbers))
 
     def _finished(
         self,

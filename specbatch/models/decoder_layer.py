@@ -7,7 +7,7 @@ fused projection.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -236,11 +236,20 @@ class DecoderLayer(ABC):
 
     @abstractmethod
     def after_attention(
-        self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
+        self,
+        attended_THD: Tensor,
+        residual_TE: Tensor,
+        next_norm: RMSNorm | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Stages[Residual]:
         """Compute the part after attention. The residual may be overwritten. `next_norm`: the `first_norm` of the next
-        layer."""
+        layer. `counts`: see `MixtureMLP.travel`."""
         ...
+
+    def take_part(self, x_TE: Tensor, counts: Sequence[int]) -> Stages[None]:
+        """Compute this rank's experts for the tokens of the other ranks. `x_TE`: (0, E), this one has none."""
+        if self.mixture is not None and self.mixture.travels:
+            yield from self.mixture.travel(x_TE, counts)
 
     def stages(
         self,
@@ -250,12 +259,13 @@ class DecoderLayer(ABC):
         *,
         residual_TE: Tensor | None = None,
         next_norm: RMSNorm | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Stages[Residual]:
         """Compute the layer: (T, E), or (R, E) for the selected tokens. `residual_TE`: the residual that the
-        attention's output is added to; None: x. It may be overwritten."""
+        attention's output is added to; None: x. It may be overwritten. `counts`: see `MixtureMLP.travel`."""
         q_THD = self.queries(x.x_TE, step) if x.normed_TE is None else self.attention.queries(x.normed_TE, step, None)
         residual_TE = x.x_TE if residual_TE is None else residual_TE
-        return (yield from self.select(q_THD, residual_TE, step, logits_indices, next_norm))
+        return (yield from self.select(q_THD, residual_TE, step, logits_indices, next_norm, counts))
 
     def select(
         self,
@@ -264,16 +274,23 @@ class DecoderLayer(ABC):
         step: ForwardPass,
         logits_indices: LogitsIndices | None,
         next_norm: RMSNorm | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Stages[Residual]:
         """Return the layer's output, computed from its queries: (T, E), or (R, E) of the selected tokens."""
         plan = None
         if logits_indices is not None:
             q_THD, residual_TE = q_THD[logits_indices.index_R], residual_TE[logits_indices.index_R]
             if q_THD.shape[0] == 0:  # a piece of a prompt: only its keys and values are needed
+                if counts is not None:
+                    yield from self.take_part(residual_TE, counts)
                 return Residual(residual_TE)
             plan = step.backend.plan(logits_indices.batch)
         # What attention returns has no name here, so that its memory can be used again in the MLP.
-        return (yield from self.after_attention(step.attend(self.attention, q_THD, plan), residual_TE, next_norm))
+        attended_THD = step.attend(self.attention, q_THD, plan)
+        del q_THD
+        stages = self.after_attention(attended_THD, residual_TE, next_norm, counts)
+        del attended_THD
+        return (yield from stages)
 
     def finish(self, attended_THD: Tensor, residual_TE: Tensor) -> Tensor:
         """Return the layer's output (T, E): the part after attention at once. The residual may be overwritten."""
@@ -313,8 +330,16 @@ class PreNormLayer(DecoderLayer):
         return self.attention.queries(x_TI, step, self._input_norm)
 
     def after_attention(
-        self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
+        self,
+        attended_THD: Tensor,
+        residual_TE: Tensor,
+        next_norm: RMSNorm | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Stages[Residual]:
+        if self.mixture is not None and self.mixture.travels:
+            x = self.attention.start_output(attended_THD, residual_TE)()
+            del attended_THD
+            return Residual((yield from self.mixture.travel(x.normed(self._post_norm), counts, x.x_TE)))
         post_norm = self._post_norm if self._mlp.takes_normed else None
         projected = self.attention.start_output(attended_THD, residual_TE, post_norm)
         del attended_THD

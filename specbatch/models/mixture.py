@@ -7,7 +7,7 @@ Shape suffixes: T packed tokens, E hidden size, X experts, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.linear import DenseLinear, Linear, Residual
 from specbatch.models.linears.sharded import start_sum
 from specbatch.models.routing_counter import RoutingCounter
+from specbatch.models.stages import Stages
 from specbatch.models.weight_loader import WeightLoader
 
 _MAX_FUSED = 2  # the largest number of tokens for which the router computes the norm of its inputs
@@ -34,6 +35,7 @@ class MixtureMLP:
         moe = config.moe
         assert moe is not None
         self._group = weights.group
+        self.travels = weights.divides_requests  # tokens go to the ranks that have their experts
         self._routing, self._is_wide = moe.routing, moe.wide_router
         self._ops = ops_for(weights.device, weights.dtype)
         block = f"{prefix}{moe.block}."
@@ -78,26 +80,70 @@ class MixtureMLP:
         part_TE = self._add_to(None, x_TE)
         return part_TE if self._group is None else self._group.sum(part_TE)
 
-    def _add_to(self, residual_TE: Tensor | None, x_TE: Tensor) -> Tensor:
-        """Return residual + mixture(x), or on a rank its part of it."""
+    def travel(
+        self, x_TE: Tensor, counts: Sequence[int] | None = None, residual_TE: Tensor | None = None
+    ) -> Stages[Tensor]:
+        """Return residual + mixture(x) if ranks have tokens of their own. Each rank gets the tokens of all, computes
+        its experts for them, and gets the sums for its own tokens. `counts`: the tokens of each rank; None: all have as
+        many as this one."""
+        group, num_tokens = self._group, len(x_TE)
+        assert group is not None
+        width = num_tokens if counts is None else max(counts)
+        if not width:
+            return x_TE
+        gathered = group.start_dispatch(_padded(x_TE, width))
+        yield
+        all_TE = gathered().flatten(0, 1)
+        weights_TK, experts_TK = self._chosen(all_TE)
+        for rank, count in enumerate(counts or ()):
+            experts_TK[rank * width + count : (rank + 1) * width] = -1  # padding needs no expert
+        if self.counter is not None:
+            own = group.rank * width
+            self.counter.record(experts_TK[own : own + num_tokens])
+        parts_TE = self._experts(all_TE, weights_TK, experts_TK)
+        shared_TE = self._of_shared(x_TE) if num_tokens else None
+        if shared_TE is not None:
+            residual_TE = shared_TE if residual_TE is None else residual_TE + shared_TE
+        rest_TE = None if residual_TE is None else _padded(residual_TE, width)
+        summed = group.start_scatter_sum(parts_TE.view(group.size, width, -1), rest_TE)
+        yield
+        return summed()[:num_tokens]
+
+    def _chosen(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the numbers (T, K) of each token's experts."""
         logits_TX = self._router(x_TE.to(torch.promote_types(x_TE.dtype, torch.float32)) if self._is_wide else x_TE)
         weights_TK, experts_TK = self._ops.route(logits_TX, self._routing, self._correction_X)
-        return self._sum(residual_TE, x_TE, weights_TK, experts_TK)
+        return weights_TK, experts_TK
+
+    def _add_to(self, residual_TE: Tensor | None, x_TE: Tensor) -> Tensor:
+        """Return residual + mixture(x), or on a rank its part of it."""
+        return self._sum(residual_TE, x_TE, *self._chosen(x_TE))
 
     def _sum(self, residual_TE: Tensor | None, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         """Return residual + the sum of the experts of x and of the shared expert."""
         if self.counter is not None:
             self.counter.record(experts_TK)
-        if self._shared is not None:
-            shared_TE = self._shared(x_TE)
-            if self._shared_gate is not None:
-                shared_TE = row_sigmoid(self._shared_gate(x_TE)) * shared_TE
+        shared_TE = self._of_shared(x_TE)
+        if shared_TE is not None:
             residual_TE = shared_TE if residual_TE is None else residual_TE + shared_TE
         return self._experts(x_TE, weights_TK, experts_TK, residual_TE)
+
+    def _of_shared(self, x_TE: Tensor) -> Tensor | None:
+        """Return the output of the expert that every token takes; None: there is none."""
+        if self._shared is None:
+            return None
+        shared_TE = self._shared(x_TE)
+        return shared_TE if self._shared_gate is None else row_sigmoid(self._shared_gate(x_TE)) * shared_TE
 
     def traceable(self) -> None:
         """See `linears.linear.Layer.traceable`: no compiler fuses the experts."""
         return
+
+
+def _padded(x_TE: Tensor, num_tokens: int) -> Tensor:
+    """Return x with lines of zeros at its end."""
+    missing = num_tokens - len(x_TE)
+    return torch.nn.functional.pad(x_TE, (0, 0, 0, missing)) if missing else x_TE
 
 
 def mixture_of(config: ModelConfig, layer: int, weights: WeightLoader, prefix: str) -> MixtureMLP | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 
 from specbatch.batch import LogitsIndices
@@ -25,6 +26,7 @@ class _Skipped:
         logits_indices: LogitsIndices | None = None,
         *,
         next_norm: RMSNorm | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Stages[Residual]:
         yield
         return x

@@ -144,7 +144,7 @@ class WeightLoader:
 
     def summed_linear(self, name: str, has_bias: bool = False) -> Linear:
         """A layer that reads the heads, or the inner features of an MLP, which may be divided among ranks."""
-        if self._shard is None:
+        if self._shard is None or self._shard.division == "requests":
             return self.linear(name, has_bias=has_bias)
         group, is_quantised = self._shard.group, self._is_quantised(name)
         part = self._quantised((name,), has_bias, group) if is_quantised else self.linear(name, has_bias=has_bias)
@@ -154,6 +154,11 @@ class WeightLoader:
     def group(self) -> Group | None:
         """The ranks that divide the model; None: this process holds all of it."""
         return None if self._shard is None else self._shard.group
+
+    @property
+    def divides_requests(self) -> bool:
+        """Return whether each rank has requests of its own, whose tokens travel to the ranks of their experts."""
+        return self._shard is not None and self._shard.division == "requests"
 
     def fc(self, has_bias: bool = False) -> Linear:
         """The layer of that name of a draft head. Ranks multiply a part of its inputs each."""
@@ -199,6 +204,7 @@ class WeightLoader:
         CPU. Raise ModelError if only some are in FP8."""
         if self.device.type == "cuda" or self._mxfp4 is not None:
             return self.stacked_experts(names, activation, has_bias=has_bias)
+        first, names = self._held(names)
         layers = []
         for gate, up, down in names:
             gate_up = self.tensor(f"{gate}.weight"), self.tensor(f"{up}.weight")
@@ -206,12 +212,19 @@ class WeightLoader:
             both = None if biases[0] is None or biases[1] is None else (biases[0], biases[1])
             gated = self.new_gated_linear(*gate_up, both, activation)
             layers.append((gated, self.new_linear(self.tensor(f"{down}.weight"), biases[2])))
-        return SeparateExperts(layers)
+        return SeparateExperts(layers, first)
+
+    def _held(self, names: Sequence[tuple[str, str, str]]) -> tuple[int, Sequence[tuple[str, str, str]]]:
+        """Return the number of the first expert that this process has something of, and the names of all of these."""
+        held = None if self._shard is None else self._shard.experts
+        return (0, names) if held is None else (held.start, names[held.start : held.stop])
 
     def stacked_experts(
         self, names: Sequence[tuple[str, str, str]], activation: Activation, *, has_bias: bool = False
     ) -> StackedExperts:
         """Make a layer's experts as a GPU has them: each kind of weight in one tensor, in MXFP4 and FP8, too."""
+        total = len(names)
+        first, names = self._held(names)
         gate_up_bias, down_bias = self._stacked(names, "bias") if has_bias else (None, None)
         gate_up_scales = down_scales = None
         load = self._fp8_expert if self._mxfp4 is None else self._mxfp4.packed
@@ -222,7 +235,8 @@ class WeightLoader:
             gate_up_XFE, gate_up_scales = stack_quantised(both, load, self.device)
             down_XEI, down_scales = stack_quantised([[f"{name}.weight"] for *_, name in names], load, self.device)
         scales = gate_up_scales, down_scales
-        weights = ExpertWeights(gate_up_XFE, down_XEI, activation, gate_up_bias, down_bias, *scales)
+        of_all = None if len(names) == total else total
+        weights = ExpertWeights(gate_up_XFE, down_XEI, activation, gate_up_bias, down_bias, *scales, first, of_all)
         return StackedExperts(weights, self._ops)
 
     def _are_in_fp8(self, names: Sequence[tuple[str, str, str]]) -> bool:

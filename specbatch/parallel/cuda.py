@@ -12,7 +12,7 @@ copy engines brought (`copies.py`). Torch computes two-shot sums (`torch.ops.sym
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -89,12 +89,41 @@ class Collectives(Protocol):
         """Write the x of each rank to `parts`, (size, *x.shape)."""
         ...
 
+    def one_shot_gather(self, x: Tensor, parts: Tensor, inbox: Inbox, *, is_alone: bool) -> None:
+        """Do the same as `gather`. The rows of `parts` need not follow each other."""
+        ...
+
+    def copied_gather(self, x: Tensor, parts: Tensor, mailbox: Mailbox) -> None:
+        """Do the same as `one_shot_gather`, for two ranks."""
+        ...
+
+    def exchange(self, parts: Tensor, received: Tensor) -> None:
+        """Send each rank its part of `parts` (size, ...), and write what each rank sends to `received`."""
+        ...
+
+    def add_parts(self, parts: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """Write the sum of `parts` (size, ...), in order, with the residual added, to `out`. No other rank takes
+        part."""
+        ...
+
+    def one_shot_scatter(
+        self, parts: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool
+    ) -> None:
+        """Write the sum of each rank's part for this one, with the residual added, to `out`. The rows of `parts` need
+        not follow each other."""
+        ...
+
+    def copied_scatter(self, parts: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
+        """Do the same as `one_shot_scatter`, for two ranks."""
+        ...
+
     def close(self) -> None: ...
 
 
 class CudaGroup(Group):
     """The ranks of a host with a GPU each. `fixed_order`: sums of all sizes are added in the order of ranks, for
-    engine.deterministic. `two_passes`: two forward passes can run at the same time."""
+    engine.deterministic. `two_passes`: two forward passes can run at the same time. `host`: the same ranks without
+    their GPUs, for `agree`."""
 
     def __init__(
         self,
@@ -105,9 +134,10 @@ class CudaGroup(Group):
         *,
         fixed_order: bool,
         two_passes: bool = False,
+        host: Group | None = None,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._collectives, self._fixed_order = collectives, fixed_order
+        self._collectives, self._fixed_order, self._host = collectives, fixed_order, host
         alone, of_two = (limits_for(size, two_passes=two) for two in (False, True))
         copies = two_passes and of_two is not None and of_two.copied > 0
         if of_two is not None and copies and not self.least(int(collectives.can_copy())):
@@ -119,6 +149,11 @@ class CudaGroup(Group):
         self._buffers = [collectives.new_buffer(num_bytes) for _ in passes] if num_bytes else []
         self._mailboxes = [collectives.new_mailbox(MAILBOX) for _ in passes] if copies else []
         self._pass, self._is_closed = _ALONE, False
+
+    @property
+    def can_copy(self) -> bool:
+        """Return whether two passes at the same time exchange large tensors by copy engines."""
+        return bool(self._mailboxes)
 
     @contextlib.contextmanager
     def one_of_two_passes(self, number: int) -> Iterator[None]:
@@ -140,6 +175,67 @@ class CudaGroup(Group):
             with marked("communication"):
                 self._collectives.gather(x.contiguous(), parts)
         return lambda: parts
+
+    def start_dispatch(self, x: Tensor) -> Callable[[], Tensor]:
+        parts = x.new_empty((self.size, *x.shape))
+        if x.numel():
+            with marked("communication"):
+                self.gathered(_aligned(x), parts, self._exchange_for(x))
+        return lambda: parts
+
+    def start_scatter_sum(self, parts: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
+        parts = _aligned(parts)
+        out = torch.empty_like(parts[0])
+        if parts.numel():
+            with marked("communication"):
+                self.scattered(parts, residual, out, self._exchange_for(out))
+        elif residual is not None:
+            out.copy_(residual)
+        return lambda: out
+
+    def agree(self, values: Sequence[int]) -> list[list[int]]:
+        assert self._host is not None, "the hosts of these ranks are not connected"
+        if _is_fake(torch.empty(0)):
+            return [list(values)] * self.size
+        return self._host.agree(values)
+
+    def _exchange_for(self, part: Tensor) -> Algorithm:
+        """Return the algorithm for an exchange in which each rank sends such a part to each other one. All algorithms
+        give the same bits."""
+        limits = self._limits[self._pass]
+        algorithm = algorithm_for(part.nbytes, part.dtype, limits, fixed_order=False)
+        return algorithm if algorithm in ("one_shot", "copied") else "nccl"
+
+    def gathered(self, x: Tensor, parts: Tensor, algorithm: Algorithm) -> None:
+        """Write the x of each rank to `parts`, (size, *x.shape), by one of the algorithms."""
+        run = self._collectives
+        if algorithm == "one_shot":
+            inbox = self._inboxes[self._memory]
+            for piece, _, own in _pieces_of_parts(parts.view(self.size, -1), None, x.view(-1), inbox.capacity):
+                run.one_shot_gather(own, piece, inbox, is_alone=self._pass == _ALONE)
+        elif algorithm == "copied":
+            mailbox = self._mailboxes[self._memory]
+            for piece, _, own in _pieces_of_parts(parts.view(self.size, -1), None, x.view(-1), mailbox.capacity):
+                run.copied_gather(own, piece, mailbox)
+        else:
+            run.gather(x, parts)
+
+    def scattered(self, parts: Tensor, residual: Tensor | None, out: Tensor, algorithm: Algorithm) -> None:
+        """Write the sum over ranks of their part for this one to `out`, by one of the algorithms."""
+        run, flat, parts = self._collectives, out.view(-1), parts.view(self.size, -1)
+        rest = None if residual is None else residual.contiguous().view(-1)
+        if algorithm == "one_shot":
+            inbox = self._inboxes[self._memory]
+            for piece, more, added in _pieces_of_parts(parts, rest, flat, inbox.capacity):
+                run.one_shot_scatter(piece, more, added, inbox, is_alone=self._pass == _ALONE)
+        elif algorithm == "copied":
+            mailbox = self._mailboxes[self._memory]
+            for piece, more, added in _pieces_of_parts(parts, rest, flat, mailbox.capacity):
+                run.copied_scatter(piece, more, added, mailbox)
+        else:
+            received = torch.empty_like(parts)
+            run.exchange(parts, received)
+            run.add_parts(received, rest, flat)
 
     def start_sum(self, x: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
         algorithm = algorithm_for(x.nbytes, x.dtype, self._limits[self._pass], fixed_order=self._fixed_order)
@@ -174,9 +270,7 @@ class CudaGroup(Group):
         if algorithm == "gather":
             wide = torch.promote_types(x.dtype, torch.float32)  # so that it is rounded once, as a one-shot sum is
             return in_order(self.gather(x).to(wide)).to(x.dtype)
-        x, run = x.contiguous(), self._collectives
-        if x.storage_offset() * x.itemsize % ALIGNMENT:
-            x = x.clone()
+        x, run = _aligned(x), self._collectives
         out = torch.empty_like(x)
         if algorithm == "one_shot":
             inbox = self._inboxes[self._memory]
@@ -203,6 +297,12 @@ class CudaGroup(Group):
             self._buffers.clear()
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """Return x, or a copy of it, as a contiguous tensor whose address is aligned."""
+    x = x.contiguous()
+    return x.clone() if x.storage_offset() * x.itemsize % ALIGNMENT else x
+
+
 def _pieces(
     x: Tensor, residual: Tensor | None, out: Tensor, num_bytes: int
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
@@ -214,6 +314,16 @@ def _pieces(
     xs, outs = x.view(-1).split(count), out.view(-1).split(count)
     residuals = [None] * len(xs) if residual is None else residual.contiguous().view(-1).split(count)
     yield from zip(xs, residuals, outs, strict=True)
+
+
+def _pieces_of_parts(
+    parts_GC: Tensor, residual_C: Tensor | None, own_C: Tensor, num_bytes: int
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+    """Divide the elements of all three tensors into pieces of at most `num_bytes` bytes of each GPU."""
+    count = num_bytes // own_C.itemsize
+    for start in range(0, len(own_C), count):
+        piece = slice(start, start + count)
+        yield parts_GC[:, piece], None if residual_C is None else residual_C[piece], own_C[piece]
 
 
 class TorchCollectives:
@@ -228,7 +338,7 @@ class TorchCollectives:
         from specbatch.kernels.triton.ranks import one_shot, peer_add
 
         disable_multicast()
-        self._kernel, self._add_received = one_shot, peer_add.add_received
+        self._kernel, self._add_received, self._add_parts = one_shot, peer_add.add_received, peer_add.add_parts
         torch.cuda.set_device(device)
         self._rank, self._size, self._device, self._name = rank, size, device, f"specbatch {meeting}"
         c10d: Any = torch._C._distributed_c10d
@@ -311,6 +421,35 @@ class TorchCollectives:
         options: Any = torch._C._distributed_c10d.AllgatherOptions()
         options.asyncOp = False
         _wait(self._nccl._allgather_base(parts.view(-1), x.view(-1), options))
+
+    def one_shot_gather(self, x: Tensor, parts: Tensor, inbox: Inbox, *, is_alone: bool) -> None:
+        self._kernel.one_shot_gather(x, parts, inbox, is_alone=is_alone)
+
+    def one_shot_scatter(
+        self, parts: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool
+    ) -> None:
+        self._kernel.one_shot_scatter(parts, residual, out, inbox, is_alone=is_alone)
+
+    def copied_gather(self, x: Tensor, parts: Tensor, mailbox: Mailbox) -> None:
+        mailbox.send(x)
+        parts[self._rank].copy_(x)
+        parts[1 - self._rank].copy_(mailbox.receive(x))
+        mailbox.release()
+
+    def copied_scatter(self, parts: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
+        mailbox.send(parts[1 - self._rank])
+        self._add_received(parts[self._rank], mailbox.receive(out), residual, out)
+        mailbox.release()
+
+    def exchange(self, parts: Tensor, received: Tensor) -> None:
+        if _is_fake(parts):
+            return
+        options: Any = torch._C._distributed_c10d.AllToAllOptions()
+        options.asyncOp = False
+        _wait(self._nccl.alltoall_base(received.view(-1), parts.view(-1), [], [], options))
+
+    def add_parts(self, parts: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        self._add_parts(parts, residual, out)
 
     def close(self) -> None:
         """Close the group without waiting for other ranks, which may have ended already."""

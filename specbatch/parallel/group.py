@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -54,6 +54,27 @@ class Group(Protocol):
             return added if residual is None else residual + added
 
         return total
+
+    def start_dispatch(self, x: Tensor) -> Callable[[], Tensor]:
+        """Launch `gather` for tokens that travel to all ranks in each layer."""
+        return self.start_gather(x)
+
+    def start_scatter_sum(self, parts: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
+        """Launch a sum of which each rank gets a part, and return a function that waits for it. `parts`: (size, ...), a
+        part for each rank. A rank gets the sum of the parts for it, added in the order of ranks, and the residual."""
+        gathered = self.start_gather(parts)
+
+        def total() -> Tensor:
+            added = in_order(gathered()[:, self.rank])
+            return added if residual is None else residual + added
+
+        return total
+
+    def agree(self, values: Sequence[int]) -> list[list[int]]:
+        """Return the values of each rank. All give the same number of values. The host waits for the other hosts, and
+        no device takes part."""
+        found: list[list[int]] = self.gather(torch.tensor(values, dtype=torch.int64)).tolist()
+        return found
 
     def start_normed_sum(
         self, x_TE: Tensor, residual_TE: Tensor, norm: Norm

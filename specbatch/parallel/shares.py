@@ -6,6 +6,12 @@ A rank is one of `size` processes that compute a model together. `shares[rank]` 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+# The division of a model among ranks. `tensors`: each rank has a part of every layer (tensor parallelism). `experts`:
+# the same, but each rank has whole experts. `requests`: each rank has whole experts, and all of the rest, which it
+# computes for requests of its own.
+Division = Literal["tensors", "experts", "requests"]
 
 
 @dataclass(frozen=True, slots=True)

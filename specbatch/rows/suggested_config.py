@@ -18,9 +18,9 @@ from specbatch.rows.sources import open_source
 _ROWS = 200  # rows that are looked at
 _ID = re.compile(r"id|.*[_ -]id|uuid|key|custom_id", re.IGNORECASE)
 _NAME = re.compile(r"[^\W\d]\w*")
-_WORDS = ("true", "false", "none", "and", "or", "not", "in", "is", "if", "else")  # of Jinja
+_WORDS = ("true", "false", "none", "and", "or", "not", "in", "is", "if", "else")  # These are words of Jinja.
 _MAX_TOKENS = 256
-_OR = ' or "-"'  # for columns that some rows leave empty
+_OR = ' or "-"'  # Columns that some rows leave empty have this.
 
 
 @dataclass(frozen=True)

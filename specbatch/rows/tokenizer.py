@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from specbatch.config import DataSection
 from specbatch.errors import ConfigError, FieldError, RowError
@@ -33,6 +33,16 @@ _MARK_TOKENS = 16  # at most, in which a prompt's last mark is
 _HEADER_TOKENS = 64  # the same of the header of its last message, in Harmony
 
 
+class StopSpec(NamedTuple):
+    """The options from which another process, with the tokenizer, makes the same checks for stop strings."""
+
+    data: DataSection
+
+    def texts(self, tokenizer: Any) -> TextProcessor:
+        """Return what makes the checks."""
+        return TextProcessor(tokenizer, self.data)
+
+
 class TextProcessor:
     """The tokenizer of a run with its `data` options. `tokenizer` is a transformers tokenizer.
 
@@ -41,6 +51,7 @@ class TextProcessor:
 
     def __init__(self, tokenizer: Any, data: DataSection) -> None:
         self._tokenizer = tokenizer
+        self.stop_spec = StopSpec(data)
         self._chat = ChatTemplate(tokenizer, data)
         self._separate_reasoning = data.separate_reasoning
         self._as_chat = runs_prompts_as_chat(data, tokenizer)

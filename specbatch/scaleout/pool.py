@@ -150,8 +150,7 @@ class Pool:
 
     def _open(self, worker: PoolWorker) -> None:
         assert worker.description is not None
-        batch = worker.description.config.engine.max_batch_size
-        assert batch is not None, "resolve() decides it"
+        batch = worker.description.config.engine.rows_at_once
         worker.holding = self._rows.open(_CREDIT_BATCHES * batch)
 
     def _take(self, worker: PoolWorker, answer: Slice) -> None:

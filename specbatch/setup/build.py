@@ -21,6 +21,7 @@ from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
+from specbatch.engine.lockstep import Lockstep
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
 from specbatch.errors import ConfigError, ModelError
@@ -135,6 +136,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
             threads=threads,
             trunks=trunks,
             deterministic=run.config.engine.deterministic,
+            lockstep=Lockstep(group) if group is not None and run.division == "requests" else None,
         )
 
     if run.engine.lanes is not None and run.engine.lane_mode == "auto":
@@ -183,7 +185,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     attention = run.engine.attention
     is_invariant = run.config.engine.deterministic and run.on_cuda
     gemm = InvariantGemm(run.device, run.dtype) if is_invariant else None
-    shard = None if group is None else ModelShard.of(run.target.config, group)
+    shard = None if group is None else ModelShard.of(run.target.config, group, run.division)
     target = build_decoder(
         run.target.config,
         run.target.tensors,
@@ -215,7 +217,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         lanes=run.engine.lanes,
         cascade=run.engine.cascade,
         group=group,
-        first_part=None if group is None else local_config(run.target.config, 0, group.size),
+        first_part=None if group is None else local_config(run.target.config, 0, group.size, run.division),
     )
 
 
@@ -334,7 +336,8 @@ def _build_net(
     vocab_size, name = run.target.config.vocab_size, run.engine.attention
     if isinstance(run.draft, EagleCheckpoint):
         head, tensors = run.draft.config, run.draft.tensors
-        if (shard := ModelShard.of_head(head.decoder, group)) is not None:
+        of_head = None if run.division == "requests" else group
+        if (shard := ModelShard.of_head(head.decoder, of_head)) is not None:
             head = replace(head, decoder=shard.config)
         weights = WeightLoader(tensors, run.dtype, run.device, gemm, shard)
         attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)

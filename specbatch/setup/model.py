@@ -25,6 +25,7 @@ from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.quantization import Quantization, QuantizationOption, chosen
 from specbatch.models.linears.sharded import check_group_borders, local_config
 from specbatch.models.random_weights import RandomSource
+from specbatch.parallel.shares import Division
 from specbatch.setup.device import DTYPE_NAMES
 from specbatch.setup.memory import GIB
 
@@ -33,12 +34,20 @@ _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
 # Whether the kernels for packed whole numbers have passed their tests on a GPU (tests/models/test_integers_gpu.py).
 # Until then a checkpoint's weights are dequantised there; `model.quantization: int4`, for measurements, packs them.
 _PACKED_RAN_ON_GPU = False
+# Whether ranks of GPUs with experts have passed theirs (tests/parallel/test_cuda_group_gpu.py). Until then they are
+# refused.
+_EXPERTS_RAN_ON_GPUS = False
 
 
 def resolve_quantization(
-    config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, notes: list[str]
+    config: Config,
+    target: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    notes: list[str],
+    division: Division = "tensors",
 ) -> LayerQuantization | None:
-    """Decide the quantization of the target's layers."""
+    """Decide the quantization of the target's layers. `division`: its division among ranks."""
     option, is_gguf = config.model.quantization, isinstance(target.tensors, GgufSource)
     is_other = isinstance(target.quantization, IntegerQuantization) if option == "fp8" else target.quantization
     if is_gguf or is_other:
@@ -58,7 +67,7 @@ def resolve_quantization(
     linear = [name.removesuffix(".weight") for name in matrices if ".embed_" not in name]
     covered = [name for name in linear if found.covers(name)]
     if isinstance(found, Quantization) and found.is_kept and "block" in (found.weights, found.inputs):
-        _check_groups(covered, target.config, config.engine.tensor_parallel)
+        _check_groups(covered, target.config, config.engine.tensor_parallel, division=division)
     which = f"{len(covered)} of {len(linear)} linear layers: {chosen_layers(covered, linear)}"
     note = f"model.quantization: {found.describe()}; {which}"
     saved = saved_bytes(found, target.config, device, dtype)
@@ -131,10 +140,10 @@ def for_rows(target: Checkpoint, max_model_len: int | None, notes: list[str]) ->
     return replace(target, config=config)
 
 
-def check_norms(name: str, model: Checkpoint, config: Config) -> None:
+def check_norms(name: str, model: Checkpoint, config: Config, division: Division = "tensors") -> None:
     """Raise ConfigError if norms are over all heads, and each rank has some of the heads. `name`: the option of the
-    model."""
-    if model.config.qk_norm_whole and config.engine.tensor_parallel > 1:
+    model. `division`: its division among ranks."""
+    if model.config.qk_norm_whole and config.engine.tensor_parallel > 1 and division != "requests":
         raise ConfigError(
             f"{name} ({model.config.model_type}) has norms of queries and keys over all heads, and a rank of "
             "engine.tensor_parallel has only some of these",
@@ -143,7 +152,12 @@ def check_norms(name: str, model: Checkpoint, config: Config) -> None:
 
 
 def resolve_mxfp4(
-    config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype, notes: list[str]
+    config: Config,
+    target: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    notes: list[str],
+    division: Division = "tensors",
 ) -> PackedReader | None:
     """Decide whether experts in MXFP4 stay so in memory, and return their reader. Otherwise they are dequantised while
     they are loaded. They are in a deterministic run: the order in which tensor cores add unpacked numbers depends on
@@ -152,7 +166,8 @@ def resolve_mxfp4(
     if not isinstance(tensors, GptOssExperts | RandomSource) or not tensors.is_packed:
         return None
     engine = config.engine
-    keeps = device.type == "cuda" and engine.tensor_parallel == 1 and not engine.deterministic
+    is_whole = engine.tensor_parallel == 1 or division != "tensors"  # each expert is on one rank
+    keeps = device.type == "cuda" and is_whole and not engine.deterministic
     keeps = keeps and config.model.quantization != "none"
     saved = saved_by_mxfp4(target.config, dtype) / GIB
     name = DTYPE_NAMES[dtype]
@@ -170,21 +185,26 @@ def saved_by_mxfp4(config: ModelConfig, dtype: torch.dtype) -> int:
     return int(num_values * (dtype.itemsize - MXFP4_BYTES))
 
 
-def check_experts(name: str, model: Checkpoint, config: Config, device: torch.device) -> None:
-    """Raise ConfigError for a mixture of experts in a run that cannot compute it. `name`: the option of the model."""
+def check_experts(
+    name: str, model: Checkpoint, config: Config, device: torch.device, division: Division = "tensors"
+) -> None:
+    """Raise ConfigError for a mixture of experts in a run that cannot compute it. `name`: the option of the model.
+    `division`: its division among ranks."""
     if model.config.moe is None:
         return
     what = f"{name} has experts ({model.config.model_type}), which run"
-    if config.engine.tensor_parallel > 1 and device.type == "cuda":
-        raise ConfigError(f"{what} as one rank only on CUDA", hint="leave engine.tensor_parallel out")
+    is_target = name == "model.target"
+    if is_target and config.engine.tensor_parallel > 1 and device.type == "cuda" and not _EXPERTS_RAN_ON_GPUS:
+        raise ConfigError(f"{what} on one GPU only", hint="leave engine.tensor_parallel out")
     if config.engine.deterministic and device.type == "cuda":
         _check_deterministic(what, model, config)
     found = chosen(config.model.quantization, model.quantization)
-    if name != "model.target" or not isinstance(found, Quantization) or not found.is_kept:
+    if not is_target or not isinstance(found, Quantization) or not found.is_kept:
         return
-    if config.engine.tensor_parallel > 1:
+    if config.engine.tensor_parallel > 1 and division == "tensors":
         raise ConfigError(
-            f"{what} in FP8 as one rank only", hint="leave engine.tensor_parallel out, or set model.quantization: none"
+            f"{what} in FP8 only if each is on one rank",
+            hint="set engine.expert_parallel: on, leave engine.tensor_parallel out, or set model.quantization: none",
         )
     if getattr(model.tensors, "is_packed", False):
         raise ConfigError(f"{what} in MXFP4 as they are, not in FP8", hint="leave model.quantization out")
@@ -242,9 +262,11 @@ def _is_of_expert(name: str, shape: tuple[int, ...]) -> bool:
     return ".experts." in name and len(shape) == 2
 
 
-def _check_groups(layers: Sequence[str], config: ModelConfig, num_ranks: int, group: int = GROUP) -> None:
+def _check_groups(
+    layers: Sequence[str], config: ModelConfig, num_ranks: int, group: int = GROUP, division: Division = "tensors"
+) -> None:
     try:
-        check_group_borders(layers, config, num_ranks, group)
+        check_group_borders(layers, config, num_ranks, group, division)
     except ValueError as error:
         raise ConfigError(
             f"engine.tensor_parallel: {num_ranks} divides a group of inputs that has one scale ({error})",
@@ -274,7 +296,9 @@ def quantization_of_draft(
     return chosen("none" if is_dequantised else "auto", draft.quantization)
 
 
-def part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device, notes: list[str]) -> ModelConfig:
+def part_of_a_rank(
+    config: ModelConfig, num_ranks: int, device: torch.device, notes: list[str], division: Division = "tensors"
+) -> ModelConfig:
     """Return the sizes of the part of the target that the first rank holds, which is the largest. Facts that users
     should know are added to `notes`."""
     if num_ranks == 1:
@@ -284,13 +308,13 @@ def part_of_a_rank(config: ModelConfig, num_ranks: int, device: torch.device, no
         if num_ranks not in _TESTED:
             notes.append(f"engine.tensor_parallel: {num_ranks} GPUs have not been tested, 2 have: check some rows")
     try:
-        part = local_config(config, 0, num_ranks)
+        part = local_config(config, 0, num_ranks, division)
     except ValueError as error:
         raise ConfigError(
             f"engine.tensor_parallel: {num_ranks} is too many for this model ({error})",
             hint=f"use at most {config.num_heads}, and a number that divides the model's heads",
         ) from error
-    return replace(part, vocab_size=-(-config.vocab_size // num_ranks))
+    return part if division == "requests" else replace(part, vocab_size=-(-config.vocab_size // num_ranks))
 
 
 def _check_cards(num_ranks: int, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights
 from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
+from specbatch.parallel.shares import Division
 from specbatch.setup.backend import LACKS, engine_of_transformers
 from specbatch.setup.cache import (
     KV_DTYPE_NAMES,
@@ -38,6 +39,7 @@ from specbatch.setup.cascade import resolve_cascade
 from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
 from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.setup.engine import EngineSettings, resolve_engine
+from specbatch.setup.expert_parallel import check_prompt_graphs, resolve_division
 from specbatch.setup.lanes import Job as LaneJob
 from specbatch.setup.lanes import lane_limits
 from specbatch.setup.memory import CachedModel, CachePlan, Rows
@@ -84,6 +86,7 @@ class ResolvedRun:
     quantization: LayerQuantization | None
     draft_quantization: LayerQuantization | None
     mxfp4: PackedReader | None  # the reader of the target's experts that stay in MXFP4; None: they do not
+    division: Division  # the division of the target among ranks
     row_tokens: int | None  # longest row if the user's engine.kv_cache_tokens limits it; None: the model limits it
     description: dict[str, str]  # description of the models, for the statistics
     low_acceptance: str | None  # likely reason if drafts are hardly ever right; None: there is no warning
@@ -142,24 +145,27 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(f"model.target: it has keys that specbatch ignores: {first_names(target.ignored, limit=20)}")
     if (stretched := target.config.rope.stretching()) is not None:
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
-    check_norms("model.target", target, config)
+    division = resolve_division(config, target, device, dtype, notes)
+    if division == "requests":
+        check_prompt_graphs(config)
+        engine = replace(engine, prompt_graphs="off")
+    check_norms("model.target", target, config, division)
     if (moe := target.config.moe) is not None:
         weights = PassWeights.of_all(target.config)
         notes.append(
             f"model.target: {_in_words(weights.total)} parameters, of which a token uses {_in_words(weights.active)} "
             f"({moe.top_k} of {moe.num_experts} experts)"
         )
-    check_experts("model.target", target, config, device)
-    held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes)
-    quantization = resolve_quantization(config, target, device, dtype, notes)
-    mxfp4 = resolve_mxfp4(config, target, device, dtype, notes)
+    check_experts("model.target", target, config, device, division)
+    held = part_of_a_rank(target.config, config.engine.tensor_parallel, device, notes, division)
+    quantization = resolve_quantization(config, target, device, dtype, notes, division)
+    mxfp4 = resolve_mxfp4(config, target, device, dtype, notes, division)
     draft = _open_draft(speculation.section, backend, target, tokenizer, dtype, device, progress)
     if isinstance(draft, EagleCheckpoint):
         notes += draft.notes
         section = replace(speculation.section, aux_layers=draft.config.aux_layers or None)
         speculation = replace(speculation, section=section)
     elif draft is not None:
-        check_norms("speculation.draft", draft, config)
         check_experts("speculation.draft", draft, config, device)
         if draft.config.is_native != target.config.is_native:
             whose = "native" if draft.config.is_native else "transformers"
@@ -186,7 +192,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     lookahead = speculation.num_lookahead
     given = config.engine.kv_cache_tokens
     models = _cached_models(
-        held, draft, config.engine.tensor_parallel, is_packed=device.type == "cpu" and dtype == torch.float32
+        held,
+        draft,
+        1 if division == "requests" else config.engine.tensor_parallel,
+        is_packed=device.type == "cpu" and dtype == torch.float32,
     )
     rows = Rows(
         sum(model.bytes_per_token(kv_dtype) for model in models),
@@ -220,7 +229,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         num_nodes,
         target_bytes,
         has_groups=limits is not None,
-        active_share=layers.active / layers.total,
+        # The experts of a rank get the tokens of all ranks.
+        active_share=min(1.0, layers.active / layers.total * (num_ranks if division == "requests" else 1)),
     )
     engine = replace(engine, cascade=limits, lanes=lane_limits(engine.lane_mode, num_ranks, device, job, notes))
     if engine.attention == "flashinfer":
@@ -249,6 +259,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             cascade_attention="off" if engine.cascade is None else "on",
             prefill_chunk_tokens=engine.prefill_chunk_tokens,
             two_batch_overlap="off" if engine.lanes is None else engine.lane_mode,
+            expert_parallel="off" if division == "tensors" else "on",
+            dp_attention="on" if division == "requests" else "off",
         ),
         prefill=replace(config.prefill, graphs=engine.prompt_graphs),
         data=replace(config.data, prompts_as_chat=as_chat),
@@ -275,6 +287,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         quantization,
         draft_quantization,
         mxfp4,
+        division,
         max_length if given is not None and max_length < rows.max_positions else None,
         description,
         low_acceptance(speculation.section, draft),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
 from specbatch.errors import ConfigError, FieldError, cut, shown
-from specbatch.other_names import option_meant
+from specbatch.strict.other_names import option_meant
 from specbatch.strict.yaml import YamlProblem, load_yaml
 
 _KINDS: Mapping[Any, str] = {

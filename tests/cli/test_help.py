@@ -19,7 +19,7 @@ from specbatch.cli import app
 from specbatch.cli.options import ConfigOptions
 from specbatch.config_load import default_config_text, load_config, option_paths
 from specbatch.errors import ConfigError
-from specbatch.other_names import _OTHER_NAMES
+from specbatch.strict.other_names import _OTHER_NAMES
 from tests.cli.test_cli import ROOT, environment
 from tests.stub_engine import stub_modules
 

@@ -176,6 +176,40 @@ def ranks(gpu: FakeGpu) -> None:
     assert "engine: 0 kernels" in compile_kernels(parts, 4, 64, 100, "all layers"), "layers left out have others"
 
 
+def experts(gpu: FakeGpu) -> None:
+    """Rounds and prompts of a rank that has whole experts, and with requests of its own."""
+    kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
+    from specbatch.kernels.triton.ranks import one_shot, peer_add
+    from specbatch.models.config import MoeConfig
+    from specbatch.models.weight_loader import WeightLoader
+    from specbatch.parallel.cuda import CudaGroup, TorchCollectives
+    from specbatch.setup.compile_ahead import compile_kernels
+
+    class Alone(TorchCollectives):
+        def __init__(self) -> None:
+            self._kernel, self._add_parts = one_shot, peer_add.add_parts
+
+        def new_inbox(self, capacity: int) -> one_shot.Inbox:
+            counts_K = torch.zeros(one_shot.num_blocks(capacity), dtype=torch.int32)
+            return one_shot.Inbox(
+                torch.zeros(8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), counts_K, 1, capacity
+            )
+
+    WeightLoader.experts = WeightLoader.stacked_experts  # type: ignore[assignment, method-assign]
+    _follow_cuda()
+    moe = MoeConfig(8, 2, 64, norm_topk_prob=True, layers=(True,) * 4, shared_size=64)
+    for division in ("experts", "requests"):
+        group = CudaGroup(1, 2, torch.device("cpu"), Alone(), fixed_order=False)
+        group._host = group  # type: ignore[assignment]
+        del gpu.compiled[:]
+        parts = _parts("none", None, group, hidden=512, num_layers=4, division=division, moe=moe)
+        note = compile_kernels(parts, 32, 64, 100, division)
+        assert "kernels compiled ahead" in note, note
+        assert "failed" not in note, note
+        assert {"_one_shot", "sort_kernel", "expert_gemm"} <= set(gpu.compiled), gpu.compiled
+        assert gpu.compiled.count("_one_shot") >= 2, "sums with and without a residual, or gathers and scatters"
+
+
 def failed_rounds(gpu: FakeGpu) -> None:
     """A start in which a kernel failed, for want of space on the disk for instance, leaves no sign for the next one."""
     kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
@@ -205,7 +239,7 @@ def _follow_cuda() -> None:
 
     def make_pass(step: Any, *args: Any, **rest: Any) -> None:
         made_pass(step, *args, **rest)
-        step.angles = None  # they are computed in each layer
+        step._angles = None  # they are computed in each layer
 
     def make_table(table: Any, *args: Any, **rest: Any) -> None:
         made_table(table, *args, **rest)
@@ -215,7 +249,15 @@ def _follow_cuda() -> None:
     RequestTable.__init__ = make_table  # type: ignore[method-assign]
 
 
-def _parts(method: str, shape: Any, group: Any = None, hidden: int = 32, num_layers: int | None = None) -> Any:
+def _parts(
+    method: str,
+    shape: Any,
+    group: Any = None,
+    hidden: int = 32,
+    num_layers: int | None = None,
+    division: Any = "tensors",
+    moe: Any = None,
+) -> Any:
     from specbatch.attention.triton import PagedAttention
     from specbatch.draft import DraftParts, make_method
     from specbatch.draft.schedule import ByBatch
@@ -225,8 +267,11 @@ def _parts(method: str, shape: Any, group: Any = None, hidden: int = 32, num_lay
     def attention(config: Any, device: torch.device) -> Any:
         return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
 
-    config, device = tiny_config(num_layers or num_target_layers(method), hidden, head_dim=16), torch.device("cpu")
-    target = tiny_decoder(config, torch.bfloat16, attention=attention, num_positions=160, group=group)
+    config = tiny_config(num_layers or num_target_layers(method), hidden, head_dim=16, moe=moe)
+    device = torch.device("cpu")
+    target = tiny_decoder(
+        config, torch.bfloat16, attention=attention, num_positions=160, group=group, division=division
+    )
     net = None
     if method != "none":
         net = tiny_draft_net(
@@ -245,6 +290,6 @@ def _error(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    {check.__name__: check for check in (gemms, specialised, failures, rounds, ranks, failed_rounds)}[sys.argv[1]](
-        FakeGpu()
-    )
+    {check.__name__: check for check in (gemms, specialised, failures, rounds, ranks, experts, failed_rounds)}[
+        sys.argv[1]
+    ](FakeGpu())

@@ -57,6 +57,25 @@ def test_sums_of_experts(device: str, kind: str, num_tokens: int, block_m: int) 
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["random", "two"])
+@pytest.mark.parametrize(("num_tokens", "block_m"), [(1, 8), (7, 8), (21, 16), (40, 8)])
+def test_parts_of_ranks_that_have_whole_experts(device: str, kind: str, num_tokens: int, block_m: int) -> None:
+    """Each rank adds what its own experts return. One of them has no experts that tokens choose."""
+    experts_TK = choices(kind, num_tokens, device)
+    for dtype in DTYPES[device]:
+        x_TE = normal(num_tokens, SIZE, seed=3, dtype=dtype, device=device)
+        weights_TK = normal(num_tokens, K, seed=5, dtype=dtype, device=device).abs()
+        gate_up, down = make_weights(dtype, device)[:2]
+        for held in (range(2), range(2, 4), range(4, X)):
+            own = slice(held.start, held.stop)
+            part = ExpertWeights(gate_up[own].contiguous(), down[own].contiguous(), first=held.start, total=X)
+            is_here_TK = (experts_TK >= held.start) & (experts_TK < held.stop)
+            expected = reference.fused_experts(x_TE, weights_TK * is_here_TK, experts_TK, make_weights(dtype, device))
+            assert_close(reference.fused_experts(x_TE, weights_TK, experts_TK, part), expected)
+            assert_close(ops.fused_experts(x_TE, weights_TK, experts_TK, part, None, block_m, (TILE, TILE)), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("num_tokens", "block_m"), [(1, 8), (21, 16)])
 def test_biases_and_another_activation(device: str, num_tokens: int, block_m: int) -> None:
     """gpt-oss has biases and a clamped SwiGLU. Features before the activation are large enough for its limits."""

@@ -85,6 +85,45 @@ def test_sums_in_turns(rank: int, alone: bool, dtype: torch.dtype, monkeypatch: 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rank", range(SIZE))
+def test_gathers_and_scatters_in_turns_with_sums(rank: int, dtype: torch.dtype) -> None:
+    """They share the counts of blocks. Rows of parts do not follow each other."""
+    memories = [Memory() for _ in range(SIZE)]
+    inbox, others, numbers = inbox_of(rank, memories), [i for i in range(SIZE) if i != rank], [0, 0, 0]
+    for kind, count in (("gather", 1000), ("scatter", 2050), ("sum", 8), ("scatter", 8), ("gather", 3000)):
+        # The part of each sender for each receiver; all are the same but in a scatter.
+        parts = torch.randn((SIZE, SIZE, count), device=DEVICE).to(dtype)
+        parts = parts if kind == "scatter" else parts[:, :1].expand_as(parts)
+        count = min(count, CAPACITY // dtype.itemsize)
+        parts = parts[:, :, :count]
+        for i in range(-(-count * dtype.itemsize // one_shot.BLOCK_BYTES)):
+            numbers[i] += 1
+            for other in others:
+                memories[rank].flags[numbers[i] % 2, other, i] = numbers[i]
+        for other in others:
+            memories[rank].fill(numbers, other, parts[other, rank])
+        residual, wide = (
+            torch.randn(count, device=DEVICE).to(dtype),
+            torch.empty(SIZE, count + 8, device=DEVICE).to(dtype),
+        )
+        out, total = torch.empty_like(residual), sum(parts[i, rank].float() for i in range(SIZE)).to(dtype)  # type: ignore
+        if kind == "gather":
+            one_shot.one_shot_gather(parts[rank, 0].contiguous(), wide[:, :count], inbox)
+            assert torch.equal(wide[:, :count], parts[:, rank])
+        elif kind == "scatter":
+            wide[:, :count] = parts[rank]
+            one_shot.one_shot_scatter(wide[:, :count], residual, out, inbox)
+            assert torch.equal(out, residual + total)
+        else:
+            one_shot.one_shot_sum(parts[rank, 0].contiguous(), None, out, inbox)
+            assert torch.equal(out, total)
+        for other in others:
+            sent = parts[rank, other].contiguous()
+            assert torch.equal(memories[other].filled(numbers, rank, sent), sent), (kind, other)
+        assert inbox.counts_K.tolist() == numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rank", range(SIZE))
 def test_a_sum_and_its_norm(rank: int, dtype: torch.dtype) -> None:
     """Rows of one and of two blocks, after sums in which their blocks took part unequally often."""
     memories = [Memory() for _ in range(SIZE)]

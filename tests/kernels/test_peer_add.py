@@ -20,3 +20,16 @@ def test_sums_round_as_those_of_one_shot(shape: tuple[int, int], dtype: torch.dt
     assert torch.equal(out, expected)
     received.add_received(x, other, residual, out)
     assert torch.equal(out, residual + expected)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [8, 5000])
+def test_parts_are_added_in_order(count: int, dtype: torch.dtype) -> None:
+    *parts, residual = torch.randn((5, count), device=DEVICE, dtype=torch.float64).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = (((parts[0].to(wide) + parts[1].to(wide)) + parts[2].to(wide)) + parts[3].to(wide)).to(dtype)
+    out = torch.empty_like(residual)
+    received.add_parts(torch.stack(parts), None, out)
+    assert torch.equal(out, expected)
+    received.add_parts(torch.stack(parts), residual, out)
+    assert torch.equal(out, residual + expected)

@@ -70,11 +70,31 @@ def test_stacked_experts_of_ranks_add_up(size: int) -> None:
     torch.testing.assert_close(sum(computed(shard) for shard in shards), computed(None))
     tensors = RandomTensors(layer_tensors(CONFIG, "", has_experts=True), 0)
     whole = MixtureMLP(CONFIG, WeightLoader(tensors, torch.float32, CPU), "")(x_TE)
-    parts = on_ranks(
-        size,
-        lambda group: MixtureMLP(
-            CONFIG, WeightLoader(tensors, torch.float32, CPU, shard=ModelShard.of(CONFIG, group)), ""
-        )(x_TE),
-    )
-    for part in parts:
-        torch.testing.assert_close(part, whole)
+    for division in ("tensors", "experts"):
+        parts = on_ranks(
+            size,
+            lambda group, division=division: MixtureMLP(
+                CONFIG, WeightLoader(tensors, torch.float32, CPU, shard=ModelShard.of(CONFIG, group, division)), ""
+            )(x_TE),
+        )
+        for part in parts:
+            torch.testing.assert_close(part, whole)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_stacked_experts_as_a_whole_add_up(size: int) -> None:
+    """With biases, which each expert adds once."""
+    x_TE = torch.randn(7, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
+    weights_TK = torch.rand(7, 2, generator=torch.Generator().manual_seed(2))
+    experts_TK = torch.rand(7, 5, generator=torch.Generator().manual_seed(3)).topk(2).indices.int()
+    tensors = RandomTensors(layer_tensors(CONFIG, "", has_experts=True), 0)
+
+    def stacked(shard: ModelShard | None) -> StackedExperts:
+        loader = WeightLoader(tensors, torch.float32, CPU, shard=shard)
+        return loader.stacked_experts(NAMES, "silu", has_bias=True)  # type: ignore[arg-type]
+
+    groups = [ThreadGroup(rank, size, None) for rank in range(size)]  # type: ignore[arg-type]
+    parts = [stacked(ModelShard.of(CONFIG, group, "experts")) for group in groups]
+    assert sum(len(part.weights.down_XEI) for part in parts) == 5
+    expected = stacked(None)(x_TE, weights_TK, experts_TK)
+    torch.testing.assert_close(sum(part(x_TE, weights_TK, experts_TK) for part in parts), expected)

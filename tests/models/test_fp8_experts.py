@@ -17,8 +17,10 @@ from specbatch.models.config import expected_tensors
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.linears.experts import stack_quantised
 from specbatch.models.linears.quantization import ON_LOAD, Quantization, chosen
+from specbatch.models.linears.sharded import ModelShard
 from specbatch.models.random_weights import random_config
 from specbatch.models.weight_loader import WeightLoader
+from specbatch.parallel.group import Group
 from specbatch.setup.build import build_decoder, build_engine
 from specbatch.setup.model import check_experts, resolve_quantization, saved_bytes, saved_of_experts
 from specbatch.setup.resolve import resolve
@@ -26,6 +28,7 @@ from specbatch.types import Request, RngKey, SamplingParams
 from tests.engine.test_parity import piecewise_logits
 from tests.fp8_checkpoints import BLOCKS, FORMATS, compressed, fp8_checkpoint
 from tests.oracle.spans import Span, batch_of
+from tests.parallel.threads import ThreadGroup
 from tests.tiny_checkpoint import RAW, random_state, write_checkpoint
 from tests.tiny_models import CPU
 
@@ -35,6 +38,8 @@ SIZES: dict[str, Any] = {"model_type": "qwen3_moe", "hidden_size": 160, "norm_to
 QWEN = {**BLOCKS, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]}
 SECTIONS = {**{name: FORMATS[name] for name in ("channel, token", "tensor, static", "weights alone")}, "blocks": QWEN}
 EXPERT = "model.layers.1.mlp.experts.3"
+_LAYERS = [f"model.layers.1.mlp.experts.{expert}" for expert in range(5)]
+NAMES = [(f"{layer}.gate_proj", f"{layer}.up_proj", f"{layer}.down_proj") for layer in _LAYERS]
 
 
 def dequantised(source: Path, folder: Path, section: dict[str, Any]) -> Path:
@@ -92,6 +97,20 @@ def test_stacked_experts_are_those_of_a_cpu(section: dict[str, Any], tmp_path: P
     compare_experts(loader, keeps_fp8=section is not SECTIONS["weights alone"])
 
 
+@pytest.mark.parametrize("section", [QWEN, SECTIONS["channel, token"]], ids=["blocks", "channel"])
+def test_whole_experts_of_ranks_add_up(section: dict[str, Any], tmp_path: Path) -> None:
+    found = open_checkpoint(fp8_checkpoint(tmp_path / "m", section, **SIZES))
+    compare_experts(WeightLoader(found.tensors, torch.float32, CPU, quantization=found.quantization), keeps_fp8=True)
+
+    def parts(group: Group | None) -> Tensor:
+        shard = None if group is None else ModelShard.of(found.config, group, "experts")
+        loader = WeightLoader(found.tensors, torch.float32, CPU, shard=shard, quantization=found.quantization)
+        return loader.stacked_experts(NAMES, "silu")(*choices())
+
+    both = [parts(ThreadGroup(rank, 2, None)) for rank in range(2)]  # type: ignore[arg-type]
+    torch.testing.assert_close(both[0] + both[1], parts(None))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("section", SECTIONS.values(), ids=SECTIONS)
 def test_experts_of_a_gpu_are_those_of_a_cpu(section: dict[str, Any], tmp_path: Path) -> None:
@@ -117,17 +136,17 @@ def test_experts_that_are_quantised_while_loading(tmp_path: Path) -> None:
     compare_experts(WeightLoader(found.tensors, torch.float32, CPU, quantization=ON_LOAD), keeps_fp8=True)
 
 
-def compare_experts(loader: WeightLoader, *, keeps_fp8: bool) -> None:
-    names = [
-        tuple(f"model.layers.1.mlp.experts.{expert}.{part}_proj" for part in ("gate", "up", "down"))
-        for expert in range(5)
-    ]
+def choices() -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, and the weights and numbers of their experts."""
     x_TE = torch.randn(7, 160, generator=torch.Generator().manual_seed(1))
     weights_TK = torch.rand(7, 2, generator=torch.Generator().manual_seed(2))
-    experts_TK = torch.rand(7, 5, generator=torch.Generator().manual_seed(3)).topk(2).indices.int()
-    given = x_TE, weights_TK, experts_TK
-    stacked = loader.stacked_experts(names, "silu")  # type: ignore[arg-type]
-    expected = loader.experts(names, "silu")(*given)  # type: ignore[arg-type]
+    return x_TE, weights_TK, torch.rand(7, 5, generator=torch.Generator().manual_seed(3)).topk(2).indices.int()
+
+
+def compare_experts(loader: WeightLoader, *, keeps_fp8: bool) -> None:
+    given = choices()
+    stacked = loader.stacked_experts(NAMES, "silu")
+    expected = loader.experts(NAMES, "silu")(*given)
     torch.testing.assert_close(stacked(*given), expected, rtol=1e-4, atol=1e-4)
     in_fp8 = [stacked.weights.gate_up_XFE.dtype, stacked.weights.down_XEI.dtype]
     assert in_fp8 == [torch.float8_e4m3fn if keeps_fp8 else torch.float32] * 2
@@ -235,11 +254,12 @@ def test_a_random_model_is_quantised_while_loading() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_ranks_with_experts_in_fp8_are_refused(device: str, tmp_path: Path) -> None:
+def test_ranks_with_a_part_of_each_expert_in_fp8_are_refused(device: str, tmp_path: Path) -> None:
     found = open_checkpoint(fp8_checkpoint(tmp_path / "m", QWEN, **SIZES))
     options = ["model.target=m", "engine.tensor_parallel=2"]
-    with pytest.raises(ConfigError, match="as one rank only"):
+    with pytest.raises(ConfigError, match="only if each is on one rank"):
         check_experts("model.target", found, load_config(None, options), torch.device(device))
+    check_experts("model.target", found, load_config(None, options), torch.device(device), "experts")
     dequantised = load_config(None, [*options, "model.quantization=none"])
     check_experts("model.target", found, dequantised, CPU)
 

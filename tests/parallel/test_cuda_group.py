@@ -34,7 +34,7 @@ from specbatch.models.layers import RMSNorm
 from specbatch.parallel import algorithms, copies, cuda
 from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_bytes, inbox_capacity, limits_for
 from specbatch.parallel.cuda import CudaGroup, named_group
-from specbatch.parallel.group import Group, Norm
+from specbatch.parallel.group import Group, Norm, in_order
 from specbatch.parallel.multicast import disable_multicast
 from specbatch.setup.engine import resolve_prompt_graphs
 from specbatch.setup.model import part_of_a_rank
@@ -104,11 +104,81 @@ class FakeCollectives:
         self.calls.append("gather")
         parts.copy_(self._group.gather(x))
 
+    def one_shot_gather(self, x: Tensor, parts: Tensor, inbox: Any, *, is_alone: bool) -> None:
+        self._fits("one_shot gather" if is_alone else "one_shot gather of two", x, inbox)
+        parts.copy_(self._group.gather(x))
+
+    def copied_gather(self, x: Tensor, parts: Tensor, mailbox: Any) -> None:
+        self._fits("copied gather", x, mailbox)
+        parts.copy_(self._group.gather(x))
+
+    def one_shot_scatter(
+        self, parts: Tensor, residual: Tensor | None, out: Tensor, inbox: Any, *, is_alone: bool
+    ) -> None:
+        self._fits("one_shot scatter" if is_alone else "one_shot scatter of two", out, inbox)
+        out.copy_(self._group.start_scatter_sum(parts, residual)())
+
+    def copied_scatter(self, parts: Tensor, residual: Tensor | None, out: Tensor, mailbox: Any) -> None:
+        self._fits("copied scatter", out, mailbox)
+        out.copy_(self._group.start_scatter_sum(parts, residual)())
+
+    def exchange(self, parts: Tensor, received: Tensor) -> None:
+        self.calls.append("exchange")
+        received.copy_(self._group.gather(parts)[:, self._group.rank])
+
+    def add_parts(self, parts: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        total = in_order(parts)
+        out.copy_(total if residual is None else residual + total)
+
+    def _fits(self, name: str, x: Tensor, memory: Any) -> None:
+        assert x.nbytes <= memory.capacity, "it does not fit"
+        self.calls.append(name)
+
     def close(self) -> None:
         self.calls.append("close")
 
 
-def cuda_group(group: Group, **traits: bool) -> tuple[CudaGroup, FakeCollectives]:
+@pytest.mark.parametrize("two_passes", [False, True])
+@pytest.mark.parametrize(
+    ("count", "dtype", "calls"),
+    [
+        (1 << 10, torch.bfloat16, ("one_shot", "one_shot")),
+        (5 << 20, torch.float32, ("one_shot", "copied")),  # of one pass in two pieces
+        ((1 << 10) + 1, torch.bfloat16, ("nccl", "nccl")),
+        (1 << 10, torch.float64, ("nccl", "nccl")),
+    ],
+)
+def test_exchanges_of_all_sizes(count: int, dtype: torch.dtype, calls: tuple[str, str], two_passes: bool) -> None:
+    def work(group: Group) -> list[str]:
+        ranks, fake = cuda_group(group, two_passes=two_passes)
+        fake.calls.clear()  # the ranks have agreed on what they can do
+        x = torch.full((count,), group.rank + 1.0, dtype=dtype)
+        with ranks.one_of_two_passes(1) if two_passes else contextlib.nullcontext():
+            assert torch.equal(ranks.start_dispatch(x)(), group.gather(x))
+            parts = torch.stack((x, 3 * x))
+            found = ranks.start_scatter_sum(parts, x)()
+        assert torch.equal(found, x + (1 + 2) * (1, 3)[group.rank])
+        assert ranks.start_dispatch(x[:0])().shape == (2, 0)
+        assert ranks.start_scatter_sum(parts[:, :0])().shape == (0,)
+        return fake.calls
+
+    wanted = calls[two_passes]
+    ends = {"nccl": ["gather", "exchange"], "copied": ["copied gather", "copied scatter"]}
+    suffix = " of two" if two_passes else ""
+    expected = ends.get(wanted, [f"one_shot gather{suffix}", f"one_shot scatter{suffix}"])
+    for found in on_ranks(2, work):
+        assert list(dict.fromkeys(found)) == expected
+        assert len(found) == (4 if count == 5 << 20 and not two_passes else 2)
+
+
+def test_hosts_agree_without_their_gpus() -> None:
+    def work(group: Group) -> list[list[int]]:
+        return cuda_group(group, host=group)[0].agree([group.rank, 7])  # type: ignore[arg-type]
+
+    assert on_ranks(2, work) == [[[0, 7], [1, 7]]] * 2
+
+
+def cuda_group(group: Group, **traits: Any) -> tuple[CudaGroup, FakeCollectives]:
     fake = FakeCollectives(group)
     return CudaGroup(group.rank, group.size, CPU, fake, **{"fixed_order": False, **traits}), fake
 

@@ -22,6 +22,7 @@ from specbatch.models.linears import sharded
 from specbatch.models.linears.linear import Linear
 from specbatch.parallel import algorithms
 from specbatch.parallel.cuda import CudaGroup, TorchCollectives
+from specbatch.parallel.group import in_order
 from specbatch.parallel.shares import even_shares
 from specbatch.setup.build import build_engine
 from specbatch.setup.ranks.ranked_engine import RankedEngine, build_ranked
@@ -31,7 +32,15 @@ from tests.tiny_checkpoint import write_checkpoint
 from tests.tiny_models import random_prompts, run, tiny_device_engine
 
 CHAIN = DraftShape(3, 1, 4)
+_EXPERTS = "model.target=random:tiny-experts"
+_DIVISIONS = (
+    ["engine.expert_parallel=off"],
+    ["engine.expert_parallel=on", "engine.dp_attention=off"],
+    ["engine.expert_parallel=on", "engine.dp_attention=on"],
+)
+_DRAFT_MODEL = ["speculation.method=draft_model", "speculation.draft=random:tiny-experts"]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+needs_four = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 
 
 def one_gpu(folder: Path) -> TorchCollectives:
@@ -166,6 +175,8 @@ def _two_gpus(rank: int, meeting: str) -> None:
     _many_sizes(two, device)
     _two_streams(two, device)
     _copies(two, device)
+    _exchanges(group, device)
+    _exchanges(two, device)
     _best_tokens(group, device)
     assert group.least(7 - rank) == 6
     assert group.of_first([float(rank)]) == [0.0]
@@ -238,6 +249,43 @@ def _two_streams(group: CudaGroup, device: torch.device) -> None:
         assert (out[0, 0].item(), out[1, -1].item()) == (2 * value, 20 * value)
 
 
+def _exchanges(group: CudaGroup, device: torch.device) -> None:
+    """Gathers, and scatters of sums, by each algorithm: launched, and in graphs between sums of other sizes."""
+    algorithms_ = ("one_shot", "nccl", "copied") if group.can_copy else ("one_shot", "nccl")
+    for dtype in (torch.bfloat16, torch.float32):
+        for count in (8, 8 * 577, (1 << 20) + 8, 9 << 20):
+            size = group.size
+            of_ranks = [
+                torch.randn(size, count, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(size)
+            ]
+            parts, residual = of_ranks[group.rank].to(device), torch.randn(count, device=device).to(dtype)
+            total = in_order(torch.stack([part[group.rank].float() for part in of_ranks])).to(dtype)
+            expected = residual + total.to(device)
+            for algorithm in algorithms_:
+                found, out = torch.empty_like(parts), torch.empty_like(residual)
+                group.gathered(parts[0], found, algorithm)  # type: ignore[arg-type]
+                assert torch.equal(found.cpu(), torch.stack([part[0] for part in of_ranks])), (count, algorithm)
+                group.scattered(parts, residual, out, algorithm)  # type: ignore[arg-type]
+                assert torch.equal(out, expected), (dtype, count, algorithm)
+    few, x = torch.zeros(4096, device=device), torch.zeros(64, 2048, device=device)
+
+    def layers() -> Tensor:
+        for _ in range(5):
+            group.sum(few)
+            gathered = group.start_dispatch(x)()
+            y = group.start_scatter_sum(2 * gathered)()
+        return y
+
+    graph, out = graph_of(layers)
+    for value in range(1, 30):
+        x.fill_(value * (1 + group.rank))
+        if (value + group.rank) % 5 == 0:
+            torch.cuda._sleep(300_000 * group.rank)
+        for found in (graph.replay() or out, layers()):
+            torch.cuda.synchronize()
+            assert torch.equal(found, torch.full_like(found, 2.0 * group.size * value * (1 + group.rank))), value
+
+
 def _copies(group: CudaGroup, device: torch.device) -> None:
     """Of one stream, of two at the same time, launched and in graphs."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -278,6 +326,30 @@ def test_two_gpus_add_and_gather(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_two_gpus, (str(tmp_path / "meeting"),), nprocs=2)
 
 
+def _four_gpus(rank: int, meeting: str) -> None:
+    """A process of one of four GPUs."""
+    device = torch.device("cuda", rank)
+    group = CudaGroup(rank, 4, device, TorchCollectives(rank, 4, meeting, device), fixed_order=False)
+    _exchanges(group, device)
+    torch.cuda.synchronize()
+    group.close()
+
+
+@pytest.mark.gpu
+@needs_four
+def test_four_gpus_exchange(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_four_gpus, (str(tmp_path / "meeting"),), nprocs=4)
+
+
+@pytest.mark.gpu
+@needs_four
+@pytest.mark.parametrize("more", [[], ["engine.two_batch_overlap=on"]], ids=str)
+@pytest.mark.parametrize("division", _DIVISIONS, ids=str)
+def test_four_gpus_with_experts_answer_as_one(division: list[str], more: list[str]) -> None:
+    sets = [_EXPERTS, *more]
+    assert answers("engine.tensor_parallel=4", *division, *sets) == answers(*sets)
+
+
 @pytest.mark.gpu
 @needs_two
 @pytest.mark.parametrize(
@@ -288,6 +360,10 @@ def test_two_gpus_add_and_gather(tmp_path: Path) -> None:
         ["engine.cuda_graphs=none"],
         ["speculation.method=eagle3", "speculation.draft=random:eagle3"],  # the head is divided, too
         ["speculation.method=ngram", "model.target=WIDE"],  # norms come with sums
+        *([_EXPERTS, *more] for more in _DIVISIONS),
+        *([_EXPERTS, *more, "engine.two_batch_overlap=on"] for more in _DIVISIONS),
+        *([_EXPERTS, *more, "engine.cuda_graphs=none"] for more in _DIVISIONS),
+        *([_EXPERTS, *more, *_DRAFT_MODEL] for more in _DIVISIONS),
     ],
     ids=str,
 )
@@ -295,24 +371,27 @@ def test_two_gpus_answer_as_one(sets: list[str], tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 768, "head_dim": 64}
     wide = write_checkpoint(tmp_path / "wide", **sizes)
     sets = [one.replace("WIDE", str(wide)) for one in sets]
-    prompts = random_prompts(40, shared=20, longest=90)
-    common = ["model.target=random:tiny", "model.dtype=float32", "engine.device=cuda", "engine.max_batch_size=32"]
-
-    def answers(*more: str) -> list[list[int]]:
-        resolved = resolve(load_config(None, [*common, "engine.kv_cache_tokens=65536", *more]))
-        engine = (build_ranked if resolved.config.engine.tensor_parallel > 1 else build_engine)(resolved)
-        compiler = GrammarCompiler(resolved.tokenizer)
-        for i, prompt in enumerate(prompts):
-            spec = None if i % 3 else MatcherSpec(Constraint("regex", "regex", "(name: [0-9]{2}, ){1,3}"))
-            matcher = None if spec is None else spec.make(compiler)
-            engine.submit(Request(i, prompt, SamplingParams(max_tokens=20), RngKey(0, i, 0), None, (), matcher, spec))
-        done: dict[int, list[int]] = {}
-        while len(done) < len(prompts):
-            done |= {c.request_id: c.token_ids for c in engine.step()}
-        if isinstance(engine, RankedEngine):
-            engine.close()
-        return [done[i] for i in range(len(prompts))]
-
+    of_ranks = [one for one in sets if "expert_parallel" in one or "dp_attention" in one]
+    others = [one for one in sets if one not in of_ranks]
     # Twice: this process has shared memory before, the second rank's process has not.
     ranked = [answers("engine.tensor_parallel=2", *sets) for _ in range(2)]
-    assert ranked == [answers(*sets)] * 2
+    assert ranked == [answers(*others)] * 2
+
+
+def answers(*sets: str) -> list[list[int]]:
+    """Return the tokens of 40 rows, every third of which has a grammar."""
+    prompts = random_prompts(40, shared=20, longest=90)
+    common = ["model.target=random:tiny", "model.dtype=float32", "engine.device=cuda", "engine.max_batch_size=32"]
+    resolved = resolve(load_config(None, [*common, "engine.kv_cache_tokens=65536", *sets]))
+    engine = (build_ranked if resolved.config.engine.tensor_parallel > 1 else build_engine)(resolved)
+    compiler = GrammarCompiler(resolved.tokenizer)
+    for i, prompt in enumerate(prompts):
+        spec = None if i % 3 else MatcherSpec(Constraint("regex", "regex", "(name: [0-9]{2}, ){1,3}"))
+        matcher = None if spec is None else spec.make(compiler)
+        engine.submit(Request(i, prompt, SamplingParams(max_tokens=20), RngKey(0, i, 0), None, (), matcher, spec))
+    done: dict[int, list[int]] = {}
+    while len(done) < len(prompts):
+        done |= {c.request_id: c.token_ids for c in engine.step()}
+    if isinstance(engine, RankedEngine):
+        engine.close()
+    return [done[i] for i in range(len(prompts))]

@@ -28,7 +28,7 @@ from specbatch.grammar.reasoning import Reasoning
 from specbatch.setup.build import build_engine
 from specbatch.setup.ranks import ranked_engine as ranks
 from specbatch.setup.ranks.process import open_group, run_rank
-from specbatch.setup.ranks.ranked_engine import RankedEngine, build_ranked
+from specbatch.setup.ranks.ranked_engine import DividedEngine, RankedEngine, build_ranked
 from specbatch.setup.resolve import ResolvedRun, resolve
 from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
 
@@ -146,18 +146,107 @@ def test_two_processes_in_fp8_answer_as_one(tiny_model: Path) -> None:
         engine.close()
 
 
-def test_two_processes_with_experts_answer_as_one() -> None:
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(["engine.tensor_parallel=2"], marks=pytest.mark.wide),
+        ["engine.tensor_parallel=2", "engine.expert_parallel=on"],
+    ],
+)
+def test_two_processes_with_experts_answer_as_one(ranks: list[str]) -> None:
     """As targets, and as a draft model, of which each has all."""
     model = Path("random:tiny-experts")
     options = ["model.dtype=float64", "speculation.method=draft_model", f"speculation.draft={model}"]
     alone = build_engine(resolved(model, *options))
-    engine = build_ranked(resolved(model, "engine.tensor_parallel=2", *options), start=Forked)
+    engine = build_ranked(resolved(model, *ranks, *options), start=Forked)
     try:
         mine, theirs = answers(engine), answers(alone)
         assert [(c.token_ids, c.speculation) for c in mine] == [(c.token_ids, c.speculation) for c in theirs]
         assert engine.stats.experts == alone.stats.experts
     finally:
         engine.close()
+
+
+def stop_at_five(tokens: Sequence[int], start: int, num_new: int) -> int | None:
+    """Find a stop string that ends with the fifth token."""
+    return 5 if len(tokens) - start >= 5 else None
+
+
+class StopTexts:
+    """Makes the checks of the rows' stop strings, in each process."""
+
+    def texts(self, tokenizer: Any) -> StopTexts:
+        return self
+
+    def stop_check(self, params: SamplingParams) -> Any:
+        return stop_at_five
+
+
+@pytest.mark.parametrize(
+    ("method", "size"),
+    [
+        ("eagle3", 2),
+        *(
+            pytest.param(method, size, marks=pytest.mark.wide)
+            for method in ("none", "ngram", "draft_model", "eagle", "eagle3")
+            for size in (2, 4)
+            if (method, size) != ("eagle3", 2)
+        ),
+    ],
+)
+def test_processes_with_requests_of_their_own_answer_as_one(method: str, size: int) -> None:
+    """Greedy, sampled and with log-probabilities, stop strings and grammars; several jobs, one after the other."""
+    model = Path("random:tiny-experts")
+    drafts = {"draft_model": model, "eagle": "random:eagle", "eagle3": "random:eagle3"}
+    options = ["model.dtype=float64", f"speculation.method={method}", "engine.max_batch_size=4"]
+    options += [f"speculation.draft={drafts[method]}"] if method in drafts else []
+    ranks = [f"engine.tensor_parallel={size}", "engine.expert_parallel=on", "engine.dp_attention=on"]
+    together, alone = resolved(model, *ranks, *options), resolved(model, *options)
+
+    def results(engine: BatchEngine, run_: ResolvedRun) -> list[Any]:
+        compiler, found = GrammarCompiler(run_.tokenizer), dict[int, Completion]()
+        for i in range(11):
+            more = {"temperature": 0.8} if i % 4 == 1 else {"logprobs": 1} if i % 4 == 2 else {}
+            params = SamplingParams(max_tokens=8 + i, seed=i, **more)  # type: ignore[arg-type]
+            request = Request(i, [7 + i, 8, 9, 10] * (1 + i % 3), params, RngKey(0, i, 0))
+            if i % 4 == 3:
+                request.matcher_spec = MatcherSpec(Constraint("regex", "regex", "(name: [0-9]{2}, ){1,3}"))
+                request.matcher = request.matcher_spec.make(compiler)
+            if i % 5 == 4:
+                request.check_stop, request.stop_spec = stop_at_five, StopTexts()
+            engine.submit(request)
+        assert engine.num_running + engine.num_waiting == 11
+        while len(found) < 11:
+            assert len(engine.tokens_so_far()) <= 11
+            found |= {c.request_id: c for c in engine.step()}
+        assert engine.num_running == engine.num_waiting == 0
+        assert engine.step() == []
+        return [(c.token_ids, c.finish_reason, c.speculation, c.logprobs is None) for _, c in sorted(found.items())]
+
+    engine = build_ranked(together, start=Forked)
+    try:
+        found = [results(engine, together) for _ in range(2)]
+        assert isinstance(engine, DividedEngine)
+        stats = engine.stats
+    finally:
+        engine.close()
+    one = build_engine(alone)
+    assert found == [results(one, alone) for _ in range(2)]
+    assert stats.speculation == one.stats.speculation
+    assert stats.experts.load == one.stats.experts.load
+    assert (stats.generated_tokens, stats.prompt_tokens) == (one.stats.generated_tokens, one.stats.prompt_tokens)
+    assert stats.rounds < one.stats.rounds
+
+
+def test_a_rank_is_killed_that_has_requests_of_its_own() -> None:
+    ranks = ["engine.tensor_parallel=2", "engine.expert_parallel=on", "engine.dp_attention=on"]
+    engine = build_ranked(resolved(Path("random:tiny-experts"), *ranks), start=Forked)
+    (rank,) = engine._others._ranks
+    answers(engine)
+    os.kill(rank.process.pid, signal.SIGKILL)
+    with pytest.raises(ModelError, match=r"rank 1 .* ended"):
+        answers(engine)
+    engine.close()
 
 
 def test_a_rank_that_is_killed_is_an_error(ranked: RankedEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -79,6 +80,21 @@ def test_logits_are_those_of_the_whole_model(model: str, size: int) -> None:
     tokens = list(range(1, 40))
     expected = plain_logits(tiny_decoder(config, torch.float64), tokens)
     results = on_ranks(size, lambda group: plain_logits(tiny_decoder(config, torch.float64, group=group), tokens))
+    assert all(torch.equal(result, results[0]) for result in results), "ranks disagree"
+    torch.testing.assert_close(results[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("model", [name for name in MODELS if name.startswith("experts")])
+def test_logits_with_whole_experts_are_those_of_the_whole_model(model: str, size: int) -> None:
+    config = tiny_config(**{**MODELS[model], "num_heads": 4, "num_kv_heads": 2})
+    tokens = list(range(1, 40))
+    expected = plain_logits(tiny_decoder(config, torch.float64), tokens)
+
+    def logits(group: Group) -> torch.Tensor:
+        return plain_logits(tiny_decoder(config, torch.float64, group=group, division="experts"), tokens)
+
+    results = on_ranks(size, logits)
     assert all(torch.equal(result, results[0]) for result in results), "ranks disagree"
     torch.testing.assert_close(results[0], expected, rtol=0, atol=1e-12)
 
@@ -179,6 +195,9 @@ def test_more_ranks_than_an_expert_has_features() -> None:
     moe = MoeConfig(4, 2, 16, norm_topk_prob=False, layers=(True, True), shared_size=3)
     with pytest.raises(ValueError, match="an expert has 3 inner features"):
         local_config(tiny_config(moe=moe), 0, 4)
+    with pytest.raises(ValueError, match="a layer has 4 experts"):
+        local_config(tiny_config(num_heads=8, num_kv_heads=8, moe=replace(moe, shared_size=8)), 0, 5, "experts")
+    assert local_config(tiny_config(moe=moe), 0, 4, "requests").num_heads == 4
 
 
 @cache

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from specbatch.config_load import load_config
+from specbatch.setup import memory
 from specbatch.setup.resolve import ResolvedRun, resolve
 
 TINY = ["--target", "random:tiny", "--set", "engine.device=cpu", "--set", "model.dtype=float64"]
@@ -63,6 +64,13 @@ def resolved(target: str, *sets: str) -> ResolvedRun:
     return resolve(load_config(None, [*options, *sets]))
 
 
+@pytest.fixture(autouse=True)
+def _enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let shapes of large models be resolved on a machine with little free memory."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=90 << 30, total=90 << 30))
+    monkeypatch.setattr(memory, "_container_limit", lambda: 90 << 30)
+
+
 def test_the_floor_counts_what_a_round_reads() -> None:
     """Llama-3-8B: 15.0 GB of target weights, 0.85 GB for draft-extend (with fc), 0.75 GB for a further draft pass."""
     from bench_floor import DeviceRates, prefill_floor, round_floor, round_passes
@@ -102,13 +110,10 @@ def test_the_floor_counts_what_a_round_reads() -> None:
         (256, 1, 86.2),
     ],
 )
-def test_the_floor_counts_the_experts_that_tokens_choose(
-    batch: int, nodes: int, gigabytes: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_floor_counts_the_experts_that_tokens_choose(batch: int, nodes: int, gigabytes: float) -> None:
     """Qwen3-30B-A3B with 1,024 tokens of context, worked out by hand."""
     from bench_floor import DeviceRates, round_floor
 
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=90 << 30, total=90 << 30))
     method = "none" if nodes == 1 else "ngram"
     run = resolved("random:qwen3-30b-a3b", f"speculation.method={method}", f"speculation.num_draft_tokens={nodes}")
     found = round_floor(run, DeviceRates(1e9, 1e18), batch, 1024, 1.0)

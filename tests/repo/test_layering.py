@@ -39,7 +39,7 @@ LAYERS = [
     ["batch"],
     ["types"],
     ["strict", "counts", "logprobs", "matcher"],
-    ["schemas", "other_names"],
+    ["schemas"],
     ["errors", "signals", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -11,6 +11,8 @@ from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.random_weights import open_random_model
+from specbatch.setup import model as setup_model
+from specbatch.setup.expert_parallel import resolve_division
 from specbatch.setup.model import check_experts
 from specbatch.setup.resolve import resolve
 
@@ -20,13 +22,70 @@ DENSE = ["model.target=random:tiny", "engine.device=cpu", *DRAFT]
 
 
 @pytest.mark.parametrize("name", ["model.target", "speculation.draft"])
-def test_ranks_with_experts_run_on_a_cpu(name: str) -> None:
+def test_ranks_with_experts_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of the target in FP8 are an error, unless each rank has whole experts."""
+    monkeypatch.setattr(setup_model, "_EXPERTS_RAN_ON_GPUS", True)
     config, model = load_config(None, [*EXPERTS, "engine.tensor_parallel=2"]), resolve(load_config(None, DENSE)).draft
     assert isinstance(model, Checkpoint)
-    check_experts(name, model, config, torch.device("cpu"))
-    with pytest.raises(ConfigError, match=f"{name} has experts") as caught:
-        check_experts(name, model, config, torch.device("cuda"))
-    assert caught.value.hint == "leave engine.tensor_parallel out"
+    for device in ("cpu", "cuda"):
+        check_experts(name, model, config, torch.device(device))
+    fp8 = load_config(None, [*EXPERTS, "engine.tensor_parallel=2", "model.quantization=fp8"])
+    check_experts(name, model, fp8, torch.device("cuda"), "experts")
+    if name == "model.target":
+        with pytest.raises(ConfigError, match="in FP8 only if each is on one rank") as caught:
+            check_experts(name, model, fp8, torch.device("cuda"))
+        assert "engine.expert_parallel: on" in str(caught.value.hint)
+
+
+def test_ranks_of_gpus_with_experts_wait_for_their_tests() -> None:
+    config = load_config(None, [*EXPERTS, "engine.tensor_parallel=2"])
+    target = resolve(load_config(None, EXPERTS)).target
+    check_experts("model.target", target, config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="which run on one GPU only"):
+        check_experts("model.target", target, config, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["engine.expert_parallel=on"], "there is one rank"),
+        (["engine.dp_attention=on"], "there is one rank"),
+        (["engine.tensor_parallel=2", "engine.expert_parallel=off", "engine.dp_attention=on"], "needs engine.expert"),
+        (["engine.tensor_parallel=2", "engine.expert_parallel=on", "model.target=random:tiny"], "has no experts"),
+        (["engine.tensor_parallel=2", "engine.dp_attention=on", "prefill.graphs=whole"], "whole"),
+        (["engine.tensor_parallel=9", "engine.expert_parallel=on"], "8 experts, and there are 9 ranks"),
+    ],
+)
+def test_experts_that_ranks_cannot_divide(options: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(load_config(None, [*EXPERTS, *options]))
+
+
+@pytest.mark.parametrize(
+    ("options", "division"),
+    [
+        (["engine.tensor_parallel=2"], "tensors"),
+        (["engine.tensor_parallel=2", "engine.expert_parallel=on"], "experts"),
+        (["engine.tensor_parallel=2", "engine.dp_attention=on"], "requests"),
+        ([], "tensors"),
+    ],
+)
+def test_the_division_of_a_run(options: list[str], division: str) -> None:
+    run = resolve(load_config(None, [*EXPERTS, *options]))
+    assert run.division == division
+    section = run.config.engine
+    found = section.expert_parallel, section.dp_attention
+    assert found == {"tensors": ("off", "off"), "experts": ("on", "off"), "requests": ("on", "on")}[division]
+
+
+def test_large_batches_on_gpus_have_requests_of_their_own() -> None:
+    """By the model and the number of rows, with a note that says why."""
+    model = open_random_model("random:qwen3-30b-a3b", torch.bfloat16, torch.device("cpu"))
+    for rows, division in ((1024, "requests"), (8, "tensors")):
+        config = load_config(None, ["engine.tensor_parallel=2", f"engine.max_batch_size={rows}"])
+        notes: list[str] = []
+        assert resolve_division(config, model, torch.device("cuda"), torch.bfloat16, notes) == division
+        assert f"({rows} rows of a rank; from about" in notes[0]
 
 
 def test_a_draft_with_experts_is_not_quantised_with_the_target() -> None:

@@ -10,7 +10,7 @@ from specbatch.engine.constrained.mask_table import NodeMasks, WantedMasks
 from specbatch.engine.constrained.optimistic_round import UncheckedRound
 from specbatch.engine.constrained.round import GrammarRound
 from specbatch.engine.constrained.tree import GrammarTree
-from specbatch.engine.round import NO_HOOK, RoundHook
+from specbatch.engine.round import RoundHook
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
 from specbatch.engine.transfers import Transfers
@@ -66,17 +66,16 @@ class Grammars:
         self._room, self._unchecked = AdaptiveToggle(_WORTH_ROOM), AdaptiveToggle(_WORTH_NO_CHECKS)
         self._masks: NodeMasks | None = None  # made for the first request with a grammar
 
-    def method(self, sequences: Seq[Sequence], method: DraftMethod, padded_size: int) -> DraftMethod:
-        """Return the draft method for the next round. `method` is the one without grammars. Plain decoding gets room
-        for forced tokens only while there are some, because the room makes rounds longer."""
-        if method.has_drafts or not self._may_vary or not _has_grammars(sequences):
-            return method
-        return method.with_room(padded_size) if self._room.next() else method
+    def wants_room(self, sequences: Seq[Sequence], method: DraftMethod) -> bool:
+        """Return whether the next round has room for forced tokens. `method`: its draft method. Plain decoding has room
+        only while there are some, because the room makes rounds longer."""
+        if method.has_drafts or not self._may_vary or not has_grammars(sequences):
+            return False
+        return self._room.next()
 
     def of_round(self, sequences: Seq[Sequence], method: DraftMethod, read: Callable[[], object]) -> RoundHook:
-        """Return the hook of a batch's round. `method`: the result of `method`. `read`: see `GrammarRound`."""
-        if not _has_grammars(sequences):
-            return NO_HOOK
+        """Return the hook of the round of a batch with grammars, or of one whose round is with another rank's grammars.
+        `method`: the draft method. `read`: see `GrammarRound`."""
         traits = {"fixed_shapes": self._fixed_shapes, "all_masks": self._all_masks}
         may_be_unchecked = self._may_vary and not (method.has_drafts or method.net is not None or self._all_masks)
         is_unchecked = may_be_unchecked and self._unchecked.next()
@@ -111,5 +110,5 @@ class Grammars:
         return self._masks
 
 
-def _has_grammars(sequences: Seq[Sequence]) -> bool:
+def has_grammars(sequences: Seq[Sequence]) -> bool:
     return any(seq.grammar is not None for seq in sequences)

@@ -69,8 +69,13 @@ class Lanes:
         self._sizes, self._pads = sizes, pads
         self._lanes: tuple[list[Sequence], list[Sequence]] = ([], [])
 
-    def divide(self, sequences: Seq[Sequence]) -> Batch:
-        size = self._sizes.of(len(sequences))
+    def divides(self, num_requests: int) -> bool:
+        """Return whether a batch has two lanes."""
+        return self._sizes.of(num_requests) > 0
+
+    def divide(self, sequences: Seq[Sequence], count: int | None = None) -> Batch:
+        """Divide a batch. `count`: the number of requests for which the lanes are made; None: those of the batch."""
+        size = self._sizes.of(len(sequences) if count is None else count)
         if not size:
             self._lanes = ([], [])
             return Batch(sequences)

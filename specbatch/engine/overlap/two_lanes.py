@@ -28,12 +28,20 @@ class TwoLanes:
     min_prompt_lane: int
 
     def forward(
-        self, tokens_T: Tensor, layout: PagedBatch, aux_layers: Sequence[int], lane: int, num_tokens: int
+        self,
+        tokens_T: Tensor,
+        layout: PagedBatch,
+        aux_layers: Sequence[int],
+        lane: int,
+        num_tokens: int,
+        *,
+        is_even: bool,
     ) -> Output:
-        """Run the target's forward pass in two lanes. The first lane has `lane` requests with `num_tokens` tokens."""
+        """Run the target's forward pass in two lanes. The first lane has `lane` requests with `num_tokens` tokens.
+        `is_even`: see `Decoder.forward`."""
         first, second = layout.divided(lane, num_tokens)
         one, other = tokens_T[:num_tokens], tokens_T[num_tokens:]
-        return self._run((one, first, FIRST, None), (other, second, SECOND, None), aux_layers)
+        return self._run((one, first, FIRST, None), (other, second, SECOND, None), aux_layers, is_even=is_even)
 
     def prefill(
         self, chunk: PromptChunk, cut: ChunkCut, aux_layers: Sequence[int], logits_indices: LogitsIndices | None
@@ -46,9 +54,9 @@ class TwoLanes:
             (one, first, turns[0], selected[0]), (other, second.copied(), turns[1], selected[1]), aux_layers
         )
 
-    def _run(self, first: Lane, second: Lane, aux_layers: Sequence[int]) -> Output:
+    def _run(self, first: Lane, second: Lane, aux_layers: Sequence[int], *, is_even: bool = False) -> Output:
         one, other = (
-            self.target.stages(tokens, batch, self.cache, aux_layers, indices, turn=turn)
+            self.target.stages(tokens, batch, self.cache, aux_layers, indices, turn=turn, is_even=is_even)
             for tokens, batch, turn, indices in (first, second)
         )
         (hidden, aux), (other_hidden, other_aux) = self.passes.run(one, other)

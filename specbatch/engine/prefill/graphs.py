@@ -69,10 +69,11 @@ class PromptGraphs:
         packed: PackedPrompts,
         wanted: Wanted,
         mode: GraphMode,
+        has_lanes: bool = True,
     ) -> tuple[Launched, Logprobs | None]:
         """Compute a chunk as `Round.prefill` does; but more tokens can follow those of the prompts that end here.
-        `mode`: the graph mode of rounds; prompts are graphs only if whole rounds are. The output is valid until the
-        next chunk."""
+        `mode`: the graph mode of rounds; prompts are graphs only if whole rounds are. `has_lanes`: a chunk that is no
+        graph may have two lanes. The output is valid until the next chunk."""
         may_pad = not packed.scored and (mode == "round" or self.runner is None)
         shape = self.shape_of(packed) if may_pad else None
         key = (shape, wanted, round_.method.net is not None)
@@ -94,7 +95,7 @@ class PromptGraphs:
             scored = np.array([(one.row, one.seq.tokens[one.position]) for one in packed.scored], dtype=np.int64)
             scored_num_top = num_top_of(one.seq.request.params.prompt_logprobs for one in packed.scored) or 0
             chunk = replace(chunk, scored_K2=self._transfers.upload(scored), scored_num_top=scored_num_top)
-        if round_.two_lanes is not None:
+        if round_.two_lanes is not None and has_lanes:
             chunk = replace(chunk, cut=packed.cut(round_.two_lanes.min_prompt_lane))
         return round_.prefill(chunk, wanted, self._trunks)
 

@@ -82,10 +82,10 @@ def fused_experts(
 ) -> Tensor:
     """Return the sum of a token's experts, (T, E). Each expert's output is rounded to x's dtype, multiplied by its
     weight and added in float32, in the order of `experts_TK`. The sum is rounded; then the residual is added, and the
-    result is rounded again."""
+    result is rounded again. Experts of other ranks are left out."""
     num_tokens, top_k = experts_TK.shape
     y_NE = x_TE.new_zeros(num_tokens * top_k, experts.down_XEI.shape[1])
-    chosen_N = experts_TK.flatten()
+    chosen_N = experts_TK.flatten() - experts.first
     for number in range(experts.gate_up_XFE.shape[0]):
         index = (chosen_N == number).nonzero()[:, 0]
         if index.numel():
@@ -93,6 +93,9 @@ def fused_experts(
             down = experts.down_XEI, experts.down_scales_XEG, experts.down_bias_XE
             inner = act_mul(_linear(x_TE[index // top_k], *gate_up, number), experts.activation)
             y_NE[index] = _linear(inner, *down, number)
+    if experts.total is not None:  # a weight that is NaN must not reach what is not here
+        is_here_N = (chosen_N >= 0) & (chosen_N < experts.gate_up_XFE.shape[0])
+        weights_TK = weights_TK.masked_fill(~is_here_N.view_as(weights_TK), 0.0)
     return combine(y_NE, weights_TK, residual_TE)
 
 

@@ -121,8 +121,10 @@ class TransformersDecoder:
         aux_layers: Sequence[int] = (),
         logits_indices: LogitsIndices | None = None,
         trunk: Trunk | None = None,
+        *,
+        is_even: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Compute the same as `Decoder.forward`."""
+        """Compute the same as `Decoder.forward`. There are no ranks, so `is_even` changes nothing."""
         assert trunk is None
         for layer in aux_layers:
             self._watch(layer)
@@ -167,6 +169,9 @@ class TransformersDecoder:
             self._watched[layer] = self._blocks[layer].register_forward_pre_hook(keep, with_kwargs=True)
         else:
             self._watched[layer] = self._blocks[-1].register_forward_hook(keep, with_kwargs=True)
+
+    def take_part(self) -> None:
+        raise AssertionError("one process computes the model")
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Logits (R, V) of selected hidden states, in the model's dtype."""

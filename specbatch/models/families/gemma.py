@@ -8,7 +8,7 @@ of scores and logits; Gemma 3 norms of queries and keys, and rotary embeddings o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +57,11 @@ class SandwichLayer(DecoderLayer):
         return self.attention.queries(self._input_norm(x_TI), step, None)
 
     def after_attention(
-        self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
+        self,
+        attended_THD: Tensor,
+        residual_TE: Tensor,
+        next_norm: RMSNorm | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Stages[Residual]:
         y_TE = self.attention.output(attended_THD)
         del attended_THD

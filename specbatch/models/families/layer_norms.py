@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from specbatch.models.config import ModelConfig
@@ -26,7 +28,11 @@ class LayerNormLayer(DecoderLayer):
         return self.attention.queries(self._input_norm(x_TI), step, None)
 
     def after_attention(
-        self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
+        self,
+        attended_THD: Tensor,
+        residual_TE: Tensor,
+        next_norm: RMSNorm | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Stages[Residual]:
         normed_TE = self._mlp_norm(residual_TE) if self._is_parallel else None
         projected = self.attention.start_output(attended_THD, residual_TE)

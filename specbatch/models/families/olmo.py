@@ -4,6 +4,7 @@ and keys are over all heads in OLMo, over each head in EXAONE."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -37,10 +38,18 @@ class OlmoLayer(DecoderLayer):
         return self.attention.queries(x_TI, step, None)
 
     def after_attention(
-        self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
+        self,
+        attended_THD: Tensor,
+        residual_TE: Tensor,
+        next_norm: RMSNorm | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Stages[Residual]:
         y_TE = self.attention.output(attended_THD)
         del attended_THD
+        if self.mixture is not None and self.mixture.travels:
+            x_TE, _ = self._attention_norm.added(y_TE, residual_TE, None)
+            y_TE = yield from self.mixture.travel(x_TE, counts)
+            return Residual(*self._mlp_norm.added(y_TE, x_TE, next_norm))
         yield
         x_TE, _ = self._attention_norm.added(y_TE, residual_TE, None)
         y_TE = self._mlp(x_TE)

@@ -22,9 +22,10 @@ _OTHER_FORMATS = {
 }
 # Texts that are compared with SentencePiece. None begins with a space, which transformers joins to the first word.
 _PROBES = ("The quick brown fox, 12345 times.", "Ça coûte 3 € – 日本語 😀", "def f(x):\n    return x")
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", *_OTHER_FORMATS)
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
+    *("tekken.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json"),
 )
 
 
@@ -49,6 +50,11 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     # tokenizer.json is read as it is. AutoTokenizer reads `tokenizer_class`, and transformers 5 rebuilds the pipeline
     # of that class: for SmolLM2 GPT2Tokenizer, which does not split digits, so that numbers become other tokens.
     loader = PreTrainedTokenizerFast if has["tokenizer.json"] else AutoTokenizer
+    if path.is_dir() and not any(has[name] for name in _VOCABULARIES) and not any(path.glob("*.model")):
+        raise ModelError(  # transformers would make one without a vocabulary
+            f"{path} has no tokenizer: none of {', '.join(_VOCABULARIES)}",
+            hint="put the tokenizer's files of the same model into the folder",
+        )
     other = None if has["tokenizer.json"] or has["vocab.json"] else _other_format(path)
     try:
         tokenizer = loader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

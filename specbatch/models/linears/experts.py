@@ -81,17 +81,20 @@ def stack_quantised(
 
 
 class SeparateExperts(Experts):
-    """Experts with two layers each. Layers on a CPU give a token the same bits whatever tokens are computed with it."""
+    """Experts with two layers each. Layers on a CPU give a token the same bits whatever tokens are computed with it.
+    `first`: the number of the first one; choices of experts that are not here add nothing."""
 
-    def __init__(self, layers: Sequence[tuple[GatedLinear, Linear]]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Sequence[tuple[GatedLinear, Linear]], first: int = 0) -> None:
+        self._layers, self._first = layers, first
 
     def __call__(
         self, x_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, residual_TE: Tensor | None = None
     ) -> Tensor:
-        top_k, chosen_N = experts_TK.shape[1], experts_TK.flatten()
+        top_k, chosen_N = experts_TK.shape[1], experts_TK.flatten() - self._first
         y_NE = x_TE.new_zeros(chosen_N.numel(), x_TE.shape[1])
         for number in chosen_N.unique().tolist():
+            if not 0 <= number < len(self._layers):
+                continue
             index = (chosen_N == number).nonzero()[:, 0]
             gated, down = self._layers[number]
             y_NE[index] = gated.into(down, x_TE[index // top_k])

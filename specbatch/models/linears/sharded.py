@@ -2,13 +2,15 @@
 
 A rank holds some heads of each attention, a part of each MLP's inner features and a part of the vocabulary. The layers
 that read what is divided (`o_proj`, `down_proj`) give a part of a sum, which the ranks add up: twice in a layer. Of a
-mixture of experts, each rank has a part of the inner features of every expert and all of the router. The ranks add the
-outputs of the mixture, which are sums of the experts' parts. The embedding of a token is on one rank, and each rank's
-logits are those of its part of the vocabulary. Where only the most likely token is asked for, ranks exchange their best
-one; else all logits.
+mixture of experts, each rank has a part of the inner features of every expert and all of the router; or, with expert
+parallelism, some of the experts as a whole. The ranks add the outputs of the mixture. The embedding of a token is on
+one rank, and each rank's logits are those of its part of the vocabulary. Where only the most likely token is asked for,
+ranks exchange their best one; else all logits.
 
 Of a draft head each rank has the whole vocabulary: a sum, or logits that are gathered, would take as long as they save.
 Its `fc` layer reads hidden states that each rank has whole, and is divided by its inputs.
+
+Ranks with requests of their own divide the experts only (`dispatch.py`).
 
 Shape suffixes: T packed tokens, I input features, O output features, V vocabulary (of a rank: a part of it).
 """
@@ -30,7 +32,7 @@ from specbatch.models.config import PROJECTIONS, ModelConfig, MoeConfig
 from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.linear import Linear, Residual
 from specbatch.parallel.group import Group
-from specbatch.parallel.shares import HeadShare, even_shares, head_shares
+from specbatch.parallel.shares import Division, HeadShare, even_shares, head_shares
 
 # On a GPU, logits of fewer bytes are gathered whole. With 8 MiB both ways take 55 us on two H200s
 # (docs/bench/2026-11-26-h200x2-best-tokens.json).
@@ -43,24 +45,35 @@ MlpKind = Literal["mlp", "expert", "shared"]  # an MLP, one of many experts, the
 class ModelShard:
     """The part of a decoder that one rank holds. `config`: the model's, with the rank's number of heads and inner
     features; the vocabulary's size is that of the model. `inner`: the inner features of each kind of MLP. `vocab` None:
-    each rank has all of it."""
+    each rank has all of it. `experts`: the numbers of the experts that the rank has as a whole; None: it has a part of
+    every expert."""
 
     group: Group
     config: ModelConfig
     heads: HeadShare
     inner: Mapping[MlpKind, range]
     vocab: VocabShare | None
+    division: Division = "tensors"
+    experts: range | None = None
 
     @staticmethod
-    def of(config: ModelConfig, group: Group, *, divides_vocab: bool = True) -> ModelShard:
+    def of(
+        config: ModelConfig, group: Group, division: Division = "tensors", *, divides_vocab: bool = True
+    ) -> ModelShard:
         """Compute this rank's part. `config`: the configuration of the whole model. Raise ValueError if a rank would
-        have no head."""
+        have no head, or nothing of an expert."""
         rank, size = group.rank, group.size
-        heads = head_shares(config.num_heads, config.num_kv_heads, size)[rank]
-        inner = {kind: even_shares(inner_size, size)[rank] for kind, inner_size in _inner_sizes(config).items()}
-        parts = even_shares(config.vocab_size, size)
-        vocab = VocabShare(parts[rank], len(parts[0])) if divides_vocab else None
-        return ModelShard(group, local_config(config, rank, size), heads, inner, vocab)
+        parts, local = even_shares(config.vocab_size, size), local_config(config, rank, size, division)
+        vocab = VocabShare(parts[rank], len(parts[0])) if divides_vocab and division != "requests" else None
+        return ModelShard(
+            group,
+            local,
+            _heads(config, rank, size, division),
+            {kind: _inner_share(kind, config, rank, size, division) for kind in _inner_sizes(config)},
+            vocab,
+            division,
+            None if division == "tensors" or config.moe is None else even_shares(config.moe.num_experts, size)[rank],
+        )
 
     @staticmethod
     def of_head(config: ModelConfig, group: Group | None) -> ModelShard | None:
@@ -78,19 +91,39 @@ class VocabShare(NamedTuple):
     width: int
 
 
-def local_config(config: ModelConfig, rank: int, size: int) -> ModelConfig:
-    """The sizes of a rank's part. Raises ValueError where it would have no head, or nothing of an expert."""
-    heads = head_shares(config.num_heads, config.num_kv_heads, size)[rank]
-    inner = {kind: len(even_shares(inner_size, size)[rank]) for kind, inner_size in _inner_sizes(config).items()}
+def local_config(config: ModelConfig, rank: int, size: int, division: Division = "tensors") -> ModelConfig:
+    """Return the sizes of a rank's part. Raise ValueError if it would have no head, or nothing of an expert. If a rank
+    has whole experts, all of them are counted with a part of their inner features, which is as much."""
+    heads = _heads(config, rank, size, division)
+    inner = {kind: len(_inner_share(kind, config, rank, size, division)) for kind in _inner_sizes(config)}
     moe = config.moe
     if moe is not None:
-        smallest = min(part for part in (moe.expert_size, moe.shared_size) if part)
+        divided = {"tensors": (moe.expert_size, moe.shared_size), "experts": (moe.shared_size,), "requests": ()}
+        smallest = min((part for part in divided[division] if part), default=size)
         if smallest < size:
             raise ValueError(f"an expert has {smallest} inner features")
+        if division != "tensors":
+            if moe.num_experts < size:
+                raise ValueError(f"a layer has {moe.num_experts} experts")
+            held = len(even_shares(moe.num_experts, size)[rank])
+            inner["expert"] = -(-held * moe.expert_size // moe.num_experts)
         moe = replace(moe, expert_size=inner["expert"], shared_size=inner["shared"])
     return replace(
         config, num_heads=len(heads.query), num_kv_heads=len(heads.kv), intermediate_size=inner["mlp"], moe=moe
     )
+
+
+def _heads(config: ModelConfig, rank: int, size: int, division: Division) -> HeadShare:
+    if division == "requests":
+        return HeadShare(range(config.num_heads), range(config.num_kv_heads))
+    return head_shares(config.num_heads, config.num_kv_heads, size)[rank]
+
+
+def _inner_share(kind: MlpKind, config: ModelConfig, rank: int, size: int, division: Division) -> range:
+    """Return the inner features of a kind of MLP that a rank has."""
+    whole = range(_inner_sizes(config)[kind])
+    is_whole = division == "requests" or (division == "experts" and kind == "expert")
+    return whole if is_whole else even_shares(len(whole), size)[rank]
 
 
 def part_of_head(config: ModelConfig, rank: int, size: int) -> ModelConfig | None:
@@ -106,7 +139,7 @@ def part_of(name: str, tensor: Tensor, shard: ModelShard) -> Tensor:
     over ranks is the first rank's; it is zero on the others."""
     layer, _, kind = name.rpartition(".")
     layer = layer or name
-    if kind == "sinks":
+    if kind == "sinks" and shard.division != "requests":
         return tensor[shard.heads.query.start : shard.heads.query.stop].clone()
     if (inputs := _inputs_of_part(layer, shard, tensor.shape[-1])) is not None:
         if kind == "bias":
@@ -126,11 +159,17 @@ def scale_part_of(layer: str, scale_OG: Tensor, shard: ModelShard, group: int = 
     return scale_OG if outputs is None else scale_OG[outputs.start : outputs.stop].clone()
 
 
-def check_group_borders(layers: Sequence[str], config: ModelConfig, size: int, group: int = GROUP) -> None:
+def check_group_borders(
+    layers: Sequence[str], config: ModelConfig, size: int, group: int = GROUP, division: Division = "tensors"
+) -> None:
     """Layers with a scale for each `group` inputs. Raises ValueError if a group would be on two ranks."""
+    if division == "requests":
+        return
     heads = [part.query.stop * config.head_dim for part in head_shares(config.num_heads, config.num_kv_heads, size)]
     for layer in layers:
         kind = _projection_of(layer, config.moe)
+        if division == "experts" and _mlp_kind(layer, config.moe) == "expert":
+            continue
         if kind == "o_proj":
             ends = heads
         elif kind == "down_proj":
@@ -170,6 +209,8 @@ def _inputs_of_part(layer: str, shard: ModelShard, num_inputs: int) -> range | N
     """Return this rank's range of input features of a layer; None: its inputs are not divided. `layer`: its name.
     `num_inputs`: the input features of the whole layer."""
     kind = _projection_of(layer, shard.config.moe)
+    if _is_whole(layer, shard):
+        return None
     if kind == "fc":
         return even_shares(num_inputs, shard.group.size)[shard.group.rank]
     if kind == "down_proj":
@@ -180,6 +221,8 @@ def _inputs_of_part(layer: str, shard: ModelShard, num_inputs: int) -> range | N
 def _outputs_of_part(layer: str, shard: ModelShard) -> range | None:
     """Return this rank's range of output features of a layer; None: its outputs are not divided."""
     head_dim, inner = shard.config.head_dim, shard.inner[_mlp_kind(layer, shard.config.moe)]
+    if _is_whole(layer, shard):
+        return None
     return {
         "q_proj": _features(shard.heads.query, head_dim),
         "k_proj": _features(shard.heads.kv, head_dim),
@@ -188,6 +231,12 @@ def _outputs_of_part(layer: str, shard: ModelShard) -> range | None:
         "up_proj": inner,
         **({} if shard.vocab is None else dict.fromkeys(("embed_tokens", "lm_head"), shard.vocab.tokens)),
     }.get(_projection_of(layer, shard.config.moe))
+
+
+def _is_whole(layer: str, shard: ModelShard) -> bool:
+    """Return whether a rank that has the layer has all of it."""
+    is_expert = _mlp_kind(layer, shard.config.moe) == "expert"
+    return shard.division == "requests" or (shard.division == "experts" and is_expert)
 
 
 def _features(heads: range, head_dim: int) -> range:

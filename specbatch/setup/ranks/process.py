@@ -1,5 +1,5 @@
-"""The process of a rank other than 0, which repeats each call of rank 0's engine (`ranked_engine.py`), and the exit of
-a process whose GPU waits for a dead rank."""
+"""The process of a rank other than 0, and the exit of a process whose GPU waits for a dead rank. The rank repeats each
+call of rank 0's engine (`ranked_engine.py`), or runs requests of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from specbatch.parallel.gloo import GlooGroup
 from specbatch.parallel.group import Group
 from specbatch.setup.build import build
 from specbatch.setup.resolve import ResolvedRun
-from specbatch.types import Request
+from specbatch.types import Request, StopCheck
 
 _LOOK_SECONDS = 0.5
 # Rank 0 decides what a signal to all processes of a job means.
@@ -51,8 +51,9 @@ def open_group(run: ResolvedRun, rank: int, meeting: str) -> tuple[ResolvedRun, 
         return run, GlooGroup(rank, size, meeting)
     device = torch.device("cuda", rank)
     collectives = TorchCollectives(rank, size, meeting, device)
+    host = GlooGroup(rank, size, f"{meeting} of hosts") if run.division == "requests" else None
     traits = {"fixed_order": run.config.engine.deterministic, "two_passes": run.engine.lanes is not None}
-    return replace(run, device=device), CudaGroup(rank, size, device, collectives, **traits)
+    return replace(run, device=device), CudaGroup(rank, size, device, collectives, host=host, **traits)
 
 
 def main() -> None:
@@ -70,7 +71,11 @@ def run_rank(connection: Connection) -> None:
         run, group = open_group(start.run, start.rank, start.meeting)
         engine = build(run, group=group).engine
         connection.send(("ready",))
-        _repeat(engine, connection, _compiler(run, group))
+        rank = _RankLoop(engine, connection, run, group)
+        if run.division == "requests":
+            rank.run_own()
+        else:
+            rank.repeat()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         _leave(0)  # rank 0 has ended
     except SpecbatchError as error:
@@ -98,26 +103,62 @@ def _leave(code: int) -> None:
     raise SystemExit(code)
 
 
-def _repeat(engine: Engine, connection: Connection, grammars: GrammarCompiler) -> None:
-    def answer(tokens: Sequence[int], start: int, num_new: int) -> int | None:
+class _RankLoop:
+    """The loop of a rank over the messages of rank 0."""
+
+    def __init__(self, engine: Engine, connection: Connection, run: ResolvedRun, group: Group) -> None:
+        self._engine, self._connection, self._tokenizer = engine, connection, run.tokenizer
+        self._grammars = _compiler(run, group)
+        self._texts: Any = None  # makes checks for stop strings; made for the first one
+
+    def repeat(self) -> None:
+        """Repeat each call of rank 0's engine."""
+        while True:
+            message: tuple[Any, ...] = self._connection.recv()
+            if message[0] == "submit":
+                self._submit(message[1], self._answer if message[2] else None)
+            elif message[0] == "step":
+                mine = self._engine.stats.generated_tokens
+                assert mine == message[1], f"rank 0 has {message[1]} tokens, and this rank {mine}"
+                self._engine.step()
+            else:
+                self._engine.limit_length(message[1])
+
+    def run_own(self) -> None:
+        """Run requests that only this rank has, in step with the other ranks, and send what has finished."""
+        engine = self._engine
+        while True:
+            message: tuple[Any, ...] = self._connection.recv()
+            if message[0] == "submit":
+                request: Request = message[1]
+                self._submit(request, self._check(request))
+            elif message[0] == "step":
+                done = engine.step()
+                if done:
+                    self._connection.send(("done", done, engine.stats))
+            elif message[0] == "tokens_so_far":
+                self._connection.send(("tokens_so_far", engine.tokens_so_far()))
+            else:
+                engine.limit_length(message[1])
+
+    def _submit(self, request: Request, check: StopCheck | None) -> None:
+        spec = request.matcher_spec
+        matcher = None if spec is None else spec.make(self._grammars)
+        self._engine.submit(replace(request, check_stop=check, matcher=matcher))
+
+    def _answer(self, tokens: Sequence[int], start: int, num_new: int) -> int | None:
         """Return what rank 0 has found in these tokens."""
-        name, keep = connection.recv()
+        name, keep = self._connection.recv()
         assert name == "stop", f"this rank looks for a stop string, and rank 0 calls {name}"
         return keep  # type: ignore[no-any-return]
 
-    while True:
-        message: tuple[Any, ...] = connection.recv()
-        if message[0] == "submit":
-            request: Request = message[1]
-            check, spec = answer if message[2] else None, request.matcher_spec
-            matcher = None if spec is None else spec.make(grammars)
-            engine.submit(replace(request, check_stop=check, matcher=matcher))
-        elif message[0] == "step":
-            mine = engine.stats.generated_tokens
-            assert mine == message[1], f"rank 0 has {message[1]} tokens, and this rank {mine}"
-            engine.step()
-        else:
-            engine.limit_length(message[1])
+    def _check(self, request: Request) -> StopCheck | None:
+        if request.stop_spec is None:
+            return None
+        if self._texts is None:
+            self._texts = request.stop_spec.texts(self._tokenizer)
+        check: StopCheck | None = self._texts.stop_check(request.params)
+        return check
 
 
 def _end_with(parent: int) -> None:

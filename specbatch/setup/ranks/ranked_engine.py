@@ -2,7 +2,8 @@
 
 This process is rank 0. It reads rows and writes results. It starts the other ranks, and sends each of them every call
 of its own engine. All ranks run the same scheduler on the same calls and the same tokens, so they agree on batches and
-pages without asking. Only stop strings are looked for here alone, and the others get what was found.
+pages without asking. Only stop strings are looked for here alone, and the others get what was found. If ranks have
+requests of their own (`DividedEngine`), a rank gets the calls that are about its requests, and all steps.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
 from specbatch.counts import EngineStats
 from specbatch.engine.engine import Engine
+from specbatch.engine.sequence import check_prompt
 from specbatch.errors import ModelError, SpecbatchError
 from specbatch.parallel.group import Group
 from specbatch.setup.build import build
@@ -36,6 +38,7 @@ from specbatch.types import Completion, EngineLimits, Request, StopCheck
 _END_SECONDS = 5.0  # a rank ends when its connection does
 _NOTICE_SECONDS = 2.0  # time from a broken connection to the end of the process at its other side
 _LOOK_SECONDS = 0.2
+_MORE_OF_ONE_PROMPT = 8  # requests that a rank can have more than another one, if they have one prompt
 _IS_EXITING = 0x4  # PF_EXITING of Linux
 _STUCK_SECONDS = 5.0  # time from a rank's end to the end of a process that waits for it
 
@@ -89,7 +92,7 @@ class OtherRanks:
         end: Callable[[SpecbatchError], None] = end_process,
         stuck_seconds: float = _STUCK_SECONDS,
     ) -> None:
-        size = run.config.engine.tensor_parallel
+        self.size = size = run.config.engine.tensor_parallel
         self._folder = Path(tempfile.mkdtemp(prefix="specbatch-ranks-"))
         self.meeting = self._folder / "meeting"
         self._ranks: list[_Rank] = []
@@ -114,11 +117,30 @@ class OtherRanks:
             self._expect(rank, "ready")
 
     def send(self, *message: Any) -> None:
-        for rank in self._ranks:
-            try:
-                rank.connection.send(message)
-            except OSError:
-                raise self.failure() or _ended(rank.number, None, None) from None
+        for number in range(1, self.size):
+            self.send_to(number, *message)
+
+    def send_to(self, number: int, *message: Any) -> None:
+        rank = self._ranks[number - 1]
+        try:
+            rank.connection.send(message)
+        except OSError:
+            raise self.failure() or _ended(rank.number, None, None) from None
+
+    def has_message(self, number: int) -> bool:
+        """Return whether a rank has sent something, or has ended."""
+        return self._ranks[number - 1].connection.poll()
+
+    def receive(self, number: int) -> tuple[Any, ...]:
+        """Return the next message of a rank. Raise its error if it sends that, or has ended."""
+        rank = self._ranks[number - 1]
+        try:
+            message: tuple[Any, ...] = rank.connection.recv()
+        except (EOFError, OSError):
+            raise self.failure() or _ended(number, None, None) from None
+        if message[0] == "failed":
+            raise _ended(number, None, message)
+        return message
 
     def failure(self) -> ModelError | None:
         """The error of a rank that has ended, if there is one."""
@@ -154,10 +176,13 @@ class OtherRanks:
 
 
 def _last_word(rank: _Rank) -> Any:
+    message = None
     try:
-        return rank.connection.recv() if rank.connection.poll() else None
+        while rank.connection.poll():  # it may have sent completions before
+            message = rank.connection.recv()
     except (EOFError, OSError):
-        return None
+        pass
+    return message
 
 
 def _ended(number: int, code: int | None, message: Any) -> ModelError:
@@ -256,8 +281,12 @@ class RankedEngine:
         self._send("submit", replace(request, check_stop=None, matcher=None), check is not None)
 
     def step(self) -> list[Completion]:
-        self._is_sound = False  # until it returns
         self._send("step", self._engine.stats.generated_tokens)
+        return self._own_step()
+
+    def _own_step(self) -> list[Completion]:
+        """Run the step of this rank's engine, which the other ranks run, too."""
+        self._is_sound = False  # until it returns
         try:
             with self._others.shared():
                 done = self._engine.step()
@@ -284,9 +313,15 @@ class RankedEngine:
             self._others.close()
 
     def _send(self, *message: Any) -> None:
+        with self._talking():
+            self._others.send(*message)
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        """Mark a block that talks to other ranks, one of which may have ended."""
         try:
             with self._others.shared():  # a connection that nobody reads any more takes only so much
-                self._others.send(*message)
+                yield
         except ModelError as error:
             self._ending_with(error)
             raise
@@ -306,6 +341,98 @@ class RankedEngine:
             return keep
 
         return answer
+
+
+class DividedEngine(RankedEngine):
+    """The engine of rank 0 if each rank has requests of its own. It gives a request to the rank with the fewest, and
+    returns the completions of all ranks."""
+
+    def __init__(self, engine: Engine, others: OtherRanks, group: Group) -> None:
+        super().__init__(engine, others, group)
+        self._requests: list[set[int]] = [set() for _ in range(group.size)]  # the ids of each rank's requests
+        self._stats = [EngineStats() for _ in range(group.size)]  # those that each rank has sent last
+        self._done: list[Completion] = []  # what other ranks have sent, and no step has returned
+        self._last_prompt: Sequence[int] | None = None
+        self._last_rank = 0
+
+    @property
+    def stats(self) -> EngineStats:
+        """The sums over ranks. Ranks run together, so of seconds and rounds these are those of the busiest rank."""
+        self._stats[0] = self._engine.stats
+        return together(self._stats)
+
+    @property
+    def num_running(self) -> int:
+        own = self._engine.num_running + self._engine.num_waiting
+        return sum(map(len, self._requests)) - own + self._engine.num_running
+
+    def tokens_so_far(self) -> dict[int, int]:
+        found = self._engine.tokens_so_far()
+        with self._talking():
+            for number in self._others_with_requests():
+                self._others.send_to(number, "tokens_so_far")
+                while (message := self._others.receive(number))[0] != "tokens_so_far":
+                    self._keep(number, message)
+                found |= message[1]
+        return found
+
+    def submit(self, request: Request) -> None:
+        number = self._rank_for(request)
+        if number == 0:
+            self._engine.submit(request)
+        else:
+            assert request.matcher is None or request.matcher_spec is not None, "the other rank could make no matcher"
+            check_prompt(request.prompt_token_ids, self._engine.limits)
+            with self._talking():
+                # Checks and matchers belong to a process: the other rank makes its own.
+                self._others.send_to(number, "submit", replace(request, check_stop=None, matcher=None))
+        self._requests[number].add(request.request_id)
+
+    def _rank_for(self, request: Request) -> int:
+        """Choose the rank of a request. Completions of one prompt share its pages, so they are on one rank, unless that
+        has many more requests."""
+        if request.check_stop is not None and request.stop_spec is None:
+            return 0  # the check cannot leave this process
+        loads = list(map(len, self._requests))
+        number, least = self._last_rank, min(loads)
+        if request.prompt_token_ids is not self._last_prompt or loads[number] > least + _MORE_OF_ONE_PROMPT:
+            number = loads.index(least)
+        self._last_prompt, self._last_rank = request.prompt_token_ids, number
+        return number
+
+    def step(self) -> list[Completion]:
+        if any(self._requests):
+            self._send("step")
+            done = self._own_step()
+            self._requests[0].difference_update(completion.request_id for completion in done)
+            self._done += done
+            with self._talking():
+                for number in self._others_with_requests():
+                    while self._others.has_message(number):
+                        self._keep(number, self._others.receive(number))
+        done, self._done = self._done, []
+        return done
+
+    def _others_with_requests(self) -> list[int]:
+        return [number for number in range(1, self._others.size) if self._requests[number]]
+
+    def _keep(self, number: int, message: tuple[Any, ...]) -> None:
+        """Keep the completions that a rank has sent."""
+        name, done, self._stats[number] = message
+        assert name == "done", name
+        self._requests[number].difference_update(completion.request_id for completion in done)
+        self._done += done
+
+
+def together(of_ranks: list[EngineStats]) -> EngineStats:
+    """Add the counters of ranks that ran at the same time. Of what all do at once, the largest number counts."""
+    total = EngineStats()
+    for stats in of_ranks:
+        total.add(stats)
+    for item in fields(EngineStats):
+        if item.name in ("rounds", "late_graphs") or item.name.endswith("seconds"):
+            setattr(total, item.name, max(getattr(stats, item.name) for stats in of_ranks))
+    return total
 
 
 def build_ranked(
@@ -334,4 +461,5 @@ def build_ranked(
         if lost is None or lost is error:
             raise
         raise lost from error
-    return RankedEngine(engine, others, group)
+    made = DividedEngine if run.division == "requests" else RankedEngine
+    return made(engine, others, group)

@@ -20,6 +20,7 @@ from specbatch.models.formats.gpt_oss_experts import GptOssExperts
 from specbatch.models.linears.experts import stack_quantised
 from specbatch.models.random_weights import RandomSource, open_random_model
 from specbatch.setup.build import build_decoder
+from specbatch.setup.expert_parallel import resolve_division
 from specbatch.setup.model import resolve_mxfp4
 from specbatch.setup.resolve import resolve
 from tests.engine.test_parity import piecewise_logits
@@ -170,14 +171,16 @@ def test_packed_experts_on_a_gpu(tmp_path: Path) -> None:
     [
         ([], "cuda", True),
         (["model.quantization=none"], "cuda", False),
-        (["engine.tensor_parallel=2"], "cuda", False),
+        (["engine.tensor_parallel=2", "engine.expert_parallel=off"], "cuda", False),
+        (["engine.tensor_parallel=2", "engine.expert_parallel=on", "engine.dp_attention=on"], "cuda", True),
         ([], "cpu", False),
     ],
 )
 def test_where_experts_stay_packed(options: list[str], device: str, stays: bool) -> None:
     config, notes = load_config(None, ["model.target=random:gpt-oss-20b", *options]), []
     target = open_random_model("random:gpt-oss-20b", torch.bfloat16, torch.device("cpu"))
-    found = resolve_mxfp4(config, target, torch.device(device), torch.bfloat16, notes)
+    division = resolve_division(config, target, torch.device(device), torch.bfloat16, [])
+    found = resolve_mxfp4(config, target, torch.device(device), torch.bfloat16, notes, division)
     assert (found is target.tensors) == stays
     assert notes == (["model.target: its experts are in MXFP4, and stay so: 26.1 GiB less than bfloat16"] * stays)
 

@@ -122,20 +122,21 @@ def route_kernel(
 
 @triton.jit(do_not_specialize=["N", "B"])
 def sort_kernel(
-    experts, block_experts, members, N, B, X_POWER: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    experts, block_experts, members, N, B, FIRST: tl.constexpr, X_POWER: tl.constexpr, BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Give the choices of one expert to blocks of BLOCK_M. Expert after expert has as many blocks as it needs.
-    `block_experts` (B,): the expert of each block; -1: none. `members` (B, BLOCK_M): numbers of choices, N where a
-    block has no more. Grid: X."""
+    """Give the choices of one expert to blocks of BLOCK_M. Expert after expert has as many blocks as it needs. Experts
+    count from FIRST on. `block_experts` (B,): the expert of each block; -1: none. `members` (B, BLOCK_M): numbers of
+    choices, N where a block has no more. Grid: X."""
     expert = tl.program_id(0)
     bins = tl.arange(0, X_POWER)
     lanes = tl.arange(0, CHUNK)
     await_former(PDL)
     counts = tl.zeros((X_POWER,), tl.int32)
     for n0 in range(0, N, CHUNK):
-        chosen = tl.load(experts + n0 + lanes, mask=n0 + lanes < N, other=0)
-        counts += tl.histogram(chosen, X_POWER, mask=n0 + lanes < N)
+        chosen = tl.load(experts + n0 + lanes, mask=n0 + lanes < N, other=-1) - FIRST
+        is_here = (n0 + lanes < N) & (chosen >= 0) & (chosen < tl.num_programs(0))
+        counts += tl.histogram(tl.where(is_here, chosen, 0), X_POWER, mask=is_here)
     blocks = (counts + BLOCK_M - 1) // BLOCK_M
     first = tl.sum(tl.where(bins < expert, blocks, 0), 0)
     num = tl.sum(tl.where(bins == expert, blocks, 0), 0)
@@ -143,7 +144,7 @@ def sort_kernel(
     seen = 0
     for n0 in range(0, N, CHUNK):
         chosen = tl.load(experts + n0 + lanes, mask=n0 + lanes < N, other=-1)
-        mine = chosen == expert
+        mine = chosen == expert + FIRST
         rank = seen + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(members + first * BLOCK_M + rank, n0 + lanes, mask=mine)
         seen += tl.sum(mine.to(tl.int32), 0)
@@ -157,9 +158,11 @@ def sort_kernel(
 
 
 @triton.jit
-def _members_of_choice(experts, choice, N, N_POWER: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the expert of a choice, and the numbers of all choices of it, filled up with N. The expert is -1 if a
-    choice before this one is of the same expert."""
+def _members_of_choice(
+    experts, choice, N, FIRST: tl.constexpr, HELD: tl.constexpr, N_POWER: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Return the expert of a choice, counted from FIRST on, and the numbers of all choices of it, filled up with N. The
+    expert is -1 if it is not one of the HELD experts, or if a choice before this one is of the same expert."""
     lanes = tl.arange(0, N_POWER)
     chosen = tl.load(experts + lanes, mask=lanes < N, other=-1)
     expert = tl.load(experts + choice)
@@ -168,7 +171,8 @@ def _members_of_choice(experts, choice, N, N_POWER: tl.constexpr, BLOCK_M: tl.co
     rank = tl.cumsum(mine.to(tl.int32), 0) - 1
     at = mine[:, None] & (rank[:, None] == tl.arange(0, BLOCK_M)[None, :])
     members = tl.min(tl.where(at, lanes[:, None], N), 0)
-    return tl.where(is_first, expert, -1), members
+    expert -= FIRST
+    return tl.where(is_first & (expert >= 0) & (expert < HELD), expert, -1), members
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -177,16 +181,17 @@ def expert_gemm(
     OUT: tl.constexpr, IN: tl.constexpr, DIVISOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, MXFP4: tl.constexpr, FP8: tl.constexpr, GROUPS: tl.constexpr, PACKED: tl.constexpr,
-    TMA: tl.constexpr,
-    SORTED: tl.constexpr, N_POWER: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, SORTED: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr, N_POWER: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute y (N, OUT), a row for each choice, from x (N / DIVISOR, IN) and one expert's weight (OUT, IN), or
-    (2 OUT, IN) if GATED, and its `bias`. The tile of weights is the first operand, and x transposed is the second.
-    `operand`: the descriptor of all weights if TMA. MXFP4: the weights have `scales`, see `parts/mxfp4.py`. FP8: a row
-    of the weights has GROUPS of `scales`. With more than one, each belongs to _FP8_GROUP inputs, and so does a step of
-    BLOCK_I, so that the order of the sums is the same with every tile. If PACKED, packed instructions make bfloat16 of
-    quantised weights. SORTED: `sort_kernel` has made the blocks; otherwise each of the N choices is a block. Grid:
-    blocks * OUT / BLOCK_O; neighbours have the same block."""
+    """Compute y (N, OUT), a row for each choice of one of the HELD experts from FIRST on, from x (N / DIVISOR, IN) and
+    the expert's weight (OUT, IN), or (2 OUT, IN) if GATED, and its `bias`. The tile of weights is the first
+    operand, and x transposed is the second. `operand`: the descriptor of all weights if TMA. MXFP4: the weights
+    have `scales`, see `parts/mxfp4.py`. FP8: a row of the weights has GROUPS of `scales`. With more than one, each
+    belongs to _FP8_GROUP inputs, and so does a step of BLOCK_I, so that the order of the sums is the same with
+    every tile. If PACKED, packed instructions make bfloat16 of quantised weights. SORTED: `sort_kernel` has made
+    the blocks; otherwise each of the N choices is a block. Grid: blocks * OUT / BLOCK_O; neighbours have the same
+    block."""
     tl.static_assert(GROUPS <= 1 or BLOCK_I == _FP8_GROUP)
     dtype: tl.constexpr = y.dtype.element_ty
     TILES: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O
@@ -200,7 +205,7 @@ def expert_gemm(
             return
         choices = tl.load(members + block * BLOCK_M + tl.arange(0, BLOCK_M))
     else:
-        expert, choices = _members_of_choice(experts, block, N, N_POWER, BLOCK_M)
+        expert, choices = _members_of_choice(experts, block, N, FIRST, HELD, N_POWER, BLOCK_M)
         if expert < 0:
             return
     cols = tl.arange(0, BLOCK_I)
@@ -258,10 +263,11 @@ def expert_gemm(
 
 @triton.jit
 def combine_kernel(
-    y, of_experts, weights, residual, SIZE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    y, of_experts, weights, residual, experts, SIZE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    FIRST: tl.constexpr, HELD: tl.constexpr, IS_PART: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one token's sum of `of_experts` (T K, SIZE), in the order of its choices. Grid: (T, SIZE / BLOCK)."""
+    """Compute one token's sum of `of_experts` (T K, SIZE), in the order of its choices. With IS_PART, choices of other
+    `experts` than the HELD ones from FIRST on have no output, and are left out. Grid: (T, SIZE / BLOCK)."""
     dtype: tl.constexpr = y.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -270,7 +276,12 @@ def combine_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(K):
         weight = tl.load(weights + token * K + k).to(tl.float32)
-        total += tl.load(of_experts + (token * K + k) * SIZE + offs, mask=inside, other=0.0).to(tl.float32) * weight
+        is_here = inside
+        if IS_PART:
+            expert = tl.load(experts + token * K + k) - FIRST + tl.zeros((BLOCK,), tl.int32)
+            is_here = inside & (expert >= 0) & (expert < HELD)
+            weight = tl.where(is_here, weight, 0.0)  # a weight that is NaN must not reach what is not here
+        total += tl.load(of_experts + (token * K + k) * SIZE + offs, mask=is_here, other=0.0).to(tl.float32) * weight
     rest = total
     if HAS_RESIDUAL:
         rest = tl.load(residual + token * SIZE + offs, mask=inside, other=0.0)

@@ -84,8 +84,9 @@ class _Blocks:
     """The blocks into which the choices of each expert are divided; a program of a GEMM has one. If they are not
     sorted, there is a block for each choice, and the program of an expert's first choice takes all choices of it."""
 
-    def __init__(self, experts_TK: Tensor, num_experts: int, block_m: int, pdl: bool) -> None:
+    def __init__(self, experts_TK: Tensor, first: int, num_experts: int, block_m: int, pdl: bool) -> None:
         num_tokens = experts_TK.shape[0]
+        self.first = first
         self.experts, self.num_choices, self.block_m, self.pdl = experts_TK, experts_TK.numel(), block_m, pdl
         self.are_sorted = num_tokens > block_m or num_tokens > MAX_UNSORTED
         self.experts_B: Tensor | None = None  # the expert of each block; None: they are not sorted
@@ -101,7 +102,7 @@ class _Blocks:
         launch(
             sort_kernel, (num_experts,),
             experts_TK, self.experts_B, self.members_BM, self.num_choices, self.count,
-            X_POWER=triton.next_power_of_2(num_experts), BLOCK_M=block_m,
+            FIRST=first, X_POWER=triton.next_power_of_2(num_experts), BLOCK_M=block_m,
             CHUNK=min(_CHUNK, max(64, triton.next_power_of_2(self.num_choices))), PDL=pdl,
             num_warps=4 if self.num_choices <= _CHUNK else 8,
             **launch_options(pdl),
@@ -125,8 +126,9 @@ def fused_experts(
         return y_TE
     if residual_TE is not None:
         residual_TE = residual_TE.contiguous()
-    block_m = block_m or tokens_of_a_program(num_tokens, num_experts, top_k, experts.down_XEI.dtype)
-    blocks = _Blocks(experts_TK, num_experts, block_m, dependent_launch(x_TE))
+    total, dtype = experts.total or num_experts, experts.down_XEI.dtype
+    block_m = block_m or tokens_of_a_program(num_tokens, total, top_k, dtype)
+    blocks = _Blocks(experts_TK, experts.first, num_experts, block_m, dependent_launch(x_TE))
     first, second = tiles or tiles_for(block_m, experts.down_XEI.dtype)
     gate_up = experts.gate_up_XFE, experts.gate_up_scales_XFG, experts.gate_up_bias_XF
     inner_NI = _multiply(x_TE.contiguous(), top_k, *gate_up, blocks, first, experts.activation)
@@ -135,7 +137,8 @@ def fused_experts(
     block = min(triton.next_power_of_2(hidden_size), 1024)
     launch(
         combine_kernel, (num_tokens, triton.cdiv(hidden_size, block)),
-        y_TE, of_experts_NE, weights_TK, residual_TE, SIZE=hidden_size, K=top_k, BLOCK=block,
+        y_TE, of_experts_NE, weights_TK, residual_TE, experts_TK, SIZE=hidden_size, K=top_k, BLOCK=block,
+        FIRST=experts.first, HELD=num_experts, IS_PART=experts.total is not None,
         HAS_RESIDUAL=residual_TE is not None, PDL=blocks.pdl, num_warps=4, **launch_options(blocks.pdl),
     )  # fmt: skip
     return y_TE
@@ -183,7 +186,7 @@ def _multiply(
         STAGES=tile.num_stages, GATED=parts == 2, ACTIVATION=activation or "silu",
         HAS_BIAS=bias_XO is not None, MXFP4=is_mxfp4, FP8=is_fp8, GROUPS=num_groups,
         PACKED=x.is_cuda and x.dtype == torch.bfloat16, TMA=operand is not None,
-        SORTED=blocks.are_sorted,
+        SORTED=blocks.are_sorted, FIRST=blocks.first, HELD=num_experts,
         N_POWER=triton.next_power_of_2(blocks.num_choices) if not blocks.are_sorted else 1,
         PDL=blocks.pdl, num_warps=tile.num_warps, **launch_options(blocks.pdl),
     )  # fmt: skip

@@ -10,6 +10,9 @@ a GPU writes into a half again only in the next sum but one, and it cannot end t
 GPU has begun that one. Then the others have read the half. So no GPU waits at the end. For that, the blocks of a group
 have one size in bytes for all tensors.
 
+Two other exchanges are the same kernel. A gather writes the tensors of all GPUs one after the other, and adds nothing.
+A scatter sends another part of a tensor to each GPU, so each has the sum of one part.
+
 A program that waits occupies its multiprocessor. Two sums at the same time, in two lanes, must not block the programs
 for which the other GPU waits. Then a few programs take turns with the blocks, and the next kernel starts when all parts
 have come. A sum that is alone has a program for each block, and the next kernel starts at once, to read its weights.
@@ -65,10 +68,13 @@ def inbox_bytes(capacity: int, size: int) -> int:
 
 @triton.jit
 def _one_shot(
-    x_ptr, residual_ptr, out_ptr, addresses_ptr, counts_ptr, count,
-    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    x_ptr, residual_ptr, out_ptr, addresses_ptr, counts_ptr, count, stride,
+    GATHERS: tl.constexpr, SCATTERS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
+    """Exchange tensors of `count` elements. `stride`: elements from the part of one GPU to that of the next. The parts
+    are in `out_ptr` if it GATHERS, and in `x_ptr` if it SCATTERS."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     flags: tl.constexpr = 2 * SIZE * NUM_BLOCKS * BLOCK_BYTES  # where they begin
     if ALONE:
@@ -84,6 +90,8 @@ def _one_shot(
         x = tl.load(x_ptr + at, mask=ok, other=0.0)
         for peer in tl.static_range(SIZE):
             if peer != RANK:
+                if SCATTERS:
+                    x = tl.load(x_ptr + peer * stride + at, mask=ok, other=0.0)
                 start = tl.load(addresses_ptr + peer) + (half + RANK) * NUM_BLOCKS * BLOCK_BYTES
                 tl.store(tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + at, x, mask=ok)
         tl.debug_barrier()  # all of the block is written
@@ -100,7 +108,7 @@ def _one_shot(
         total = tl.zeros((BLOCK,), dtype=tl.float32)
         for peer in tl.static_range(SIZE):
             if peer == RANK:
-                total += tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
+                part = tl.load(x_ptr + (RANK * stride if SCATTERS else 0) + at, mask=ok, other=0.0)
             else:
                 flag = (own + flags + 4 * ((half + peer) * NUM_BLOCKS + block)).to(tl.pointer_type(tl.int32))
                 while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
@@ -111,11 +119,15 @@ def _one_shot(
                 part = tl.load(
                     tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + at, mask=ok, other=0.0, cache_modifier=".cg"
                 )
+            if GATHERS:
+                tl.store(out_ptr + peer * stride + at, part, mask=ok)
+            else:
                 total += part.to(tl.float32)
-        y = total.to(dtype)
-        if HAS_RESIDUAL:
-            y = (tl.load(residual_ptr + at, mask=ok, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
-        tl.store(out_ptr + at, y, mask=ok)
+        if not GATHERS:
+            y = total.to(dtype)
+            if HAS_RESIDUAL:
+                y = (tl.load(residual_ptr + at, mask=ok, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+            tl.store(out_ptr + at, y, mask=ok)
         tl.store(counts_ptr + block, number)
     if PDL and not ALONE:
         tl.extra.cuda.gdc_launch_dependents()
@@ -206,13 +218,46 @@ def one_shot_sum(x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, 
     tensors = (x, out) if residual is None else (x, out, residual)
     assert all(tensor.is_contiguous() for tensor in tensors)
     assert all((tensor.shape, tensor.dtype) == (x.shape, x.dtype) for tensor in tensors)
-    assert x.nbytes <= inbox.capacity, (x.nbytes, inbox.capacity)
+    _exchange(x, residual, out, inbox, x.numel(), 0, is_alone=is_alone)
+
+
+def one_shot_gather(x: Tensor, parts_GC: Tensor, inbox: Inbox, *, is_alone: bool = True) -> None:
+    """Write each GPU's x (C,) to a row of `parts_GC`. The rows have the dtype of x, and need not follow each other."""
+    assert x.is_contiguous()
+    assert (parts_GC.shape, parts_GC.stride(1), parts_GC.dtype) == ((inbox.size, len(x)), 1, x.dtype)
+    _exchange(x, None, parts_GC, inbox, len(x), parts_GC.stride(0), is_alone=is_alone, gathers=True)
+
+
+def one_shot_scatter(
+    parts_GC: Tensor, residual_C: Tensor | None, out_C: Tensor, inbox: Inbox, *, is_alone: bool = True
+) -> None:
+    """Write to `out_C` the sum of each GPU's row for this one, rounded as in `one_shot_sum`, with the residual."""
+    assert all(x is None or (x.is_contiguous() and x.dtype == parts_GC.dtype) for x in (residual_C, out_C))
+    assert (parts_GC.shape, parts_GC.stride(1)) == ((inbox.size, len(out_C)), 1)
+    stride = parts_GC.stride(0)
+    _exchange(parts_GC, residual_C, out_C, inbox, len(out_C), stride, is_alone=is_alone, scatters=True)
+
+
+def _exchange(
+    x: Tensor,
+    residual: Tensor | None,
+    out: Tensor,
+    inbox: Inbox,
+    count: int,
+    stride: int,
+    *,
+    is_alone: bool,
+    gathers: bool = False,
+    scatters: bool = False,
+) -> None:
+    assert count * x.itemsize <= inbox.capacity, (count, x.dtype, inbox.capacity)
     block = BLOCK_BYTES // x.itemsize
-    programs = triton.cdiv(x.numel(), block)
+    programs = triton.cdiv(count, block)
     pdl = dependent_launch(x)
     launch(
         _one_shot, (programs if is_alone else min(programs, _FEW),),
-        x, residual, out, inbox.addresses_G, inbox.counts_K, x.numel(),
-        RANK=inbox.rank, SIZE=inbox.size, NUM_BLOCKS=num_blocks(inbox.capacity), BLOCK=block, BLOCK_BYTES=BLOCK_BYTES,
+        x, residual, out, inbox.addresses_G, inbox.counts_K, count, stride,
+        GATHERS=gathers, SCATTERS=scatters, RANK=inbox.rank, SIZE=inbox.size,
+        NUM_BLOCKS=num_blocks(inbox.capacity), BLOCK=block, BLOCK_BYTES=BLOCK_BYTES,
         HAS_RESIDUAL=residual is not None, PDL=pdl, ALONE=is_alone, num_warps=8, **launch_options(pdl),
     )  # fmt: skip

@@ -51,7 +51,7 @@ def option_meant(name: str, paths: Iterable[str], similarity: float = 0.75) -> s
     """Return the path of the option that an unknown name means: that of another tool, or the one whose last part is
     the name or is like it. `paths`: of all options. `similarity`: from 0 to 1, the same name."""
     name = name.replace("-", "_").lower()
-    last = {path.rpartition(".")[2]: path for path in reversed(list(paths))}  # of two sections the first
+    last = {path.rpartition(".")[2]: path for path in reversed(list(paths))}  # The first of two sections has it.
     if (other := _OTHER_NAMES.get(name)) in last.values() and name not in last:
         return other
     near = difflib.get_close_matches(name, last, n=1, cutoff=similarity)

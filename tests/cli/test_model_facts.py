@@ -1,0 +1,69 @@
+"""`specbatch models inspect`: facts of a model without its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, OPTConfig
+from typer.testing import CliRunner
+
+from specbatch.cli import app
+from specbatch.cli.model_facts import inspected
+from specbatch.errors import ModelError
+from tests.integer_checkpoints import AWQ, integer_checkpoint
+from tests.tiny_checkpoint import write_checkpoint
+
+
+def facts_of(path: Path, draft: Path | None = None) -> dict[str, str]:
+    return dict(inspected(path, draft))
+
+
+def test_facts_of_a_native_model(tmp_path: Path) -> None:
+    facts = facts_of(write_checkpoint(tmp_path, sliding_window=16, model_type="mistral", a_new_key=1))
+    assert facts["model.backend"] == "native (mistral)"
+    assert facts["layers"] == "2 of 32, with 4 query heads, 2 key/value heads of 8; windows of 16 tokens"
+    assert facts["vocabulary"] == "264 tokens; a text ends with [0]"
+    assert facts["KV cache"] == "0.1 KiB a token in bfloat16"
+    assert facts["tokenizer"] == "264 tokens, a chat template"
+    assert facts["ignored keys"] == "a_new_key"
+    assert "quantised" not in facts
+
+
+def test_a_quantised_model_and_drafts(tmp_path: Path) -> None:
+    integer_checkpoint(
+        tmp_path / "awq", AWQ, hidden_size=160, intermediate_size=192, num_attention_heads=5, num_key_value_heads=5
+    )
+    other = write_checkpoint(tmp_path / "other", vocab_size=300)
+    same = write_checkpoint(tmp_path / "same")
+    assert "int4 (awq" in facts_of(tmp_path / "awq")["quantised"]
+    assert facts_of(tmp_path / "awq", same)["draft same"] == "speculation.method: draft_model"
+    assert "does not fit: " in facts_of(tmp_path / "awq", other)["draft other"]
+
+
+def test_a_model_of_transformers_and_one_without_a_tokenizer(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(OPTConfig(vocab_size=300, **sizes)).save_pretrained(tmp_path / "opt")
+    facts = facts_of(tmp_path / "opt")
+    assert facts["model.backend"] == "transformers (opt)"
+    assert "engine.tensor_parallel" in facts["runs"]
+    assert facts["tokenizer"].startswith("error: ")
+    assert "has no tokenizer" in facts["tokenizer"]
+
+
+def test_a_model_that_does_not_run(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path)
+    config = (path / "config.json").read_text()
+    (path / "config.json").write_text(config.replace("{", '{"is_causal": false, ', 1))
+    with pytest.raises(ModelError, match="is_causal"):
+        inspected(tmp_path)
+    done = CliRunner().invoke(app, ["models", "inspect", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "is_causal" in done.output
+    (path / "config.json").write_text(config)
+    done = CliRunner().invoke(app, ["models", "inspect", str(tmp_path)])
+    assert done.exit_code == 0
+    assert "native (llama)" in done.stdout
