@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specbatch.schemas.column_kinds import WHOLE, Kind, answer_columns, cell, either, kind_of
+from specbatch.schemas.column_kinds import Kind, answer_kind, cell, either, kind_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from specbatch.api.results import Result
 
+_WHOLE = "answer"  # the column of an answer that is no object
 _SUFFIX = "_answer"  # of a column whose name an earlier one has, as in flat result files
 
 
@@ -40,13 +40,14 @@ def columns_of_answers(
     def add(name: str, values: list[Any], kind: Kind) -> None:
         columns[_free(name, {*taken, *columns})] = _array(values, kind)
 
-    answers: list[Any] = []
-    if kinds := answer_columns(response_format):
+    if (kind := answer_kind(response_format)) is not None:
         answers = [json.loads(result.text or "") if result.has_answer else None for result in results]
-    for name, kind in kinds.items():
-        # A row with a response_format of its own can have another answer.
-        parts = [one.get(name) if isinstance(one, dict) else one if name == WHOLE else None for one in answers]
-        add(name, parts, kind)
+        if isinstance(kind, dict) and "object" in kind:
+            for name, part in kind["object"].items():
+                # A row with a response_format of its own can have another answer.
+                add(name, [one.get(name) if isinstance(one, dict) else None for one in answers], part)
+        else:
+            add(_WHOLE, answers, kind)
     for name in ("text", "finish_reason", "error"):
         add(name, [getattr(result, name) for result in results], "text")
     return columns
@@ -61,7 +62,10 @@ def _free(name: str, taken: Collection[str]) -> str:
 
 def _kind_of_all(values: Sequence[Any]) -> Kind:
     """Return the kind of a column whose type no schema says."""
-    return functools.reduce(either, map(kind_of, values), None) or "text"
+    found: Kind | None = None
+    for value in values:
+        found = either(found, kind_of(value))
+    return found or "text"
 
 
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:

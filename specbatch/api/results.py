@@ -43,7 +43,7 @@ class Result(dict[str, Any]):
     @property
     def is_whole(self) -> bool:
         """Return whether there is an answer that was not cut."""
-        return self.get("error") is None and self.finish_reason == "stop"
+        return self.get("error") is None and self.finish_reason == "stop" and not self._choice.get("incomplete")
 
     @property
     def has_answer(self) -> bool:

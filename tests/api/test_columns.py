@@ -18,7 +18,7 @@ def response_format(schema: dict[str, Any]) -> str:
 
 def columns(schema: dict[str, Any], *texts: str) -> dict[str, pa.Array]:
     results = [Result(text=text, finish_reason="stop") for text in texts]
-    results.append(Result(text='{"x": 1', finish_reason="length"))
+    results.append(Result(text='{"x": 1}', finish_reason="stop", incomplete=True))
     results.append(Result(text=None, finish_reason="error", error={"type": "t", "message": "m"}))
     return columns_of_answers(results, response_format(schema), ())
 
