@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from specbatch.api.results import Result
 
 _WHOLE = "answer"  # the column of an answer that is no object
-_SUFFIX = "_answer"  # of a column whose name an earlier one has, as in flat result files
+_SUFFIX = "_answer"  # added to a name that an earlier column has, as in flat result files
 
 
 def result_columns(results: Sequence[Result], response_format: str | None) -> dict[str, pa.Array]:
