@@ -1,12 +1,12 @@
-"""specbatch as a model of lm-evaluation-harness: its generation tasks run with speculative decoding.
+"""specbatch as a model of lm-evaluation-harness: generation runs with speculative decoding, choices are scored.
 
     pip install lm-eval
     python scripts/lm_eval_model.py run --model specbatch --tasks gsm8k --apply_chat_template \\
-        --model_args target=builtin:smollm2-135m-instruct,max_batch_size=64
+        --model_args model=builtin:smollm2-135m-instruct,max_batch_size=64
 
-The command line is that of `lm-eval`. `--model_args` takes `target`, `draft`, `config` and every option of
-docs/options.md, as `specbatch.LLM` does. Without `--apply_chat_template`, prompts are texts to continue. Tasks that
-compare log-probabilities of given answers (multiple choice) are refused. `specbatch eval` has some of these tasks.
+The command line is that of `lm-eval`. `--model_args` takes `model`, `draft`, `config` and every option of
+docs/options.md, as `specbatch.LLM` does. Without `--apply_chat_template`, prompts are texts to continue. Tasks with
+the perplexity of whole texts are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
-from specbatch import LLM
+from specbatch import LLM, Result
 from specbatch.errors import ConfigError, InputError
 
 _CHAT = "\0specbatch-messages:"  # the beginning of a prompt that is messages, as JSON
@@ -34,7 +34,7 @@ class SpecbatchModel(LM):
 
     def __init__(
         self,
-        target: str | None = None,
+        model: str | None = None,
         draft: str | None = None,
         *,
         max_gen_toks: int = 256,
@@ -53,8 +53,8 @@ class SpecbatchModel(LM):
             "generation_config": "none",  # a task says how it samples
         }
         options = {name: value for name, value in named.items() if value is not None} | options
-        self._llm = LLM(target, draft, **options)
-        self._name = target or "specbatch"
+        self._llm = LLM(model, draft, **options)
+        self._name = model or str(options.get("target", "specbatch"))
         self._max_gen_toks = max_gen_toks
 
     @property
@@ -73,18 +73,42 @@ class SpecbatchModel(LM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """One text for each request, before the first of its stop strings. Raises InputError where a row failed."""
         texts: list[str] = []
-        for result in self._llm.generate(self._row(*request.args) for request in requests):
-            if error := result.get("error"):
-                raise InputError(f"request {len(texts)} cannot run: {error['message']}")
-            texts.append(result["text"])
+        for result in self._llm.stream(self._row(*request.args) for request in requests):
+            texts.append(_checked(result, len(texts))["text"])
             self.cache_hook.add_partial("generate_until", requests[len(texts) - 1].args, texts[-1])
         return texts
 
-    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> NoReturn:
-        _refuse()
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The log-probability of each continuation, and whether it is the greedy text of as many tokens. Raises
+        InputError where a row failed."""
+        by_context: dict[str, dict[str, None]] = {}
+        for request in requests:
+            context, continuation = request.args
+            by_context.setdefault(context, {})[continuation] = None
+        scored = self._llm.generate({**_prompt(c), "score_choices": [*texts]} for c, texts in by_context.items())
+        scores = [_checked(result, number)["choice_scores"] for number, result in enumerate(scored)]
+        lengths = [max(score["num_tokens"] for score in each) for each in scores]
+        greedy = self._llm.generate(
+            {**_prompt(context.rstrip() or context), "max_tokens": length, "temperature": 0, "logprobs": 0}
+            for context, length in zip(by_context, lengths, strict=True)
+        )
+        found: dict[tuple[str, str], tuple[float, bool]] = {}
+        for number, (context, each) in enumerate(zip(by_context, scores, strict=True)):
+            tokens = [_bytes(entry) for entry in _checked(greedy[number], number)["logprobs"]]
+            space = context[len(context.rstrip()) :] if context.strip() else ""
+            for score in each:
+                is_greedy = b"".join(tokens[: score["num_tokens"]]) == (space + score["text"]).encode()
+                found[context, score["text"]] = score["logprob"], is_greedy
+        answers = [found[request.args] for request in requests]
+        for request, answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", request.args, answer)
+        return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> NoReturn:
-        _refuse()
+        raise ConfigError(
+            "this task measures the perplexity of whole texts, which this model class does not compute",
+            "choose a task that generates, such as gsm8k, or one of multiple choice, such as arc_easy",
+        )
 
     def _row(self, context: str, settings: dict[str, Any]) -> dict[str, Any]:
         settings = {name: value for name, value in settings.items() if name not in _IGNORED and value is not None}
@@ -96,16 +120,24 @@ class SpecbatchModel(LM):
         }
         if settings:
             raise ConfigError(f"the task sets {', '.join(settings)}, which specbatch does not have", "--gen_kwargs")
-        if context.startswith(_CHAT):
-            return row | {"messages": json.loads(context.removeprefix(_CHAT))}
-        return row | {"prompt": context}
+        return row | _prompt(context)
 
 
-def _refuse() -> NoReturn:
-    raise ConfigError(
-        "this task compares log-probabilities of given answers, which this model class does not compute",
-        "choose a task that generates, such as gsm8k or ifeval; `specbatch eval` has mmlu, hellaswag and arc",
-    )
+def _prompt(context: str) -> dict[str, Any]:
+    if context.startswith(_CHAT):
+        return {"messages": json.loads(context.removeprefix(_CHAT))}
+    return {"prompt": context}
+
+
+def _bytes(entry: dict[str, Any]) -> bytes:
+    """The bytes of a token, which can be a part of a character."""
+    return bytes(entry["bytes"]) if "bytes" in entry else entry["token"].encode()
+
+
+def _checked(result: Result, number: int) -> Result:
+    if result.error is not None:
+        raise InputError(f"request {number} cannot run: {result['error']['message']}")
+    return result
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ each kind, in turn, over the whole pipeline.
         --set speculation.simulate_acceptance=2.5
     python scripts/bench/bench_fields.py --batch 8 --max-tokens 32 --repeats 2             # a CPU, minutes
 
-Speeds are output tokens over the wall time of `LLM.generate_lines`, which makes lines as for a file. The best of the
+Speeds are output tokens over the wall time of `LLM.stream_lines`, which makes lines as for a file. The best of the
 repeats counts, and `share` is that speed against rows of the kind `none`. The kinds hardly change the texts, so that
 lengths and drafts stay what they are: `acceptance_length` shows it. Of a `mixed` kind, one row of 16 has the fields.
 The first time of a kind compiles and captures, and does not count. One JSON line for each kind and time, with the share
@@ -68,7 +68,7 @@ def run(llm: LLM, kind: str, num_rows: int) -> Run:
         {"prompt": f"Tell me about the number {i}.", **(KINDS[kind] if i % every == 3 % every else {})}
         for i in range(num_rows)
     ]
-    lines = list(llm.generate_lines(rows))
+    lines = list(llm.stream_lines(rows))
     seconds, now = time.perf_counter() - began, llm.stats
     assert not [line for line in lines if "error" in json.loads(line)]
     rounds = now.speculation.rounds - before.speculation.rounds

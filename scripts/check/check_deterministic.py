@@ -214,7 +214,7 @@ def main() -> int:
                 certificate=True,
                 **({"generation_config": "none"} | common | options),
             ) as llm:
-                results = list(llm.generate(rows))
+                results: list[dict[str, Any]] = [*llm.generate(rows)]
                 length = llm.stats.speculation.acceptance_length
         except Exception as error:  # the other variants run all the same
             add(name, {"error": f"{type(error).__name__}: {error}"})

@@ -97,7 +97,7 @@ def problems_of(results: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]
 
 def run(llm: LLM, rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     before, began = copy.deepcopy(llm.stats), time.perf_counter()
-    results = list(llm.generate(rows))
+    results: list[dict[str, Any]] = [*llm.generate(rows)]
     seconds, after = time.perf_counter() - began, llm.stats
     old, new = before.grammar, after.grammar
     rounds = after.speculation.rounds - before.speculation.rounds

@@ -37,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -174,7 +174,7 @@ def run_rows(task: Path) -> int:
     return 0
 
 
-def counts_of(stats: EngineStats, results: list[Line]) -> Line:
+def counts_of(stats: EngineStats, results: Sequence[Line]) -> Line:
     """Return counters that show whether the run did what it is for."""
     return {
         "tokens": stats.generated_tokens,

@@ -203,9 +203,10 @@ def _figures(task: Mapping[str, Any]) -> dict[str, str]:
     """Return the figures that the table shows for one way of running a task."""
     shown = {}
     for name, found in task["accuracy"].items():
-        error = found["standard_error"]
-        shown[name] = "no row scored" if found["value"] is None else f"{found['value']:.1%}"
-        shown[name] += f" ± {error:.1%}" if error is not None else ""
+        shown[name] = "no row scored"
+        if found["value"] is not None:
+            low, high = found["interval"]
+            shown[name] = f"{found['value']:.1%} (95%: {low:.1%} to {high:.1%})"
     rows = task["rows"]
     shown["rows"] = f"{rows['total'] - rows['failed']:,} ok, {rows['failed']:,} failed"
     if cut := rows["finish_reasons"].get("length"):

@@ -12,6 +12,8 @@ from typing import Any
 from specbatch.evals.metrics import Score, Value
 from specbatch.evals.plan import Plan
 
+_Z = 1.959964  # the quantile of the normal distribution for 97.5%
+
 
 @dataclass(frozen=True)
 class RowScore:
@@ -40,10 +42,12 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """The mean of `scored` rows' scores in 0 .. 1, and its standard error; None where there are too few rows."""
+    """The mean of `scored` rows' scores in 0 .. 1, its standard error, and its interval of 95%; None where there are
+    too few rows."""
 
     value: float | None
     standard_error: float | None
+    interval: tuple[float, float] | None
     correct: float  # the sum of the scores: a count, where each row has one answer
     scored: int
 
@@ -51,8 +55,18 @@ class Accuracy:
 def accuracy(scores: Sequence[float]) -> Accuracy:
     """Mean, and the sample's standard deviation over the root of its size, as lm-evaluation-harness' mean_stderr."""
     if not scores:
-        return Accuracy(None, None, 0.0, 0)
-    return Accuracy(sum(scores) / len(scores), standard_error(scores), sum(scores), len(scores))
+        return Accuracy(None, None, None, 0.0, 0)
+    total, number = sum(scores), len(scores)
+    return Accuracy(total / number, standard_error(scores), wilson_interval(total, number), total, number)
+
+
+def wilson_interval(correct: float, number: int) -> tuple[float, float]:
+    """Return the 95% interval of the share `correct / number` (Wilson, 1927). With 0 of 8 right, the standard error is
+    0, but the interval goes to 32%. For scores between 0 and 1 it is too wide rather than too narrow."""
+    share, spread = correct / number, _Z * _Z / number
+    centre = (share + spread / 2) / (1 + spread)
+    half = math.sqrt(spread * (share * (1 - share) + spread / 4)) / (1 + spread)
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def standard_error(values: Sequence[float]) -> float | None:

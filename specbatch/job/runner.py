@@ -202,7 +202,7 @@ class RowRunner:
 
     def rows_in_flight(self) -> set[int]:
         """The indices of the rows that were started and have not finished."""
-        return {row.index for row, _ in self._in_flight.values()}
+        return {row.key for row, _ in self._in_flight.values()}
 
     def stop_waiting(self) -> None:
         """The job ends: rows that are not prepared do not start. It can be called by a handler of signals."""
@@ -278,7 +278,7 @@ class RowRunner:
         self._add(row, failed_line(row, error))
 
     def _add(self, row: Row, line: dict[str, Any], margin: Margin = NO_MARGIN) -> None:
-        self._finished.add(row.index, row.digest, line, remark_on(row), margin)
+        self._finished.add(row.key, row.digest, line, remark_on(row), margin)
 
 
 def _without_grammars(config: Config) -> str | None:
@@ -291,7 +291,7 @@ def failed_row(raw: RawRow, error: RowError, parser: RowParser) -> Finished:
     """A row that does not run."""
     row = parser.parse(raw)
     finished = Finished()
-    finished.add(row.index, row.digest, failed_line(row, error), remark_on(row))
+    finished.add(row.key, row.digest, failed_line(row, error), remark_on(row))
     return finished
 
 

@@ -43,11 +43,13 @@ def eval_rows(given: Path) -> list[list[str]]:
     for name, task in report["tasks"].items():
         compare = task.get("compare") or {}
         for metric, found in (task["accuracy"] or {"": {"value": None}}).items():
-            error = found.get("standard_error")
+            accuracy = number(found["value"], ".1%")
+            if interval := found.get("interval"):
+                accuracy += f" ({interval[0]:.1%} to {interval[1]:.1%})"
             rows.append(
                 [
                     f"{name}, {metric}" if metric else name,
-                    number(found["value"], ".1%") + (f" ± {error:.1%}" if error else ""),
+                    accuracy,
                     number(task["rows"]["total"]),
                     number(task["rows"]["failed"]),
                     number(task.get("output_tokens_per_second"), ",.0f"),

@@ -84,7 +84,8 @@ class RowParser:
 
     def parse(self, raw: RawRow) -> Row:
         """Parse a row. An error in it becomes the row's `error`, and is never raised."""
-        row = Row(raw.index, raw.digest(), params=self._defaults)
+        number = raw.index if raw.number is None else raw.number
+        row = Row(number, raw.digest(), key=raw.index, params=raw.sampling or self._defaults)
         try:
             is_line = isinstance(raw.data, bytes)
             fields = raw.fields()
@@ -117,7 +118,7 @@ class RowParser:
         elif not is_line and self._template is None:
             fields = _as_line(fields)
         if not columns_are_data:
-            row.params = override(self._defaults, fields)
+            row.params = override(row.params, fields)
         if not self.makes_prompts:
             refuse_unsupported(fields, row.params, _AS_DATA)
             self._check_model(fields.get("model"))
@@ -183,7 +184,7 @@ class RowParser:
         body = read_batch_line(fields, row)
         chat = row.api == "chat"
         sampling = sampling_fields(body, chat)
-        row.params = override(self._defaults, sampling)
+        row.params = override(row.params, sampling)
         others = {name: value for name, value in body.items() if name not in KNOWN_BODY and value is not None}
         refuse_unsupported(others, row.params, "put it under `metadata`")
         for name in others:

@@ -24,9 +24,10 @@ class Row:
     `RowPreparer` those that the engine needs, and `RowRunner` the results. A row with an error has the fields that were
     read before it."""
 
-    index: int
+    index: int  # the one of the result; it decides the default seed
     digest: int = 0  # RawRow.digest
     error: RowError | None = None  # the reason why it cannot run
+    key: int = 0  # RawRow.index: the index of the row where it runs
 
     # These fields are repeated in the result, also in an error, or lead to warnings.
     id: Any = None  # the custom_id, if this is an OpenAI Batch line

@@ -29,6 +29,7 @@ from specbatch.files.paths import check_input_name
 from specbatch.files.remote import OnBytes, RemoteFile, fetch
 from specbatch.files.urls import url_name, url_of
 from specbatch.rows.data_set_files import files_of
+from specbatch.types import SamplingParams
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _STDIN_HEAD = 1 << 16  # bytes of standard input that identify it
@@ -40,6 +41,9 @@ class RawRow:
 
     index: int  # 0-based line of the input (for tables: row)
     data: RowData
+    sampling: SamplingParams | None = None  # defaults of the row's call; None: those of the configuration
+    # The index that seeds and the result have, if it is not `index`: rows of several calls run at the same time.
+    number: int | None = None
 
     def fields(self) -> dict[str, Any]:
         """The names of the row's fields and their values. Raises RowError."""
@@ -57,7 +61,8 @@ class RawRow:
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
     def __reduce__(self) -> tuple[type[RawRow], tuple[Any, ...]]:
-        return RawRow, (self.index, self.data)  # rows go to workers: this halves the time of pickling
+        # Rows go to workers: this halves the time of pickling.
+        return RawRow, (self.index, self.data, self.sampling, self.number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,8 @@ def test_results_and_samples(run: Eval) -> None:
     report = run.results()
     task = report["tasks"]["mine"]
     assert task["accuracy"]["strict"] == {
-        "value": 0.5, "standard_error": pytest.approx(0.2236, abs=1e-4), "correct": 3.0, "scored": 6
+        "value": 0.5, "standard_error": pytest.approx(0.2236, abs=1e-4), "correct": 3.0, "scored": 6,
+        "interval": pytest.approx([0.1876, 0.8124], abs=1e-4),
     }  # fmt: skip
     assert task["accuracy"]["loose"]["correct"] == 4  # 1, 2, 3 and 5; of "6, or 7" the last
     assert task["rows"] == {"total": 6, "scored": 6, "failed": 0, "errors": {}, "finish_reasons": {"stop": 6}}
@@ -144,7 +145,7 @@ def test_results_and_samples(run: Eval) -> None:
     assert third["filters"]["loose"] == {"value": "3", "correct": True}
     assert samples[3]["filters"]["strict"] == {"value": "[invalid]", "correct": False}
     assert third["speculation"]["acceptance_length"] == 3.0
-    assert "50.0% ± 22.4%" in run.log
+    assert "50.0% (95%: 18.8% to 81.2%)" in run.log
     assert "100% 100% 0% at depth 1 to 3" in run.log
 
 

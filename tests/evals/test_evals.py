@@ -300,7 +300,10 @@ def test_exact_match_and_accuracy() -> None:
     found = accuracy([1.0, 0.0, 1.0, 1.0])
     assert (found.value, found.correct, found.scored) == (0.75, 3.0, 4)
     assert found.standard_error == pytest.approx(math.sqrt(0.75 * 0.25 / 3))  # the sample's deviation: over n - 1
-    assert accuracy([]).value is None
+    assert found.interval == pytest.approx((0.3006, 0.9544), abs=1e-4)
+    assert accuracy([0.0] * 8).interval == pytest.approx((0, 0.3244), abs=1e-4)  # the standard error is 0
+    assert accuracy([1.0] * 8).interval == pytest.approx((0.6756, 1), abs=1e-4)
+    assert accuracy([]).value is accuracy([]).interval is None
     assert accuracy([1.0]).standard_error is None
 
 

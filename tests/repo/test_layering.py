@@ -17,6 +17,7 @@ ROOT = Path(specbatch.__file__).parent
 LAYERS = [
     ["__main__"],
     ["cli"],
+    ["ray_data"],
     ["api"],
     ["startup"],
     ["evals", "tune", "report"],

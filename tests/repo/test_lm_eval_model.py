@@ -55,6 +55,22 @@ def test_what_cannot_run_is_an_error(model: Any) -> None:
         model.generate_until(requests(("p", {"num_beams": 4})))
     with pytest.raises(InputError, match="request 1 cannot run"):
         model.generate_until(requests(("p", {}), ("x" * 5000, {})))
-    for method in (model.loglikelihood, model.loglikelihood_rolling):
-        with pytest.raises(ConfigError, match="compares log-probabilities"):
-            method([])
+    with pytest.raises(ConfigError, match="perplexity of whole texts"):
+        model.loglikelihood_rolling([])
+
+
+def test_choices_are_scored(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the log-probabilities of the whole text say it. A continuation that is the greedy text is named so."""
+    monkeypatch.syspath_prepend(str(Path(specbatch.__file__).resolve().parent.parent / "scripts"))
+    module = importlib.import_module("lm_eval_model")
+    model = module.SpecbatchModel(str(tiny_model), method="none", kv_cache_tokens=1024, max_batch_size=4)
+    [greedy] = model._llm.generate({"prompt": "a", "max_tokens": 3, "logprobs": 0})
+    pairs = [("is it?", " yes"), ("a", greedy.text), ("is it?", " no"), ("a", greedy.text + "!")]
+    found = model.loglikelihood(requests(*pairs))
+    assert [is_greedy for _, is_greedy in found] == [False, True, False, False]
+    assert found[1][0] == pytest.approx(sum(entry["logprob"] for entry in greedy["logprobs"]), abs=1e-4)
+    [whole] = model._llm.generate({"prompt": "is it? yes", "prompt_logprobs": 0, "max_tokens": 1})
+    expected = sum(entry["logprob"] for entry in whole["prompt_logprobs"][-4:])
+    assert found[0][0] == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(InputError, match="request 0 cannot run"):
+        model.loglikelihood(requests(("x" * 5000, "y")))

@@ -285,7 +285,7 @@ TUNED = {
 EVALUATED = {
     "tasks": {
         "gsm8k": {
-            "accuracy": {"strict": {"value": 0.25, "standard_error": 0.01}, "loose": {"value": None}},
+            "accuracy": {"strict": {"value": 0.25, "interval": [0.175, 0.343]}, "loose": {"value": None}},
             "rows": {"total": 100, "failed": 2},
             "output_tokens_per_second": 1234.5,
             "acceptance_length": 2.25,
@@ -309,7 +309,7 @@ def test_tune_and_eval_are_on_the_page(tmp_path: Path) -> None:
             "118.5",
             "3/1/4",
             "1.50",
-            "25.0% ± 1.0%",
+            "25.0% (17.5% to 34.3%)",
             "1,234",
             "2.25",
             "1.75",

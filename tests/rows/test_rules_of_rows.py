@@ -100,7 +100,7 @@ def test_rules_of_rows_lines_and_the_configuration(llm: LLM, tiny_model: Path) -
     [line] = llm.generate([batch_line({**PROMPT, **fields})])
     assert line["response"]["body"]["choices"][0]["message"]["content"] == row["text"]
     with LLM(str(tiny_model), method="none", kv_cache_tokens=1024, **fields) as configured:
-        assert next(configured.generate([PROMPT]))["text"] == row["text"]
+        assert configured.generate([PROMPT])[0]["text"] == row["text"]
     neutral = {"logit_bias": {}, "bad_words": [], "presence_penalty": 0, "repetition_penalty": 1.0, "min_tokens": 0}
     plain, same = (result["text"] for result in llm.generate([PROMPT, {**PROMPT, **neutral}]))
     assert plain == same

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specbatch.api import LLM, generate_file
+from specbatch import LLM, generate_file
 from specbatch.config_load import dump_config, load_config
 from specbatch.errors import InputError, SpecbatchError
 from specbatch.setup.resolve import resolve

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from specbatch.api import LLM
+from specbatch import LLM
 from specbatch.config_load import load_config
 from specbatch.errors import ModelError
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint, with_adapter

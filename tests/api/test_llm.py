@@ -18,11 +18,11 @@ import pandas
 import pytest
 
 import specbatch
-from specbatch import LLM, generate_file, startup
+from specbatch import LLM, generate_file
 from specbatch.errors import ConfigError, InputError
 from specbatch.scaleout.pool import Pool
 from tests.scaleout.simulation import Simulation
-from tests.stub_engine import StubEngine, StubRun, build_engine, stub_modules
+from tests.stub_engine import StubEngine, StubRun, build_engine
 
 TRUE_FREEZE_COUNT = gc.get_freeze_count  # conftest.py replaces it before the first test
 ROWS: list[Any] = [
@@ -33,12 +33,7 @@ ROWS: list[Any] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, module in stub_modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(startup, "model_paths", lambda config: {})
-    monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter
+pytestmark = pytest.mark.usefixtures("stub")
 
 
 def test_results_are_those_of_a_file_job() -> None:
@@ -55,17 +50,19 @@ def test_results_are_those_of_a_file_job() -> None:
 
 def test_results_as_they_finish_are_the_same_ones() -> None:
     with LLM(max_batch_size=8) as llm:
-        in_order, unordered = list(llm.generate(ROWS)), list(llm.generate(ROWS, in_order=False))
+        in_order, unordered = list(llm.generate(ROWS)), list(llm.stream(ROWS, in_order=False))
     assert in_order != unordered
     assert in_order == sorted(unordered, key=lambda result: result["index"])
 
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_row_that_kills_its_workers_has_an_error(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.api.open_pool", lambda config, console: Pool(simulation, 2, clock=simulation.clock))
+    monkeypatch.setattr(
+        "specbatch.api.loaded_model.open_pool", lambda config, console: Pool(simulation, 2, clock=simulation.clock)
+    )
     simulation = Simulation(batch=4, killers=[3])
     with LLM() as llm:
-        results = sorted(llm.generate([f"p{i}" for i in range(20)], in_order=in_order), key=lambda r: r["index"])
+        results = sorted(llm.stream([f"p{i}" for i in range(20)], in_order=in_order), key=lambda r: r["index"])
     assert [r["index"] for r in results] == list(range(20))
     assert [r["index"] for r in results if "error" in r] == [3]
     assert results[3]["error"]["type"] == "worker_died"
@@ -81,12 +78,12 @@ def test_rows_are_read_as_they_are_needed() -> None:
             yield f"p{read}"
 
     with LLM(max_batch_size=4) as llm:
-        results = llm.generate(rows())
+        results = llm.stream(rows())
         assert next(results)["index"] == 0
         assert read < 100
         with pytest.raises(InputError, match="running already"):
             llm.generate(["x"])
-        results.close()  # type: ignore[attr-defined]
+        results.close()
         assert [r["index"] for r in llm.generate(["a", "b"])] == [0, 1]
 
 
@@ -95,10 +92,10 @@ def test_lines_are_those_of_a_result_file(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = generate_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     with LLM() as llm:
-        assert b"".join(llm.generate_lines(rows)) == report.output.read_bytes()
-        unordered = llm.generate_lines(rows, in_order=False)
-        assert sorted(unordered, key=lambda line: int(json.loads(line)["index"])) == list(llm.generate_lines(rows))
-        unread = llm.generate_lines(["x"])
+        assert b"".join(llm.stream_lines(rows)) == report.output.read_bytes()
+        unordered = llm.stream_lines(rows, in_order=False)
+        assert sorted(unordered, key=lambda line: int(json.loads(line)["index"])) == list(llm.stream_lines(rows))
+        unread = llm.stream_lines(["x"])
         assert list(llm.generate(["y"]))
         assert list(unread)
 
@@ -194,7 +191,7 @@ def test_it_works_where_signals_are_handled_without_python(monkeypatch: pytest.M
 
 def test_two_iterators_do_not_take_each_others_rows() -> None:
     with LLM(max_batch_size=4) as llm:
-        first, second = llm.generate([f"p{i}" for i in range(30)]), llm.generate(["q"])
+        first, second = llm.stream([f"p{i}" for i in range(30)]), llm.stream(["q"])
         next(first)
         with pytest.raises(InputError, match="running already"):
             next(second)
@@ -216,7 +213,7 @@ def test_values_that_json_has_not_are_refused(value: object) -> None:
 
 def test_a_closed_model_runs_nothing() -> None:
     with LLM() as llm:
-        begun = llm.generate(["a", "b"])
+        begun = llm.stream(["a", "b"])
         assert next(begun)["index"] == 0
     with pytest.raises(InputError, match="closed"):
         llm.generate(["x"])
@@ -258,10 +255,12 @@ def test_close_frees_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_that_kills_its_workers_does_not_stop_a_long_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """More results than are held wait for it."""
-    monkeypatch.setattr("specbatch.api.open_pool", lambda config, console: Pool(simulation, 2, clock=simulation.clock))
+    monkeypatch.setattr(
+        "specbatch.api.loaded_model.open_pool", lambda config, console: Pool(simulation, 2, clock=simulation.clock)
+    )
     simulation = Simulation(batch=100, killers=[3], seconds_of=lambda index: 0.01)
     with LLM() as llm:
-        results = [result["index"] for result in llm.generate(f"p{i}" for i in range(11_500))]
+        results = [result["index"] for result in llm.stream(f"p{i}" for i in range(11_500))]
     assert results == list(range(11_500))
 
 
@@ -282,8 +281,8 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 def test_options_have_whole_names_and_short_ones() -> None:
     with LLM(**{"sampling.seed": 5}, temperature=1.0) as seeded, LLM(temperature=1.0) as plain:
         row = {"prompt": "p", "seed": 5}
-        assert next(iter(seeded.generate(["p"])))["text"] != next(iter(plain.generate(["p"])))["text"]
-        assert next(iter(plain.generate([row])))["usage"]["completion_tokens"] > 0
+        assert seeded.generate(["p"])[0]["text"] != plain.generate(["p"])[0]["text"]
+        assert plain.generate([row])[0]["usage"]["completion_tokens"] > 0
 
 
 def test_a_finished_job_is_not_run_again_and_an_interrupted_one_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,9 +340,9 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
     if not page.is_file():
         pytest.skip("no checkout")
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 7
     Path("examples").symlink_to(root / "examples")
-    exec(compile("\n".join(blocks), page.name, "exec"), {})
+    exec(compile("\n".join(blocks), page.name, "exec", dont_inherit=True), {"__name__": "page"})
     printed = capsys.readouterr().out
     assert printed.startswith("None ")
     assert "\ncapital " in printed
@@ -356,7 +355,7 @@ def test_one_text_is_one_row_and_a_table_its_rows() -> None:
     with LLM() as llm:
         (alone,) = llm.generate("p0")
         (as_dict,) = llm.generate({"prompt": "p0"})
-        assert alone == as_dict == next(iter(llm.generate(["p0"])))
+        assert alone == as_dict == llm.generate(["p0"])[0]
         assert [(r["id"], r["index"]) for r in llm.generate(frame)] == [(5, 0), (6, 1)]
         assert list(llm.generate(frame)) == list(
             llm.generate([{"prompt": "p0", "id": 5, "temperature": 1}, {"prompt": "p1", "id": 6}])
