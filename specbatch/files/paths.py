@@ -34,7 +34,7 @@ _RESULT_MARK = b'{"id": '
 _SORTED = ".sorted"
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _FORMATS = (
-    *(".arrow", ".feather", ".orc", ".avro", ".json", ".xlsx", ".xls", ".ods", ".xml"),
+    *(".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".json", ".xlsx", ".xls", ".ods", ".xml"),
     *(".html", ".yaml", ".yml", ".toml", ".sqlite", ".db", ".npy", ".npz", ".pkl", ".h5", ".hdf5", ".tar", ".tgz"),
     *(".safetensors", ".gguf", ".bin", ".pt", ".pth"),
 )
@@ -162,7 +162,8 @@ def _refuse_format(path: Path, formats: str) -> None:
             f"-o {named}",
         )
     if suffix in _FORMATS:
-        raise InputError(f"the output {path}: {formats}, not {suffix}", f"-o {path.with_suffix('.jsonl')}")
+        known = suffix if suffix in RESULT_SUFFIXES else ".jsonl"  # .CSV: names are compared as they are
+        raise InputError(f"the output {path}: {formats}, not {path.suffix}", f"-o {path.with_suffix(known)}")
 
 
 def check_written(files: Sequence[Written], reads: Mapping[str, Path], hint: str = ELSEWHERE) -> None:

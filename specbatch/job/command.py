@@ -35,7 +35,7 @@ from specbatch.job.warnings import Remarks, draft_remarks
 from specbatch.job.worker import Description
 from specbatch.results.fingerprint import INPUT_COLUMNS, INPUT_FACTS
 from specbatch.results.results import ResultFile
-from specbatch.results.retry import reopen_without_errors
+from specbatch.results.retry import TEMPLATE, reopen_without_errors, with_old_template
 from specbatch.results.stats import build_report, write_report
 from specbatch.rows.parser import RowParser, with_checked_fields
 from specbatch.rows.shard import Shard, part_of
@@ -135,12 +135,13 @@ def _run(
                 "--retry-errors would read standard input twice, and it is too long for that",
                 f"write it to a file, and name the file; {ELSEWHERE}",
             )
-        report = already_finished(output, job | _read_to_its_end(source), pool.models)
-        if not (options.retry_errors and report["rows"]["failed"]):
+        known = with_old_template(job, output) if options.retry_errors else job
+        report = already_finished(output, known | _read_to_its_end(source), pool.models)
+        if not (options.retry_errors and (report["rows"]["failed"] or known != job)):
             source.remove_copy()
             print_notes([f"{shown} is finished already: nothing to do (--overwrite runs it again)"], console)
             return Outcome(verdict(report, console), output, report)
-        reopen_without_errors(output, report, source)
+        reopen_without_errors(output, report, source, job.get(TEMPLATE))
 
     with closing(ResultFile(output, job, pool.models, overwrite=options.overwrite)) as results:
         print_notes([*results.notes(), *count_crash(results), *notes], console)
@@ -172,6 +173,8 @@ def _run(
         sorting = time.perf_counter()
         written = results.finish()
         remarked += results.column_notes
+        if earlier := sum(entry["rows"] for entry in results.earlier_templates):
+            remarked.append(f"{earlier:,} rows keep their answers to an earlier data.prompt_template")
         if results.stale_rows:
             stale = f"{results.stale_rows:,} finished rows were not kept: their input rows have changed"
             print_notes([stale], console)
@@ -196,6 +199,8 @@ def _run(
             "weights": pool.models.record(),
             "longest_row": results.longest_row,
         }
+        if results.earlier_templates:
+            report["earlier_templates"] = results.earlier_templates
         write_report(stats_path_of(output), report, like=output)
         if store is not None:
             store.upload()

@@ -35,6 +35,7 @@ from specbatch.results.stats import RowTotals, write_report
 from specbatch.rows.shard import whole_path
 
 _OF_EACH = ("rows", "session", "commit", "device", "longest_row", "notes")  # statistics that each shard keeps
+_IF_ANY = ("earlier_templates",)  # those that a shard can have
 
 
 @dataclass(frozen=True)
@@ -202,6 +203,7 @@ def _merged_report(shards: Sequence[FinishedShard], output: str, written: dict[s
                 "output": shard.name,
                 "output_file": shard.written,
                 **{name: shard.report[name] for name in _OF_EACH},
+                **{name: shard.report[name] for name in _IF_ANY if name in shard.report},
             }
             for shard in shards
         ],

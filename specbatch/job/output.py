@@ -64,7 +64,7 @@ def with_columns(config: Config, output: Path) -> Config:
     if config.output.columns == "flat" and suffix != ".parquet":
         raise InputError(
             f"output.columns is flat, which {output.name} cannot have: {', '.join(FLAT_SUFFIXES)} are tables",
-            f"-o {output.name.removesuffix(suffix)}.parquet, or --set output.columns=results",
+            f"-o {str(output).removesuffix(suffix)}.parquet, or --set output.columns=results",
         )
     return config
 

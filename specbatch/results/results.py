@@ -41,6 +41,7 @@ _INPUT_NOW = "specbatch_input"  # the record of an input that is not that of the
 LONGEST_ROW = "specbatch_longest_row"  # the record of `ResultFile.longest_row`
 MARGINS = "specbatch_margins"  # the record of margins that the lines do not have, see `retry`
 MODELS = "specbatch_weights"  # the record of the models' large files, see `fingerprint`
+EARLIER = "specbatch_templates"  # the record of `ResultFile.earlier_templates`
 _DEATHS = "specbatch_deaths"  # the record of rows whose process died
 _START_AGAIN = f"--overwrite drops it and starts again; {ELSEWHERE}"
 
@@ -64,6 +65,7 @@ class ResultFile:
         # Maximum tokens of a row, prompt and output. All sessions have that of the first one, because it decides which
         # rows are errors. None: not decided yet.
         self.longest_row: int | None = None
+        self.earlier_templates: list[dict[str, Any]] = []  # of rows that a retry with another template kept
         self._input_released = False  # earlier sessions allow another input
         self._models = models or ModelFiles({})
         self._recorded_models: dict[str, Any] = {}  # their record in the file
@@ -283,6 +285,7 @@ class ResultFile:
         self._end = end
         self._has_rows = bool(self.totals.rows or self.damaged_lines)
         self.longest_row = records.get(LONGEST_ROW)
+        self.earlier_templates = records.get(EARLIER, [])
         self.resumed_rows = self.totals.rows
         if self._input_released:
             self._append({_INPUT_NOW: _input_of(job)})
