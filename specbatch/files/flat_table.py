@@ -20,6 +20,7 @@ from specbatch.schemas.column_kinds import Kind, cell, either, kind_of
 LINE = "specbatch"  # the last column, with the result line
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 FLAT_SUFFIXES = (".parquet", *DELIMITERS)
+_WHOLE = "answer"  # the column of an answer that is no object
 _SUFFIX = "_answer"  # of a column whose name an earlier one has
 _MAX_INPUT_COLUMNS = 1000  # fields of JSON lines can have any names; those of later ones are only in LINE
 _MAX_CELL = 1 << 30  # characters; the default of `csv` is 128 KiB
@@ -34,11 +35,11 @@ _IF_ANY: Mapping[str, Kind] = {
 @dataclass(frozen=True)
 class FlatColumns:
     """What is known of a job's columns before its rows. `id_name`: the field of ids. `given`: kinds of the input's
-    columns, if its file says them. `answers`: columns of the schema."""
+    columns, if its file says them. `answer`: the kind of answers that the schema allows; None: there is no schema."""
 
     id_name: str = "id"
     given: Mapping[str, Kind] = field(default_factory=dict)
-    answers: Mapping[str, Kind] = field(default_factory=dict)
+    answer: Kind | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,10 @@ class FlatTable:
         if ids is not None:
             self._add("id", {id_name: ids})
         self._add("input", {name: kind or "text" for name, kind in inputs.items()})
-        self._add("answer", known.answers)
+        if isinstance(known.answer, dict) and "object" in known.answer:
+            self._add("answer", known.answer["object"])
+        elif known.answer is not None:
+            self._add("whole", {_WHOLE: known.answer})
         self._add("result", {**_ALWAYS, **{name: kind for name, kind in _IF_ANY.items() if name in found}})
         self._add("line", {LINE: "text"})
 
@@ -96,7 +100,10 @@ class FlatTable:
         return [*cells, line[:-1].decode()]
 
 
-_WORDS = {"id": "ids", "input": "input", "answer": "answers", "result": "results", "line": "results"}
+_WORDS = {
+    **{"id": "ids", "input": "input", "answer": "answers", "whole": "answers"},
+    **{"result": "results", "line": "results"},
+}
 
 
 class _Result:
@@ -131,7 +138,9 @@ class _Result:
             return self._result.get(name) or None if name == "choices" else self._result.get(name)
         if not self._is_parsed:
             self._answer, self._is_parsed = _parsed(self._result.get("text")), True
-        return self._answer.get(name) if isinstance(self._answer, dict) else self._answer
+        if part == "whole":
+            return self._answer
+        return self._answer.get(name) if isinstance(self._answer, dict) else None
 
 
 def _parsed(text: str | None) -> Any:

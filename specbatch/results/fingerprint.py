@@ -22,7 +22,7 @@ from specbatch.errors import InputError
 from specbatch.files.flat_table import FlatColumns
 from specbatch.files.local import chunks
 from specbatch.rows.shard import Shard
-from specbatch.schemas.column_kinds import answer_columns
+from specbatch.schemas.column_kinds import answer_kind
 
 # Capacity, scheduling and workers: results do not depend on them. `job_fingerprint` records kv_cache_tokens if it
 # limits the length of a row. A name with a dot at its end is a whole section.
@@ -78,8 +78,8 @@ def flat_columns(job: Mapping[str, Any]) -> FlatColumns | None:
     """Return the columns of a job's results that are known before its rows. None: they are not flat."""
     if job.get("output.columns") != "flat":
         return None
-    answers = answer_columns(job.get("sampling.response_format"))
-    return FlatColumns(job.get("data.id_column") or "id", job.get(INPUT_COLUMNS, {}), answers)
+    answer = answer_kind(job.get("sampling.response_format"))
+    return FlatColumns(job.get("data.id_column") or "id", job.get(INPUT_COLUMNS, {}), answer)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -24,20 +24,16 @@ _TYPES = {"string": "text", "integer": "integer", "number": "number", "boolean":
 _ALTERNATIVES = ("anyOf", "oneOf")
 _NUMBERS = ("integer", "number")
 _MAX_DEPTH = 16
-WHOLE = "answer"  # the column of an answer that is no object
 _MAX_INTEGER = 1 << 63
 
 
-def answer_columns(response_format: str | None) -> dict[str, Kind]:
-    """Return the columns of answers in this format, which is JSON text: one for each property that the schema names.
-    An answer that is no object is one column, `answer`. Without a schema there are none."""
+def answer_kind(response_format: str | None) -> Kind | None:
+    """Return the kind of answers in this format, which is JSON text. None: no schema says more than that it is JSON."""
     value = None if response_format is None else json.loads(response_format)
     if value is None or value["type"] != "json_schema":
-        return {}
+        return None
     kind = _Schema(value["json_schema"]["schema"]).kind()
-    if isinstance(kind, dict) and "object" in kind:
-        return dict(kind["object"])
-    return {} if kind in (None, "json") else {WHOLE: kind}
+    return None if kind == "json" else kind
 
 
 class _Schema:
