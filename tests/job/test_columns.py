@@ -58,7 +58,7 @@ def test_the_file_has_the_columns_of_the_input(run: Shards, suffix: str) -> None
     assert frame["ticket"].tolist() == [f"{i:03d}" for i in range(30)]
     assert frame["subject"].tolist() == [f"s{i}" for i in range(30)]
     assert frame["finish_reason"].value_counts()["error"] == 6
-    assert frame["error"].dropna().unique().tolist() == ["missing_prompt: the row has no content in 'body'"]
+    assert frame["error"].dropna().unique().tolist() == ["missing_prompt: the row has no content in body"]
     before = output.read_bytes()
     assert run(config=flat(), output=output) == 1
     assert "finished already" in run.log
