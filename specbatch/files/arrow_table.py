@@ -17,7 +17,7 @@ from specbatch.errors import InputError
 from specbatch.files.jsonl import BadRow
 from specbatch.schemas.column_kinds import Kind
 
-_MAX_DIGITS = 38  # of a decimal128
+_MAX_DIGITS = 38  # a decimal128 has at most these
 _BATCH = 1024  # rows that are in memory
 
 

@@ -21,7 +21,7 @@ LINE = "specbatch"  # the last column, with the result line
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 FLAT_SUFFIXES = (".parquet", *DELIMITERS)
 _WHOLE = "answer"  # the column of an answer that is no object
-_SUFFIX = "_answer"  # of a column whose name an earlier one has
+_SUFFIX = "_answer"  # added to a name that an earlier column has
 _MAX_INPUT_COLUMNS = 1000  # fields of JSON lines can have any names; those of later ones are only in LINE
 _MAX_CELL = 1 << 30  # characters; the default of `csv` is 128 KiB
 _ALWAYS: Mapping[str, Kind] = {"text": "text", "finish_reason": "text", "error": "text"}
@@ -34,7 +34,7 @@ _IF_ANY: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class FlatColumns:
-    """What is known of a job's columns before its rows. `id_name`: the field of ids. `given`: kinds of the input's
+    """Facts about the columns of a job before its rows. `id_name`: the field of ids. `given`: kinds of the input's
     columns, if its file says them. `answer`: the kind of answers that the schema allows; None: there is no schema."""
 
     id_name: str = "id"
@@ -85,10 +85,11 @@ class FlatTable:
 
     def _add(self, part: str, kinds: Mapping[str, Kind]) -> None:
         for source, kind in kinds.items():
-            name, number = source, 1
+            written = source.encode("utf-8", "backslashreplace").decode()
+            name, number = written, 1
             while name in self._taken:
-                name, number = f"{source}{_SUFFIX}{number if number > 1 else ''}", number + 1
-            if name != source:
+                name, number = f"{written}{_SUFFIX}{number if number > 1 else ''}", number + 1
+            if name != written:
                 self.notes.append(f"the column {source} of the {_WORDS[part]} is {name}: the input has {source}, too")
             self._taken.add(name)
             self.columns.append(Column(name, kind, part, source))
@@ -137,7 +138,8 @@ class _Result:
         if part == "result":
             return self._result.get(name) or None if name == "choices" else self._result.get(name)
         if not self._is_parsed:
-            self._answer, self._is_parsed = _parsed(self._result.get("text")), True
+            text = None if self._result.get("incomplete") else self._result.get("text")
+            self._answer, self._is_parsed = _parsed(text), True
         if part == "whole":
             return self._answer
         return self._answer.get(name) if isinstance(self._answer, dict) else None

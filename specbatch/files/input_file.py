@@ -32,7 +32,7 @@ class InputFile:
 
     rows: Callable[[], Iterator[tuple[int, RowData]]]
     total: int | None  # rows, if that is known; of JSON lines their lines, with blank ones
-    columns: dict[str, Kind] = field(default_factory=dict)  # of parquet and Arrow
+    columns: dict[str, Kind] = field(default_factory=dict)  # only parquet and Arrow files say them
 
 
 def suffix_of(name: str) -> str | None:

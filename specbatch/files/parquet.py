@@ -99,10 +99,21 @@ def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
     if kind == pa.string():
         values = [None if value is None else _utf8(value) for value in values]
     elif pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
-        return pa.array(values, pa.string()).cast(kind)
+        texts = pa.array(values, pa.string())
+        try:
+            return texts.cast(kind)
+        except pa.ArrowInvalid:  # A finished job must not fail for a value; its text is in the line.
+            return pa.concat_arrays([_cast_or_null(texts[i], kind) for i in range(len(texts))])
     elif pa.types.is_nested(kind):
         values = [_utf8_of_all(value) for value in values]
     return pa.array(values, kind)
+
+
+def _cast_or_null(text: pa.Scalar, kind: pa.DataType) -> pa.Array:
+    try:
+        return pa.array([text.as_py()], pa.string()).cast(kind)
+    except pa.ArrowInvalid:
+        return pa.nulls(1, kind)
 
 
 def _utf8_of_all(value: Any) -> Any:

@@ -65,7 +65,7 @@ class ResultFile:
         # Maximum tokens of a row, prompt and output. All sessions have that of the first one, because it decides which
         # rows are errors. None: not decided yet.
         self.longest_row: int | None = None
-        self.earlier_templates: list[dict[str, Any]] = []  # of rows that a retry with another template kept
+        self.earlier_templates: list[dict[str, Any]] = []  # rows that a retry kept have answers to these
         self._input_released = False  # earlier sessions allow another input
         self._models = models or ModelFiles({})
         self._recorded_models: dict[str, Any] = {}  # their record in the file

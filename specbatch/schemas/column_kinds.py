@@ -11,7 +11,6 @@ A column of the kind "json" has texts as they are, and the JSON of all other val
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -116,12 +115,18 @@ def either(one: Kind | None, other: Kind | None) -> Kind | None:
 
 
 def _one_of(kinds: list[Kind | None]) -> Kind | None:
-    return functools.reduce(either, kinds, None)
+    found: Kind | None = None
+    for kind in kinds:
+        found = either(found, kind)
+    return found
 
 
 def _all_of(kinds: list[Kind]) -> Kind:
     """Return the kind of values for which all of these hold: "json" says nothing, and objects have all their keys."""
-    return functools.reduce(_both, kinds, "json")
+    found: Kind = "json"
+    for kind in kinds:
+        found = _both(found, kind)
+    return found
 
 
 def _both(one: Kind, other: Kind) -> Kind:

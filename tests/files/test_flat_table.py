@@ -193,6 +193,24 @@ def test_an_answer_that_is_no_object_is_one_column(tmp_path: Path) -> None:
     assert table_of(tmp_path, [native(0, "a")], answer="text").column("answer").to_pylist() == [None]
 
 
+def test_a_text_that_was_cut_is_no_answer_also_if_it_is_json(tmp_path: Path) -> None:
+    lines = [native(0, "12", incomplete=True), native(1, "123")]
+    assert table_of(tmp_path, lines, answer="integer").column("answer").to_pylist() == [None, 123]
+
+
+def test_no_value_ends_a_finished_job(tmp_path: Path) -> None:
+    given = {"day": "date", "price": "decimal(12, 10)", "at": "timestamp[ns, UTC]"}
+    good = {"day": "2024-01-02", "price": "0E-10", "at": "2024-01-02T00:00:00+00:00"}
+    bad = {"day": "soon", "price": "much", "at": "never"}
+    lines = [native(0, "t", good), native(1, "t", bad), native(2, "t", dict.fromkeys(given))]
+    table = table_of(tmp_path, lines, given=given)
+    assert table.column("day").to_pylist() == [datetime.date(2024, 1, 2), None, None]
+    assert table.column("price").to_pylist() == [Decimal(0), None, None]
+    assert table.column("at").null_count == 2
+    names = table_of(tmp_path, [native(0, "t", {"\ud83d": "\ud83d", "\\ud83d": [{"a": "\ud83d"}]})]).column_names
+    assert names == ["id", "\\ud83d", "\\ud83d_answer", "text", "finish_reason", "error"]
+
+
 def test_names_that_occur_twice_get_a_suffix(tmp_path: Path) -> None:
     given = {"label": "old", "text": "t", "error": 1, "specbatch": "x", "n": 5, "n_answer": 6}
     lines = [encode_line(native(0, '{"label": "bug", "n": 1, "tags": []}', given))]
