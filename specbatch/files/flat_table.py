@@ -34,7 +34,7 @@ _IF_ANY: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class FlatColumns:
-    """Facts about the columns of a job before its rows. `id_name`: the field of ids. `given`: kinds of the input's
+    """Facts about the columns of a job, known before its rows. `id_name`: the field of ids. `given`: kinds of the input's
     columns, if its file says them. `answer`: the kind of answers that the schema allows; None: there is no schema."""
 
     id_name: str = "id"
@@ -72,7 +72,7 @@ class FlatTable:
             found.update(name for name in _IF_ANY.keys() - found if result.value("result", name) is not None)
         self.columns: list[Column] = []
         self._taken: set[str] = set()
-        self.notes: list[str] = []
+        self.renamed: list[str] = []  # names with a suffix
         if ids is not None:
             self._add("id", {id_name: ids})
         self._add("input", {name: kind or "text" for name, kind in inputs.items()})
@@ -90,7 +90,7 @@ class FlatTable:
             while name in self._taken:
                 name, number = f"{written}{_SUFFIX}{number if number > 1 else ''}", number + 1
             if name != written:
-                self.notes.append(f"the column {source} of the {_WORDS[part]} is {name}: the input has {source}, too")
+                self.renamed.append(name)
             self._taken.add(name)
             self.columns.append(Column(name, kind, part, source))
 
@@ -99,12 +99,6 @@ class FlatTable:
         result = _Result(json.loads(line))
         cells = [cell(column.kind, result.value(column.part, column.source)) for column in self.columns[:-1]]
         return [*cells, line[:-1].decode()]
-
-
-_WORDS = {
-    **{"id": "ids", "input": "input", "answer": "answers", "whole": "answers"},
-    **{"result": "results", "line": "results"},
-}
 
 
 class _Result:

@@ -172,7 +172,9 @@ def _run(
             return Outcome(INTERRUPTED, output)
         sorting = time.perf_counter()
         written = results.finish()
-        remarked += results.column_notes
+        if results.renamed_columns:
+            names = ", ".join(results.renamed_columns)
+            remarked.append(f"columns whose names the input has, too, got a suffix: {names}")
         if earlier := sum(entry["rows"] for entry in results.earlier_templates):
             remarked.append(f"{earlier:,} rows keep their answers to an earlier data.prompt_template")
         if results.stale_rows:

@@ -56,7 +56,7 @@ class ResultFile:
         self, output: Path, job: Mapping[str, Any], models: ModelRecord | None = None, *, overwrite: bool
     ) -> None:
         self.output = output
-        self.column_notes: list[str] = []  # about names of flat columns, after `finish`
+        self.renamed_columns: list[str] = []  # flat columns with a suffix, because the input has the name, too
         self._job = job
         self.totals = RowTotals()
         self.resumed_rows = 0  # finished by earlier sessions
@@ -193,7 +193,7 @@ class ResultFile:
 
         known = flat_columns(self._job)
         table = None if known is None else FlatTable(known, lines())
-        self.column_notes = [] if table is None else table.notes
+        self.renamed_columns = [] if table is None else table.renamed
         return write_in_order(self.output, lines(), keep_partial, table)
 
     def margins(self) -> MarginTotals:

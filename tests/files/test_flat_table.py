@@ -219,7 +219,7 @@ def test_names_that_occur_twice_get_a_suffix(tmp_path: Path) -> None:
         *("id", *given, "label_answer", "n_answer2", "tags"),
         *("text_answer", "finish_reason", "error_answer", "specbatch_answer"),
     ]
-    assert table.notes[0] == "the column label of the answers is label_answer: the input has label, too"
+    assert table.renamed == ["label_answer", "n_answer2", "text_answer", "error_answer", "specbatch_answer"]
     row = dict(zip([column.name for column in table.columns], table.row(lines[0]), strict=True))
     assert (row["label"], row["label_answer"], row["n_answer2"], row["text"]) == ("old", "bug", 1, "t")
     for suffix in SUFFIXES:  # it is read back in any case
