@@ -34,8 +34,9 @@ _IF_ANY: Mapping[str, Kind] = {
 
 @dataclass(frozen=True)
 class FlatColumns:
-    """Facts about the columns of a job, known before its rows. `id_name`: the field of ids. `given`: kinds of the input's
-    columns, if its file says them. `answer`: the kind of answers that the schema allows; None: there is no schema."""
+    """Facts about the columns of a job, known before its rows. `id_name`: the field of ids. `given`: kinds of the
+    input's columns, if its file says them. `answer`: the kind of answers that the schema allows; None: there is no
+    schema."""
 
     id_name: str = "id"
     given: Mapping[str, Kind] = field(default_factory=dict)

@@ -144,6 +144,8 @@ def test_cells_of_text_files_are_what_the_texts_are(tmp_path: Path, suffix: str)
     assert [row[1] for row in rows] == [row[2] for row in rows] == cells
     values = [None, True, 7, 0.5, [1, "é"], {"a": None}]
     header, *rows = table_of(tmp_path, [native(i, "t", {"in": value}) for i, value in enumerate(values)], suffix)
+    header, *flags = table_of(tmp_path, [native(i, "t", {"in": flag}) for i, flag in enumerate((True, False))], suffix)
+    assert [row[1] for row in flags] == ["true", "false"]
     assert [row[1] for row in rows] == ["", "true", "7", "0.5", '[1, "é"]', '{"a": null}']
     assert not (tmp_path / f"t{suffix}").read_bytes().startswith(b"\xef\xbb\xbf")
     header, *rows = table_of(tmp_path, [native(0, "half \ud83d", {"half \ud83d": "\ud83d"})], suffix)
@@ -190,6 +192,8 @@ def test_an_answer_that_is_no_object_is_one_column(tmp_path: Path) -> None:
     lines = [native(i, text) for i, text in enumerate(['["a", "b"]', "[]", '["a', "7"])]
     table = table_of(tmp_path, lines, answer={"list": "text"})
     assert table.column("answer").to_pylist() == [["a", "b"], [], None, None]
+    half = table_of(tmp_path, [native(0, '["\\ud83d"]')], answer={"list": "text"})
+    assert half.column("answer").to_pylist() == [["\\ud83d"]]
     assert table_of(tmp_path, [native(0, "a")], answer="text").column("answer").to_pylist() == [None]
 
 
@@ -253,7 +257,8 @@ def test_openai_batch_lines(tmp_path: Path, suffix: str) -> None:
     assert table.column("text").to_pylist() == [message["content"], "t0", None]
     assert table.column("finish_reason").to_pylist() == ["stop", "stop", "error"]
     assert table.column("error").to_pylist() == [None, None, "empty_prompt: no"]
-    assert len(json.loads(table.column("choices").to_pylist()[1])) == 2
+    choices = table.column("choices").to_pylist()
+    assert [choices[0], len(json.loads(choices[1])), choices[2]] == [None, 2, None]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
