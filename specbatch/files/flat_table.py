@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from specbatch.files.jsonl import decode_value
 from specbatch.schemas.column_kinds import Kind, cell, either, kind_of
@@ -23,6 +23,7 @@ FLAT_SUFFIXES = (".parquet", *DELIMITERS)
 _WHOLE = "answer"  # the column of an answer that is no object
 _SUFFIX = "_answer"  # added to a name that an earlier column has
 _MAX_INPUT_COLUMNS = 1000  # fields of JSON lines can have any names; those of later ones are only in LINE
+_MAX_HEADER = 64 << 20  # characters
 _MAX_CELL = 1 << 30  # characters; the default of `csv` is 128 KiB
 _ALWAYS: Mapping[str, Kind] = {"text": "text", "finish_reason": "text", "error": "text"}
 _IF_ANY: Mapping[str, Kind] = {
@@ -168,9 +169,8 @@ def _written(value: Any) -> Any:
 
 def read_delimited(path: Path) -> Iterator[bytes]:
     """The result lines of a file that `write_delimited` wrote. Raises ValueError for other files, and for damage."""
-    csv.field_size_limit(_MAX_CELL)
+    delimiter = _delimiter(path)
     with path.open(encoding="utf-8", newline="") as text:
-        delimiter = _delimiter(path)
         reader = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             width = len(next(reader))
@@ -192,12 +192,21 @@ def is_delimited(path: Path) -> bool:
 
 def _delimiter(path: Path) -> str:
     """Return the delimiter of the file. Raises ValueError if its last column has no result lines."""
+    csv.field_size_limit(_MAX_CELL)
     for delimiter in DELIMITERS.values():
         with path.open(encoding="utf-8", newline="") as text:
             try:
-                header = next(csv.reader(text, delimiter=delimiter, strict=True), [])
+                header = next(csv.reader(_head(text), delimiter=delimiter, strict=True), [])
             except csv.Error:
                 continue
             if len(header) > len(_ALWAYS) and header[-1].startswith(LINE):
                 return delimiter
     raise ValueError(f"{path} was not written by specbatch")
+
+
+def _head(text: TextIO) -> Iterator[str]:
+    """Yield the first lines of a file, which can be any text: one whose quote is never closed is not read to its end."""
+    left = _MAX_HEADER
+    while left > 0 and (line := text.readline(left)):
+        left -= len(line)
+        yield line

@@ -85,7 +85,7 @@ def open_results(path: Path) -> Iterator[Iterator[bytes]]:
 
         with pa.input_stream(str(path), compression="zstd") as stream:
             yield iter(io.BufferedReader(stream, _BUFFER))
-    elif _is_text(begin):
+    elif _is_text_table(path, begin):
         yield read_delimited(path)
     else:
         with path.open("rb", _BUFFER) as file:
@@ -100,17 +100,16 @@ def result_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def first_line(path: Path) -> bytes | None:
-    """The first result line; b"": there is none. None: the file is packed and cannot be read. Of a text that is not a
-    result file, its own first line."""
-    is_text = _is_text(_first_bytes(path))
-    if not is_packed(path) or (is_text and not is_delimited(path)):
+    """The first result line; b"": there is none. None: the file is packed and cannot be read."""
+    if not is_packed(path):
         with path.open("rb") as file:
             return file.readline(_MAX_LINE_BYTES)
     try:
         with open_results(path) as lines:
             return next(lines, b"")
     except (OSError, EOFError, ValueError, zlib.error):  # Arrow's errors are ValueErrors and OSErrors
-        return b"" if is_text else None  # the header shows whose file it is
+        # The header of a text shows that specbatch wrote it, also if its first row is torn.
+        return b"" if _is_text_table(path, _first_bytes(path)) else None
 
 
 def is_table(path: Path) -> bool:
@@ -120,12 +119,12 @@ def is_table(path: Path) -> bool:
 def is_packed(path: Path) -> bool:
     """Return whether the content is not the result lines themselves: it is compressed, or a table."""
     begin = _first_bytes(path)
-    return begin.startswith((_GZIP, _ZSTD, _PARQUET)) or _is_text(begin)
+    return begin.startswith((_GZIP, _ZSTD, _PARQUET)) or _is_text_table(path, begin)
 
 
-def _is_text(begin: bytes) -> bool:
-    """Return whether a file that begins so is no JSON line, and can be CSV or TSV."""
-    return bool(begin) and not begin.startswith((b"{", _GZIP, _ZSTD, _PARQUET))
+def _is_text_table(path: Path, begin: bytes) -> bool:
+    """Return whether the file is CSV or TSV with flat results. `begin`: its first bytes."""
+    return not begin.startswith((b"{", _GZIP, _ZSTD, _PARQUET)) and is_delimited(path)
 
 
 def is_torn_pack(path: Path) -> bool:

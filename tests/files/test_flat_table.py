@@ -270,14 +270,23 @@ def test_a_table_without_rows(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["a,b\n1,2\n", "", "text\n", "a,specbatch\n1,2\n", 'a,b,c,specbatch\n1,2,3,{"k": 1}\n', '"', "\xff,\xfe\n"],
+    [
+        "a,b\n1,2\n",
+        "",
+        "text\n",
+        '["a"]\n',
+        "a,specbatch\n1,2\n",
+        'a,b,c,specbatch\n1,2,3,{"k": 1}\n',
+        '"',
+        "\xff,\xfe\n",
+    ],
 )
 def test_other_text_files_are_not_results(tmp_path: Path, text: str) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(text.encode("latin-1"))
     assert holds_results(path) == (text == ""), "nothing is lost with an empty file"
     if text:
-        with pytest.raises((ValueError, KeyError)), open_results(path) as lines:
+        with pytest.raises((ValueError, KeyError, TypeError)), open_results(path) as lines:
             _ = [json.loads(line)["index"] for line in lines]
 
 
