@@ -205,7 +205,7 @@ def _delimiter(path: Path) -> str:
 
 
 def _head(text: TextIO) -> Iterator[str]:
-    """Yield the first lines of a file, which can be any text: one whose quote is never closed is not read to its end."""
+    """Yield the first lines of a text. One with a quote that is never closed is not read to its end."""
     left = _MAX_HEADER
     while left > 0 and (line := text.readline(left)):
         left -= len(line)
