@@ -365,6 +365,12 @@ class OutputSection:
         "Adds `certificate` to the result of each greedy row: the smallest difference of the two largest logits for a "
         "token (`margin`), and which token this is (`position`). Rounding can change a row with a small margin.",
     )
+    columns: Literal["results", "flat"] = option(
+        "results",
+        "The columns of a table. `results`: the fields of result lines, for parquet. `flat`: the input's own columns, "
+        "a typed column for each property of the schema of `sampling.response_format`, then `text`, `finish_reason` "
+        "and `error`; for parquet, and always for CSV and TSV. The output of data.csv is then data.results.parquet.",
+    )
 
 
 def _amounts(reader: Reader, value: Any, path: str) -> Mapping[str, float]:

@@ -103,8 +103,8 @@ def generate(
             "--output",
             "-o",
             metavar="PATH",
-            help="The results: .jsonl, .jsonl.gz, .jsonl.zst or .parquet, here or at a URL (s3, gs, hf). Default for "
-            "data.jsonl: data.results.jsonl.",
+            help="The results: .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .csv or .tsv, here or at a URL (s3, gs, hf). "
+            "Default for data.jsonl: data.results.jsonl.",
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Run only the first N rows.")] = None,
@@ -119,7 +119,11 @@ def generate(
     overwrite: OverwriteOption = False,
     quarantine: QuarantineOption = False,
     retry_errors: Annotated[
-        bool, flag("--retry-errors", help="Of a finished output, run only the rows that failed.")
+        bool,
+        flag(
+            "--retry-errors",
+            help="Of a finished output, run only the rows that failed. The prompt template can be another one.",
+        ),
     ] = False,
     max_failed: Annotated[
         str | None,

@@ -111,7 +111,9 @@ def plan_config(config: Config, plan: Plan, stop_token_ids: Sequence[int]) -> Co
         prompts_as_chat=False,
         plan_rows=given.plan_rows,
     )
-    return dataclasses.replace(config, sampling=dataclasses.replace(plan.sampling, stop_token_ids=ids), data=data)
+    sampling = dataclasses.replace(plan.sampling, stop_token_ids=ids)
+    output = dataclasses.replace(config.output, columns="results")  # answers are JSON lines
+    return dataclasses.replace(config, sampling=sampling, data=data, output=output)
 
 
 def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:

@@ -15,7 +15,9 @@ import pyarrow.parquet as pq
 
 from specbatch.errors import InputError
 from specbatch.files.jsonl import BadRow
+from specbatch.schemas.column_kinds import Kind
 
+_MAX_DIGITS = 38  # a decimal128 has at most these
 _BATCH = 1024  # rows that are in memory
 
 
@@ -47,6 +49,45 @@ def arrow_rows(path: Path, name: str) -> Iterator[dict[str, Any] | BadRow]:
             return
         check_columns(opened.schema, name)
         yield from rows_of_batches(opened.get_batch(i) for i in range(opened.num_record_batches))
+
+
+def kinds_of_columns(path: Path) -> dict[str, Kind]:
+    """The kinds of the columns of a file that `count_parquet_rows` or `arrow_rows` can read. Raises pa.ArrowException
+    and OSError."""
+    if path.suffix == ".parquet":
+        schema = pq.read_schema(path)
+    else:
+        with pa.memory_map(str(path)) as file:
+            try:
+                schema = pa.ipc.open_file(file).schema
+            except pa.ArrowInvalid:
+                file.seek(0)
+                schema = pa.ipc.open_stream(file).schema
+    return {field.name: _kind(field.type) for field in schema}
+
+
+def _kind(kind: pa.DataType, is_part: bool = False) -> Kind:
+    """Return the kind of a column's values as JSON has them. `is_part`: of a list or a struct."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return _kind(kind.value_type, is_part)
+    if types.is_integer(kind):
+        return "json" if kind == pa.uint64() else "integer"
+    if types.is_floating(kind):
+        return "number"
+    if types.is_boolean(kind):
+        return "boolean"
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return {"list": _kind(kind.value_type, True)}
+    if types.is_struct(kind) and kind.num_fields:
+        return {"object": {kind.field(i).name: _kind(kind.field(i).type, True) for i in range(kind.num_fields)}}
+    if types.is_date(kind) and not is_part:
+        return "date"
+    if types.is_timestamp(kind) and not is_part:
+        return f"timestamp[{kind.unit}, {kind.tz}]" if kind.tz else f"timestamp[{kind.unit}]"
+    if types.is_decimal(kind) and not is_part and kind.precision <= _MAX_DIGITS and kind.scale >= 0:
+        return f"decimal({kind.precision}, {kind.scale})"
+    return "json" if types.is_map(kind) or types.is_decimal(kind) else "text"
 
 
 def check_columns(schema: pa.Schema, name: str) -> None:

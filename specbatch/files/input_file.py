@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +14,7 @@ from specbatch.files.file_kind import HEAD, binary_kind, check_content, check_te
 from specbatch.files.json_file import has_lines, json_rows
 from specbatch.files.jsonl import READ_ERRORS, BadRow, decompressed, numbered_lines, open_lines
 from specbatch.files.local import WHOLE_HASH_BYTES
+from specbatch.schemas.column_kinds import Kind
 
 RowData = bytes | dict[str, Any] | BadRow  # a JSON line, the columns of a table, or an error
 
@@ -31,6 +32,7 @@ class InputFile:
 
     rows: Callable[[], Iterator[tuple[int, RowData]]]
     total: int | None  # rows, if that is known; of JSON lines their lines, with blank ones
+    columns: dict[str, Kind] = field(default_factory=dict)  # only parquet and Arrow files say them
 
 
 def suffix_of(name: str) -> str | None:
@@ -97,11 +99,12 @@ def _parts(suffix: str) -> tuple[str, str]:
 
 
 def _open_table(path: Path, name: str, suffix: str) -> InputFile:
-    from specbatch.files.arrow_table import arrow_rows, count_parquet_rows, parquet_rows
+    from specbatch.files.arrow_table import arrow_rows, count_parquet_rows, kinds_of_columns, parquet_rows
 
     if suffix == ".parquet":
-        return InputFile(_numbered(name, lambda: parquet_rows(path)), count_parquet_rows(path, name))
-    return InputFile(_numbered(name, lambda: arrow_rows(path, name)), None)
+        total = count_parquet_rows(path, name)
+        return InputFile(_numbered(name, lambda: parquet_rows(path)), total, kinds_of_columns(path))
+    return InputFile(_numbered(name, lambda: arrow_rows(path, name)), None, kinds_of_columns(path))
 
 
 def _has_lines(opened: Callable[[], BinaryIO], name: str) -> bool:

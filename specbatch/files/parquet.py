@@ -3,6 +3,8 @@
 A column for each field of a result line. Its type follows from `line_types`, not from the values, so all files have the
 same types: text and numbers are plain columns, `usage`, `speculation` and `error` are structs, and what has no fixed
 shape (`logprobs`, `choices`, `metadata`, `response`) is JSON text. An `id` that is not text is its JSON text, too.
+
+A table with flat results has the columns of a `FlatTable` instead.
 """
 
 from __future__ import annotations
@@ -18,37 +20,108 @@ from typing import Any, BinaryIO, Literal, Union
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from specbatch.files.flat_table import FlatTable
 from specbatch.files.jsonl import encode_line
 from specbatch.files.line_types import BatchLine, NativeLine, index_of
+from specbatch.schemas.column_kinds import Kind
 
 _REST = "other"  # JSON text of fields that have no column: none today
-_MARK = {b"specbatch": b"results"}
+_MARK, _FLAT = {b"specbatch": b"results"}, {b"specbatch": b"flat"}
 _SCALARS = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+_KINDS = {
+    **{"text": pa.string(), "json": pa.string(), "integer": pa.int64(), "number": pa.float64()},
+    **{"boolean": pa.bool_(), "date": pa.date32()},
+}
 _JSON_TEXT = {"id", "custom_id"}  # text as it is; other values as JSON
 
 
-def write_parquet(file: BinaryIO, lines: Iterable[bytes], group_rows: int, group_bytes: int) -> None:
-    """Write result lines as a table. A row group is written after `group_rows` rows or `group_bytes` bytes."""
-    with pq.ParquetWriter(file, schema(), compression="zstd", version="2.6", write_statistics=True) as writer:
-        rows: list[dict[str, Any]] = []
+def write_parquet(
+    file: BinaryIO, lines: Iterable[bytes], group_rows: int, group_bytes: int, table: FlatTable | None = None
+) -> None:
+    """Write result lines as a table. A row group is written after `group_rows` rows or `group_bytes` bytes. `table`:
+    columns of flat results."""
+    kind = schema() if table is None else _flat_schema(table)
+    with pq.ParquetWriter(file, kind, compression="zstd", version="2.6", write_statistics=True) as writer:
+
+        def write() -> None:
+            if table is None:
+                writer.write_table(pa.Table.from_pylist([_row(json.loads(line)) for line in group], kind))
+                return
+            cells = zip(*map(table.row, group), strict=True)
+            columns = [_array(list(values), field.type) for values, field in zip(cells, kind, strict=True)]
+            writer.write_table(pa.Table.from_arrays(columns, schema=kind))
+
+        group: list[bytes] = []
         size = 0
         for line in lines:
-            rows.append(_row(json.loads(line)))
+            group.append(line)
             size += len(line)
-            if len(rows) >= group_rows or size >= group_bytes:
-                writer.write_table(pa.Table.from_pylist(rows, schema()))
-                rows, size = [], 0
-        if rows:
-            writer.write_table(pa.Table.from_pylist(rows, schema()))
+            if len(group) >= group_rows or size >= group_bytes:
+                write()
+                group, size = [], 0
+        if group:
+            write()
 
 
-def read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+def read_parquet(path: Path) -> Iterator[bytes]:
     """The result lines of a table that `write_parquet` wrote. Raises ValueError for other tables."""
     with pq.ParquetFile(path) as file:
-        if (file.schema_arrow.metadata or {}).get(b"specbatch") != _MARK[b"specbatch"]:
+        columns = file.schema_arrow
+        mark = (columns.metadata or {}).get(b"specbatch")
+        if mark == _MARK[b"specbatch"]:
+            for batch in file.iter_batches(batch_size=256):
+                yield from map(encode_line, map(_line, batch.to_pylist()))
+        elif mark == _FLAT[b"specbatch"]:
+            for batch in file.iter_batches(batch_size=256, columns=[columns.names[-1]]):
+                yield from (line.encode() + b"\n" for line in batch.column(0).to_pylist())
+        else:
             raise ValueError(f"{path} was not written by specbatch")
-        for batch in file.iter_batches(batch_size=256):
-            yield from map(_line, batch.to_pylist())
+
+
+def _flat_schema(table: FlatTable) -> pa.Schema:
+    return pa.schema([pa.field(column.name, _flat_type(column.kind)) for column in table.columns], metadata=_FLAT)
+
+
+def _flat_type(kind: Kind) -> pa.DataType:
+    if isinstance(kind, dict):
+        if "list" in kind:
+            return pa.list_(pa.field("element", _flat_type(kind["list"])))
+        return pa.struct([pa.field(name, _flat_type(one)) for name, one in kind["object"].items()])
+    if kind in _KINDS:
+        return _KINDS[kind]
+    name, _, rest = kind.rstrip(")]").replace("(", "[").partition("[")
+    first, _, second = rest.partition(", ")
+    return pa.timestamp(first, second or None) if name == "timestamp" else pa.decimal128(int(first), int(second))
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Make a column. Dates, times and decimals are given as texts."""
+    if kind == pa.string():
+        values = [None if value is None else _utf8(value) for value in values]
+    elif pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+        texts = pa.array(values, pa.string())
+        try:
+            return texts.cast(kind)
+        except pa.ArrowInvalid:  # A finished job must not fail for a value; its text is in the line.
+            return pa.concat_arrays([_cast_or_null(texts[i], kind) for i in range(len(texts))])
+    elif pa.types.is_nested(kind):
+        values = [_utf8_of_all(value) for value in values]
+    return pa.array(values, kind)
+
+
+def _cast_or_null(text: pa.Scalar, kind: pa.DataType) -> pa.Array:
+    try:
+        return pa.array([text.as_py()], pa.string()).cast(kind)
+    except pa.ArrowInvalid:
+        return pa.nulls(1, kind)
+
+
+def _utf8_of_all(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _utf8_of_all(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_utf8_of_all(item) for item in value]
+    return _utf8(value) if isinstance(value, str) else value
 
 
 @cache

@@ -117,7 +117,7 @@ def files_read(config: Config, config_file: Path | None, **others: Path | None) 
     return found
 
 
-def output_file(path: Path, formats: str = "results are JSON lines or parquet") -> Path:
+def output_file(path: Path, formats: str = "results are JSON lines, parquet, CSV or TSV") -> Path:
     """`path`, or the file that it links to. Raises InputError if it is not a regular file and cannot become one.
 
     `formats`: what is written, for messages; "": any suffix is right.
@@ -155,13 +155,15 @@ def refuse_remote(path: Path) -> None:
 def _refuse_format(path: Path, formats: str) -> None:
     suffix = path.suffix.lower()
     if suffix in _COMPRESSED:
-        jsonl = path.with_suffix("")
+        plain = path.with_suffix("")
+        named = {"": f"{plain}.jsonl.gz", ".jsonl": f"{plain}.gz"}.get(result_suffix(plain), str(plain))
         raise InputError(
             f"the output {path}: results are written as {', '.join(RESULT_SUFFIXES)}, not as other files in {suffix}",
-            f"-o {jsonl if result_suffix(jsonl) else f'{jsonl}.jsonl'}.gz",
+            f"-o {named}",
         )
     if suffix in _FORMATS:
-        raise InputError(f"the output {path}: {formats}, not {suffix}", f"-o {path.with_suffix('.jsonl')}")
+        known = suffix if suffix in RESULT_SUFFIXES else ".jsonl"  # .CSV: names are compared as they are
+        raise InputError(f"the output {path}: {formats}, not {path.suffix}", f"-o {path.with_suffix(known)}")
 
 
 def check_written(files: Sequence[Written], reads: Mapping[str, Path], hint: str = ELSEWHERE) -> None:

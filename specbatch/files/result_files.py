@@ -1,4 +1,5 @@
-"""Files of finished results: JSON lines (plain, .gz, .zst) and parquet, written from JSON lines and read back as such.
+"""Files of finished results: JSON lines (plain, .gz, .zst), parquet, CSV and TSV, written from JSON lines and read back
+as such.
 
 While a job runs, its partial file has plain JSON lines. The finished file is written once, in a stream. The same lines
 give the same bytes: gzip has no time and no name in its header, and the settings of each writer are fixed.
@@ -14,10 +15,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from specbatch.files.jsonl import encode_line
+from specbatch.files.flat_table import DELIMITERS, FlatTable, is_delimited, read_delimited, write_delimited
 from specbatch.files.local import FileFacts, create_like, file_facts
 
-RESULT_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # A file with any other name has plain JSON lines.
+RESULT_SUFFIXES = (
+    ".jsonl",
+    ".jsonl.gz",
+    ".jsonl.zst",
+    ".parquet",
+    *DELIMITERS,
+)  # A file with any other name has plain JSON lines.
 _BUFFER = 1 << 20
 _GZIP_LEVEL = 6
 _ROW_GROUP_ROWS, _ROW_GROUP_BYTES = 10_000, 32 << 20  # size of a row group of parquet, which is held in memory
@@ -30,16 +37,21 @@ def result_suffix(path: Path) -> str:
     return next((suffix for suffix in RESULT_SUFFIXES if path.name.endswith(suffix)), "")
 
 
-def write_lines(path: Path, lines: Iterable[bytes], suffix: str, *models: Path) -> dict[str, Any]:
+def write_lines(
+    path: Path, lines: Iterable[bytes], suffix: str, *models: Path, table: FlatTable | None = None
+) -> dict[str, Any]:
     """Write a new file, flushed to the operating system, in the format of `suffix` (see `result_suffix`); returns what
     identifies the file: bytes, rows and sha256. The memory that this takes does not grow with the lines. `models`: see
-    `create_like`."""
+    `create_like`. `table`: the columns of a table with flat results, which CSV and TSV files have."""
     facts = FileFacts()
     with create_like(path, *models) as file:
         if suffix == ".parquet":
             from specbatch.files.parquet import write_parquet
 
-            write_parquet(file, _counted(lines, facts), _ROW_GROUP_ROWS, _ROW_GROUP_BYTES)
+            write_parquet(file, _counted(lines, facts), _ROW_GROUP_ROWS, _ROW_GROUP_BYTES, table)
+        elif suffix in DELIMITERS:
+            assert table is not None, "the job has flat columns"
+            write_delimited(file, table, _counted(lines, facts), DELIMITERS[suffix])
         else:
             with _packed(file, suffix) as out:
                 for line in _counted(lines, facts):
@@ -62,7 +74,7 @@ def open_results(path: Path) -> Iterator[Iterator[bytes]]:
     if begin == _PARQUET:
         from specbatch.files.parquet import read_parquet
 
-        yield map(encode_line, read_parquet(path))
+        yield read_parquet(path)
     elif begin.startswith(_GZIP):
         with gzip.open(path, "rb") as file:
             yield iter(file)
@@ -73,6 +85,8 @@ def open_results(path: Path) -> Iterator[Iterator[bytes]]:
 
         with pa.input_stream(str(path), compression="zstd") as stream:
             yield iter(io.BufferedReader(stream, _BUFFER))
+    elif _is_text_table(path, begin):
+        yield read_delimited(path)
     else:
         with path.open("rb", _BUFFER) as file:
             yield iter(file)
@@ -94,7 +108,8 @@ def first_line(path: Path) -> bytes | None:
         with open_results(path) as lines:
             return next(lines, b"")
     except (OSError, EOFError, ValueError, zlib.error):  # Arrow's errors are ValueErrors and OSErrors
-        return None
+        # The header of a text shows that specbatch wrote it, also if its first row is torn.
+        return b"" if _is_text_table(path, _first_bytes(path)) else None
 
 
 def is_table(path: Path) -> bool:
@@ -102,8 +117,14 @@ def is_table(path: Path) -> bool:
 
 
 def is_packed(path: Path) -> bool:
-    """Return whether the content is compressed or parquet."""
-    return _first_bytes(path).startswith((_GZIP, _ZSTD, _PARQUET))
+    """Return whether the content is not the result lines themselves: it is compressed, or a table."""
+    begin = _first_bytes(path)
+    return begin.startswith((_GZIP, _ZSTD, _PARQUET)) or _is_text_table(path, begin)
+
+
+def _is_text_table(path: Path, begin: bytes) -> bool:
+    """Return whether the file is CSV or TSV with flat results. `begin`: its first bytes."""
+    return not begin.startswith((b"{", _GZIP, _ZSTD, _PARQUET)) and is_delimited(path)
 
 
 def is_torn_pack(path: Path) -> bool:

@@ -110,6 +110,13 @@ class OutputFile(TypedDict):
     sha256: str
 
 
+class EarlierTemplate(TypedDict):
+    """A prompt template, and the number of rows whose answers are of it: `--retry-errors` had another one later."""
+
+    prompt_template: str
+    rows: int
+
+
 class Stats(TypedDict):
     """Statistics of a finished job. Merged shards have `shards` in place of `session`, `commit` and `device`."""
 
@@ -135,6 +142,7 @@ class Stats(TypedDict):
     output_file: OutputFile
     weights: dict[str, Any]
     longest_row: NotRequired[int | None]
+    earlier_templates: NotRequired[list[EarlierTemplate]]
 
 
 def wrong_type(value: Any, hint: Any = Stats, name: str = "") -> str | None:

@@ -25,7 +25,7 @@ from specbatch.files.urls import url_of
 from specbatch.job.crash_retry import count_crash
 from specbatch.job.failures import FailureWatch, MaxFailed
 from specbatch.job.generate import FileJob
-from specbatch.job.output import already_finished, checked_output, is_finished, verdict, with_first_day
+from specbatch.job.output import already_finished, checked_output, is_finished, verdict, with_columns, with_first_day
 from specbatch.job.plan import RowPlan, has_grammars, with_shared_tokens
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress
@@ -33,9 +33,9 @@ from specbatch.job.runner import failed_row
 from specbatch.job.terminal import closing_table, input_bar, print_notes, print_table
 from specbatch.job.warnings import Remarks, draft_remarks
 from specbatch.job.worker import Description
-from specbatch.results.fingerprint import INPUT_FACTS
+from specbatch.results.fingerprint import INPUT_COLUMNS, INPUT_FACTS
 from specbatch.results.results import ResultFile
-from specbatch.results.retry import reopen_without_errors
+from specbatch.results.retry import TEMPLATE, reopen_without_errors, with_old_template
 from specbatch.results.stats import build_report, write_report
 from specbatch.rows.parser import RowParser, with_checked_fields
 from specbatch.rows.shard import Shard, part_of
@@ -78,7 +78,7 @@ def run_file_job(
     Raises SpecbatchError for every problem that is not the fault of one row.
     """
     with closing(pool):
-        named = _output_path(options)
+        named = _output_path(options, config)
         url = url_of(named)
         if url is None:
             return _run(options, config, pool, console, began, summary, named)
@@ -105,6 +105,7 @@ def _run(
 ) -> Outcome:
     """Run the job. `named`: the local file that the job writes. `store`: the remote output that gets the file."""
     output = _checked_output(named, options, config, console)
+    config = with_columns(config, output)
     shown = str(output) if store is None else store.shown
     if options.retry_errors and not (options.overwrite or output.exists() or partial_path(output).exists()):
         raise InputError(
@@ -113,31 +114,34 @@ def _run(
         )
     config = with_template_texts(config)
     config = with_first_day(config, options.today(), None if options.overwrite else output)
-    parser = RowParser(config.sampling, config.data, config.model.target)
+    parser = RowParser.of_job(config)
     with input_bar(options.input, console) as on_bytes:
         source = open_source(options.input, config.data, on_bytes=on_bytes)
     source = with_checked_fields(source, parser)
     source = part_of(source, options.limit, options.shard)
     what = pool.describe(with_shared_tokens(config, source, parser))
     # `what.config` has the model's own sampling options.
-    parser = RowParser(what.config.sampling, config.data, config.model.target)
+    parser = RowParser.of_job(what.config)
     notes = list(what.notes)
     # This includes the import of the libraries, which is a part of loading.
     start_seconds = time.perf_counter() - began
     with_grammars = has_grammars(what.config, source, parser)
     job = what.fingerprint(source.identity, options.limit, options.shard, has_grammars=with_grammars)
+    if config.output.columns == "flat" and source.columns:
+        job[INPUT_COLUMNS] = dict(source.columns)
     if not options.overwrite and is_finished(output):
         if options.retry_errors and not source.verifiable:
             raise InputError(
                 "--retry-errors would read standard input twice, and it is too long for that",
                 f"write it to a file, and name the file; {ELSEWHERE}",
             )
-        report = already_finished(output, job | _read_to_its_end(source), pool.models)
-        if not (options.retry_errors and report["rows"]["failed"]):
+        known = with_old_template(job, output) if options.retry_errors else job
+        report = already_finished(output, known | _read_to_its_end(source), pool.models)
+        if not (options.retry_errors and (report["rows"]["failed"] or known != job)):
             source.remove_copy()
             print_notes([f"{shown} is finished already: nothing to do (--overwrite runs it again)"], console)
             return Outcome(verdict(report, console), output, report)
-        reopen_without_errors(output, report, source)
+        reopen_without_errors(output, report, source, job.get(TEMPLATE))
 
     with closing(ResultFile(output, job, pool.models, overwrite=options.overwrite)) as results:
         print_notes([*results.notes(), *count_crash(results), *notes], console)
@@ -168,6 +172,11 @@ def _run(
             return Outcome(INTERRUPTED, output)
         sorting = time.perf_counter()
         written = results.finish()
+        if results.renamed_columns:
+            names = ", ".join(results.renamed_columns)
+            remarked.append(f"columns whose names the input has, too, got a suffix: {names}")
+        if earlier := sum(entry["rows"] for entry in results.earlier_templates):
+            remarked.append(f"{earlier:,} rows keep their answers to an earlier data.prompt_template")
         if results.stale_rows:
             stale = f"{results.stale_rows:,} finished rows were not kept: their input rows have changed"
             print_notes([stale], console)
@@ -192,6 +201,8 @@ def _run(
             "weights": pool.models.record(),
             "longest_row": results.longest_row,
         }
+        if results.earlier_templates:
+            report["earlier_templates"] = results.earlier_templates
         write_report(stats_path_of(output), report, like=output)
         if store is not None:
             store.upload()
@@ -261,7 +272,7 @@ def _checked_output(named: Path, options: GenerateOptions, config: Config, conso
     return checked_output(named, reads, console, overwrite=options.overwrite)
 
 
-def _output_path(options: GenerateOptions) -> Path:
+def _output_path(options: GenerateOptions, config: Config) -> Path:
     if options.output is not None:
         return options.output
     if options.input == "-":
@@ -269,7 +280,8 @@ def _output_path(options: GenerateOptions) -> Path:
     path = Path(options.input)
     # A hub data set writes into the current directory: org/name is not a folder here.
     folder = path.parent if os.path.exists(path) else Path()
-    whole = folder / f"{input_stem(options.input)}.results.jsonl"
+    suffix = ".parquet" if config.output.columns == "flat" else ".jsonl"
+    whole = folder / f"{input_stem(options.input)}.results{suffix}"
     return whole if options.shard is None else options.shard.path(whole)
 
 

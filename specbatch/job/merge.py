@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from specbatch.errors import InputError
+from specbatch.files.flat_table import DELIMITERS, FLAT_SUFFIXES
 from specbatch.files.line_types import line_index
 from specbatch.files.local import FileFacts
 from specbatch.files.paths import ELSEWHERE, partial_path, stats_path_of
@@ -26,7 +27,7 @@ from specbatch.files.stats_types import SCHEMA_VERSION
 from specbatch.files.urls import url_of
 from specbatch.job.output import already_finished, checked_output, is_finished, report_of, verdict
 from specbatch.job.terminal import closing_table, print_notes, print_table
-from specbatch.results.fingerprint import ModelFiles, differences
+from specbatch.results.fingerprint import ModelFiles, differences, flat_columns
 from specbatch.results.margins import MarginTotals
 from specbatch.results.results import ResultFile
 from specbatch.results.shard_files import FinishedShard, model_records, read_shards
@@ -34,6 +35,7 @@ from specbatch.results.stats import RowTotals, write_report
 from specbatch.rows.shard import whole_path
 
 _OF_EACH = ("rows", "session", "commit", "device", "longest_row", "notes")  # statistics that each shard keeps
+_IF_ANY = ("earlier_templates",)  # those that a shard can have
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def _merge(
             )
         merging = console.status(f"merging {len(shards):,} shards") if console.is_terminal else nullcontext()
         with merging:
-            written = lock.write_output(_in_input_order(shards))
+            written = lock.write_output(lambda: _in_input_order(shards))
         report = _merged_report(shards, shown, written)
         write_report(stats_path_of(output), report, like=output)
         if store is not None:
@@ -119,9 +121,21 @@ def _reads(shards: Sequence[FinishedShard]) -> dict[str, Path]:
 
 
 def _check_formats(shards: Sequence[FinishedShard], output: Path) -> None:
-    """A table has ids as text: lines made of it could differ from those of one process. Raises InputError."""
+    """Check that the merged file has the columns of the shards, and lines if they have lines: a table of results has
+    ids as text, so lines made of it could differ from those of one process. Raises InputError."""
+    suffix = result_suffix(output)
+    if flat_columns(shards[0].job) is not None:
+        if suffix not in FLAT_SUFFIXES:
+            named = f"{shards[0].path} has flat columns (output.columns)"
+            raise InputError(f"{named}, so the merged file must be a table, too", f"-o NAME{FLAT_SUFFIXES[0]}")
+        return
+    if suffix in DELIMITERS:
+        raise InputError(
+            f"{shards[0].path} does not have flat columns, so {output.name} cannot be made of it",
+            f"-o NAME.jsonl; or compute the shards with output.columns: flat; {ELSEWHERE}",
+        )
     tables = [shard.path for shard in shards if is_table(shard.path)]
-    if tables and result_suffix(output) != ".parquet":
+    if tables and suffix != ".parquet":
         raise InputError(f"{tables[0]} is a table, so the merged file must be one, too", "-o NAME.parquet")
 
 
@@ -189,6 +203,7 @@ def _merged_report(shards: Sequence[FinishedShard], output: str, written: dict[s
                 "output": shard.name,
                 "output_file": shard.written,
                 **{name: shard.report[name] for name in _OF_EACH},
+                **{name: shard.report[name] for name in _IF_ANY if name in shard.report},
             }
             for shard in shards
         ],

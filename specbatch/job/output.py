@@ -14,6 +14,7 @@ from rich.console import Console
 
 from specbatch.config import Config
 from specbatch.errors import InputError
+from specbatch.files.flat_table import DELIMITERS, FLAT_SUFFIXES
 from specbatch.files.jsonl import encode_line
 from specbatch.files.local import file_facts
 from specbatch.files.paths import (
@@ -28,7 +29,7 @@ from specbatch.files.paths import (
     stats_path_of,
     usable,
 )
-from specbatch.files.result_files import is_packed
+from specbatch.files.result_files import is_packed, result_suffix
 from specbatch.job.terminal import print_notes
 from specbatch.results.fingerprint import ModelRecord, differences
 from specbatch.results.partial import read_header
@@ -53,6 +54,19 @@ def checked_output(named: Path, reads: Mapping[str, Path], console: Console, *, 
     if output != named:
         print_notes([f"{named} is a link: the results go to {output}"], console)
     return output
+
+
+def with_columns(config: Config, output: Path) -> Config:
+    """Return `config` with the columns that the file will have. Raises InputError if its format has no columns."""
+    suffix = result_suffix(output)
+    if suffix in DELIMITERS:
+        return replace(config, output=replace(config.output, columns="flat"))
+    if config.output.columns == "flat" and suffix != ".parquet":
+        raise InputError(
+            f"output.columns is flat, which {output.name} cannot have: {', '.join(FLAT_SUFFIXES)} are tables",
+            f"-o {str(output).removesuffix(suffix)}.parquet, or --set output.columns=results",
+        )
+    return config
 
 
 def is_finished(output: Path) -> bool:

@@ -97,7 +97,7 @@ class RowRunner:
 
     def preparer(self) -> RowPreparer:
         """Make the preparer, which decides which rows can run."""
-        parser = RowParser(self._config.sampling, self._config.data, self._config.model.target)
+        parser = RowParser.of_job(self._config)
         return RowPreparer(parser, self._texts, self.engine.limits, _without_grammars(self._config))
 
     def drop(self, indices: Collection[int]) -> None:

@@ -124,7 +124,7 @@ class Results:
                     self.damaged += 1
                     continue
                 yield row
-        except (OSError, EOFError, zlib.error) as exc:
+        except (OSError, EOFError, ValueError, zlib.error) as exc:  # ValueError: a table of another program, or damage
             raise InputError(f"cannot read {self.path}: {exc}") from exc
 
     def _lines(self) -> Iterator[bytes]:

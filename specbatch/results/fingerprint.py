@@ -19,8 +19,10 @@ from specbatch import __version__
 from specbatch.config import Config
 from specbatch.config_load import config_to_dict
 from specbatch.errors import InputError
+from specbatch.files.flat_table import FlatColumns
 from specbatch.files.local import chunks
 from specbatch.rows.shard import Shard
+from specbatch.schemas.column_kinds import answer_kind
 
 # Capacity, scheduling and workers: results do not depend on them. `job_fingerprint` records kv_cache_tokens if it
 # limits the length of a row. A name with a dot at its end is a whole section.
@@ -42,6 +44,7 @@ _NOT_IN_RESULTS = (
 )
 SHARD = "shard"  # the name of the shard; a job that runs the whole input has none
 INPUT_FACTS = "input."  # prefix of the names that identify the input
+INPUT_COLUMNS = "input.columns"  # kinds of the input's columns, if its file says them and results are flat
 
 
 def job_fingerprint(
@@ -69,6 +72,14 @@ def job_fingerprint(
         job[f"{name} (files)"] = digest
     job.update({INPUT_FACTS + name: value for name, value in source.items()})
     return job
+
+
+def flat_columns(job: Mapping[str, Any]) -> FlatColumns | None:
+    """Return the columns of a job's results that are known before its rows. None: they are not flat."""
+    if job.get("output.columns") != "flat":
+        return None
+    answer = answer_kind(job.get("sampling.response_format"))
+    return FlatColumns(job.get("data.id_column") or "id", job.get(INPUT_COLUMNS, {}), answer)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ JSON lines, each with a checksum of its rest:
     {"check":"<16 hex digits>","specbatch_input":{...}}                     the job's input from here on; null: any
     {"check":"<16 hex digits>","specbatch_weights":{...}}                   long files of models, see `fingerprint`
     {"check":"<16 hex digits>","specbatch_margins":{...}}                   margins that lines lack, see `retry`
+    {"check":"<16 hex digits>","specbatch_templates":[...]}                 templates of rows that are kept, see `retry`
     {"check":"<16 hex digits>","specbatch_deaths":{"<row>":[...],...}}      `RowDeaths` that have changed
 
 Of a result, `input` is RawRow.digest and `margin` a `types.Margin`. The checksums of all lines but the first are keyed

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specbatch.errors import InputError
+from specbatch.files.flat_table import FlatTable
 from specbatch.files.jsonl import encode_line
 from specbatch.files.line_types import index_of
 from specbatch.files.local import disk_errors, force_to_disk, narrow_mode, open_locked, replace_durably, unlink_quietly
 from specbatch.files.paths import ELSEWHERE, partial_path, running_path, sorted_path
 from specbatch.files.result_files import result_suffix, write_lines
-from specbatch.results.fingerprint import INPUT_FACTS, ModelFiles, ModelRecord, differences
+from specbatch.results.fingerprint import INPUT_FACTS, ModelFiles, ModelRecord, differences, flat_columns
 from specbatch.results.finished import Finished
 from specbatch.results.margins import MarginTotals
 from specbatch.results.partial import Entry, OpenedRow, PartialLines, RowDeaths, RowIndex, header_line, read_header
@@ -40,6 +41,7 @@ _INPUT_NOW = "specbatch_input"  # the record of an input that is not that of the
 LONGEST_ROW = "specbatch_longest_row"  # the record of `ResultFile.longest_row`
 MARGINS = "specbatch_margins"  # the record of margins that the lines do not have, see `retry`
 MODELS = "specbatch_weights"  # the record of the models' large files, see `fingerprint`
+EARLIER = "specbatch_templates"  # the record of `ResultFile.earlier_templates`
 _DEATHS = "specbatch_deaths"  # the record of rows whose process died
 _START_AGAIN = f"--overwrite drops it and starts again; {ELSEWHERE}"
 
@@ -54,6 +56,8 @@ class ResultFile:
         self, output: Path, job: Mapping[str, Any], models: ModelRecord | None = None, *, overwrite: bool
     ) -> None:
         self.output = output
+        self.renamed_columns: list[str] = []  # flat columns with a suffix, because the input has the name, too
+        self._job = job
         self.totals = RowTotals()
         self.resumed_rows = 0  # finished by earlier sessions
         self.damaged_lines = 0  # complete lines of earlier sessions that are left out
@@ -61,6 +65,7 @@ class ResultFile:
         # Maximum tokens of a row, prompt and output. All sessions have that of the first one, because it decides which
         # rows are errors. None: not decided yet.
         self.longest_row: int | None = None
+        self.earlier_templates: list[dict[str, Any]] = []  # rows that a retry kept have answers to these
         self._input_released = False  # earlier sessions allow another input
         self._models = models or ModelFiles({})
         self._recorded_models: dict[str, Any] = {}  # their record in the file
@@ -176,16 +181,20 @@ class ResultFile:
         for index in self._rows.unconfirmed():
             self._drop(index)
             self.stale_rows += 1
-        return self.write_output(self._read(entry).line for entry in self._rows.in_order())
+        return self.write_output(lambda: (self._read(entry).line for entry in self._rows.in_order()))
 
-    def write_output(self, lines: Iterable[bytes]) -> dict[str, Any]:
+    def write_output(self, lines: Callable[[], Iterable[bytes]]) -> dict[str, Any]:
         """Replace the output file; returns what identifies it. From then on the partial file stays until
-        `discard_partial`: an output without statistics of its own would be refused."""
+        `discard_partial`: an output without statistics of its own would be refused. `lines` is called twice for flat
+        columns."""
 
         def keep_partial() -> None:
             self._is_replacing = True
 
-        return write_in_order(self.output, lines, keep_partial)
+        known = flat_columns(self._job)
+        table = None if known is None else FlatTable(known, lines())
+        self.renamed_columns = [] if table is None else table.renamed
+        return write_in_order(self.output, lines(), keep_partial, table)
 
     def margins(self) -> MarginTotals:
         """Return the margins of the rows that `is_done` was called for or that were appended."""
@@ -276,6 +285,7 @@ class ResultFile:
         self._end = end
         self._has_rows = bool(self.totals.rows or self.damaged_lines)
         self.longest_row = records.get(LONGEST_ROW)
+        self.earlier_templates = records.get(EARLIER, [])
         self.resumed_rows = self.totals.rows
         if self._input_released:
             self._append({_INPUT_NOW: _input_of(job)})
@@ -350,15 +360,18 @@ def _without_input(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_in_order(
-    output: Path, lines: Iterable[bytes], before_replacing: Callable[[], None] = lambda: None
+    output: Path,
+    lines: Iterable[bytes],
+    before_replacing: Callable[[], None] = lambda: None,
+    table: FlatTable | None = None,
 ) -> dict[str, Any]:
     """Write the lines of a finished job and replace `output` atomically; returns what identifies the file. The caller
-    has the lock of the output's partial file, whose mode is that of a new output."""
+    has the lock of the output's partial file, whose mode is that of a new output. `table`: see `write_lines`."""
     path = sorted_path(output)
     with disk_errors(output):
         path.unlink(missing_ok=True)  # A session that was killed here can leave this file.
         try:
-            written = write_lines(path, lines, result_suffix(output), output, partial_path(output))
+            written = write_lines(path, lines, result_suffix(output), output, partial_path(output), table=table)
             force_to_disk(path)
             before_replacing()
             replace_durably(path, output)

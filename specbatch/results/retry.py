@@ -1,4 +1,8 @@
-"""`--retry-errors`: a finished job becomes an unfinished one that lacks only the rows that failed."""
+"""`--retry-errors`: a finished job becomes an unfinished one that lacks only the rows that failed.
+
+It can have another prompt template, with which these rows do not fail. The other rows keep their answers, and the
+statistics say which template these are of.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,26 @@ from typing import Any
 from specbatch.errors import InputError
 from specbatch.files.line_types import line_index
 from specbatch.files.local import disk_errors, narrow_mode, open_locked, unlink_quietly
-from specbatch.files.paths import partial_path, sorted_path
+from specbatch.files.paths import partial_path, read_stats, sorted_path, stats_path_of
 from specbatch.files.result_files import open_results
 from specbatch.results.partial import PartialLines, header_line
-from specbatch.results.results import LONGEST_ROW, MARGINS, MODELS
+from specbatch.results.results import EARLIER, LONGEST_ROW, MARGINS, MODELS
 from specbatch.rows.sources import Source
 
+TEMPLATE = "data.prompt_template"
 _BUFFER = 1 << 20
 
 
-def reopen_without_errors(output: Path, report: Mapping[str, Any], source: Source) -> None:
+def with_old_template(job: Mapping[str, Any], output: Path) -> dict[str, Any]:
+    """Return `job` with the prompt template of the finished job of `output`, if both have one."""
+    old = (read_stats(stats_path_of(output)) or {}).get("job", {}).get(TEMPLATE)
+    return {**job, TEMPLATE: old} if old is not None and job.get(TEMPLATE) is not None else dict(job)
+
+
+def reopen_without_errors(output: Path, report: Mapping[str, Any], source: Source, template: str | None) -> None:
     """Write the partial file of the job that `output` and its statistics `report` are the result of, without the rows
-    that failed. All other rows keep their bytes. The output stays until the job is finished again."""
+    that failed. All other rows keep their bytes. The output stays until the job is finished again. `template`: the
+    job's prompt template from now on."""
     temporary, partial = sorted_path(output), partial_path(output)
     other = InputError(f"another process is writing {output}", "wait for it")
     with disk_errors(partial):
@@ -33,7 +45,7 @@ def reopen_without_errors(output: Path, report: Mapping[str, Any], source: Sourc
             try:
                 narrow_mode(opened, output)
                 os.ftruncate(opened, 0)
-                file.writelines(_partial_lines(output, report, source))
+                file.writelines(_partial_lines(output, report, source, template))
                 file.flush()
                 os.fsync(opened)
                 try:
@@ -45,8 +57,9 @@ def reopen_without_errors(output: Path, report: Mapping[str, Any], source: Sourc
                 unlink_quietly(temporary)
 
 
-def _partial_lines(output: Path, report: Mapping[str, Any], source: Source) -> Iterator[bytes]:
-    header = header_line(report["job"])
+def _partial_lines(output: Path, report: Mapping[str, Any], source: Source, template: str | None) -> Iterator[bytes]:
+    job = report["job"]
+    header = header_line({**job, TEMPLATE: template} if TEMPLATE in job else job)
     lines = PartialLines(header)
     yield header
     yield lines.record({MODELS: report.get("weights", {})})
@@ -54,6 +67,12 @@ def _partial_lines(output: Path, report: Mapping[str, Any], source: Source) -> I
         yield lines.record({LONGEST_ROW: longest})
     if (margins := report.get("margins")) is not None:  # result lines have none, or rounded ones
         yield lines.record({MARGINS: margins})
+    earlier = list(report.get("earlier_templates", []))
+    if job.get(TEMPLATE) != template:
+        before = sum(entry["rows"] for entry in earlier)
+        earlier.append({"prompt_template": job.get(TEMPLATE), "rows": report["rows"]["ok"] - before})
+    if earlier:
+        yield lines.record({EARLIER: earlier})
     rows = source.rows()
     with open_results(output) as results:
         for result in results:

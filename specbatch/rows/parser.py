@@ -19,9 +19,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any
+from typing import Any, Self
 
-from specbatch.config import DataSection, sampling_value
+from specbatch.config import Config, DataSection, sampling_value
 from specbatch.errors import FieldError, InputError, RowError, shown
 from specbatch.files.csv_file import Cells
 from specbatch.files.jsonl import BadRow, json_type
@@ -54,9 +54,12 @@ _MAX_TOKENS = [name for name, field in SAMPLING_NAMES.items() if field == "max_t
 
 class RowParser:
     """A parser of rows with the defaults of a config. It raises ConfigError for a prompt template that cannot work.
-    `model`: the model that answers; None: rows can name any model."""
+    `model`: the model that answers; None: rows can name any model. `keeps_columns`: all fields but the id come back as
+    metadata, as they are, for results that have the input's own columns."""
 
-    def __init__(self, defaults: SamplingParams, data: DataSection, model: str | None = None) -> None:
+    def __init__(
+        self, defaults: SamplingParams, data: DataSection, model: str | None = None, *, keeps_columns: bool = False
+    ) -> None:
         self._defaults = defaults
         self._model = model
         # True: prompts are made of columns.
@@ -64,8 +67,15 @@ class RowParser:
         self._template = PromptTemplate(data.prompt_template) if data.prompt_template is not None else None
         self._column = data.prompt_column
         self._id_column = data.id_column
+        self._keeps_columns = keeps_columns
         self._kwargs = data.chat_template_kwargs or {}
         self._last_format: tuple[str | None, bool] = None, False
+
+    @classmethod
+    def of_job(cls, config: Config) -> Self:
+        """Make the parser of a file job."""
+        keeps_columns = config.output.columns == "flat"
+        return cls(config.sampling, config.data, config.model.target, keeps_columns=keeps_columns)
 
     @property
     def needs(self) -> dict[str, tuple[str, ...]]:
@@ -110,7 +120,10 @@ class RowParser:
         if not self.makes_prompts:
             used.update(CHAT_FIELDS, [CHOICES])
         extra = {k: v for k, v in fields.items() if k not in used}
-        row.metadata = _metadata(extra)
+        if self._keeps_columns:
+            row.metadata = {name: value for name, value in fields.items() if name != id_name}
+        else:
+            row.metadata = _metadata(extra)
         row.id = _scalar_id(id_name, fields.get(id_name))
         if isinstance(fields, Cells):
             row.id = row.id or None

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specbatch.errors import InputError
-from specbatch.files.result_files import result_suffix
+from specbatch.files.result_files import RESULT_SUFFIXES, result_suffix
 from specbatch.rows.sources import RawRow, Source
 
 _TEXT = re.compile(r"([0-9]{1,9})/([0-9]{1,9})", re.ASCII)
-_NAME = re.compile(r"(.+)\.[0-9]+-of-[0-9]+(\.jsonl|\.jsonl\.gz|\.jsonl\.zst|\.parquet)", re.ASCII | re.DOTALL)
+_SUFFIX = "|".join(map(re.escape, RESULT_SUFFIXES))
+_NAME = re.compile(rf"(.+)\.[0-9]+-of-[0-9]+({_SUFFIX})", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)

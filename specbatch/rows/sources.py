@@ -13,8 +13,8 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +29,7 @@ from specbatch.files.paths import check_input_name
 from specbatch.files.remote import OnBytes, RemoteFile, fetch
 from specbatch.files.urls import url_name, url_of
 from specbatch.rows.data_set_files import files_of
+from specbatch.schemas.column_kinds import Kind
 from specbatch.types import SamplingParams
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -81,6 +82,7 @@ class Source:
     stride: int = 1  # distance of the indices of its rows; above 1 for a shard
     # What identifies the rows that were read so far, if `identity` covers only their beginning.
     read_so_far: Callable[[], dict[str, Any]] = lambda: {}
+    columns: Mapping[str, Kind] = field(default_factory=dict)  # kinds of the columns of a parquet or Arrow file
     remove_copy: Callable[[], None] = lambda: None  # remove the local copy of a remote file, when the job is finished
 
 
@@ -213,8 +215,9 @@ def _file_source(path: Path, name: str = "") -> Source:
     def rows() -> Iterator[RawRow]:
         return itertools.starmap(RawRow, opened.rows())
 
+    identity = {"kind": "file", **identity}
     return Source(
-        name, {"kind": "file", **identity}, True, opened.total, path, rows, touched, lambda: _file_source(path)
+        name, identity, True, opened.total, path, rows, touched, lambda: _file_source(path), columns=opened.columns
     )
 
 

@@ -52,6 +52,8 @@ def suggested_config(ref: str, response_format: str | None) -> str:
             "    Answer for this row. (Say here what you want to know.)",
             "",
             *lines,
+            "output:",
+            "  columns: flat",
             "sampling:",
             f"  max_tokens: {_MAX_TOKENS}",
             *schema,

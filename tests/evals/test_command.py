@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 import specbatch
-from specbatch.config import Config, DataSection, EngineSection, SpeculationSection
+from specbatch.config import Config, DataSection, EngineSection, OutputSection, SpeculationSection
 from specbatch.config_load import load_config
 from specbatch.counts import SpeculationCounts
 from specbatch.errors import ConfigError, SpecbatchError
@@ -331,7 +331,8 @@ def test_samples_differ_by_right(run: Eval) -> None:
 
 
 def test_prompts_run_as_they_stand(run: Eval) -> None:
-    config = Config(data=DataSection(prompts_as_chat=True, prompt_template="{id}"))
+    data = DataSection(prompts_as_chat=True, prompt_template="{id}")
+    config = Config(data=data, output=OutputSection(columns="flat"))
     assert run(config, task_files=(write_task(run.folder, EXACT),)) == 0
     for sample in run.samples():
         assert sample["usage"]["prompt_tokens"] == 1 + len(sample["prompt"])  # BOS and bytes: no chat template

@@ -51,17 +51,17 @@ def check(output: Path, reads: dict[str, Path] | None = None) -> None:
         ("s3://bucket/out.jsonl", "s3: is not supported"),
         ("gs://bucket/out.jsonl", "gs: is not supported"),
         ("hf://org/name", "hf: is not supported"),
-        ("out.gz", "results are written as .jsonl, .jsonl.gz, .jsonl.zst, .parquet, not as other files in .gz"),
+        ("out.gz", "results are written as .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .csv, .tsv, not as other files"),
         ("out.jsonl.bz2", "not as other files in .bz2"),
-        ("out.CSV", "results are JSON lines or parquet, not .csv"),
-        ("out.json", "results are JSON lines or parquet, not .json"),
+        ("out.CSV", "results are JSON lines, parquet, CSV or TSV, not .CSV"),
+        ("out.json", "results are JSON lines, parquet, CSV or TSV, not .json"),
         ("weights.safetensors", "not .safetensors"),
         ("pipe", "is a pipe"),
         ("socket", "is a socket"),
         ("null", "is a device"),
         ("/dev/null", "is a device"),
         ("loop", "cannot use loop as output: "),
-        ("to_csv", "not .csv"),
+        ("to_ods", "not .ods"),
         ("nowhere", "does not exist"),
         ("x" * 250, "File name too long"),
         ("x" * 300, "File name too long"),
@@ -72,7 +72,7 @@ def test_outputs_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     Path("folder").mkdir()
     Path("file").touch()
     os.mkfifo("pipe")
-    for link, target in (("null", "/dev/null"), ("loop", "loop"), ("to_csv", "x.csv"), ("nowhere", "no/x")):
+    for link, target in (("null", "/dev/null"), ("loop", "loop"), ("to_ods", "x.ods"), ("nowhere", "no/x")):
         os.symlink(target, link)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("socket")

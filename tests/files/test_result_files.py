@@ -18,6 +18,7 @@ import zstandard
 
 from specbatch.errors import InputError
 from specbatch.files import result_files
+from specbatch.files.flat_table import DELIMITERS
 from specbatch.files.parquet import read_parquet, schema
 from specbatch.files.paths import holds_results, stats_path_of
 from specbatch.files.result_files import RESULT_SUFFIXES, open_results, result_rows, write_lines
@@ -48,11 +49,17 @@ def lines_of(path: Path) -> bytes:
 def test_every_format_has_the_same_rows_and_the_same_bytes_each_time(
     tmp_path: Path, suffix: str, rows: list[Any]
 ) -> None:
+    is_flat = suffix in DELIMITERS
     plain = computed(tmp_path / "plain", rows)
     packed = computed(tmp_path / "packed", rows, suffix)
     again = computed(tmp_path / "again", rows, suffix)
     assert packed.output.read_bytes() == again.output.read_bytes()
-    if suffix != ".parquet":
+    if is_flat:  # with all fields of the input as metadata
+        found, expected = list(result_rows(packed.output)), list(result_rows(plain.output))
+        for line in found + expected:
+            line.pop("metadata", None)
+        assert found == expected
+    elif suffix != ".parquet":
         assert lines_of(packed.output) == plain.output.read_bytes()
     else:
         expected = [json.loads(line) for line in plain.output.read_bytes().splitlines()]
@@ -109,11 +116,11 @@ def test_the_types_of_columns_do_not_depend_on_the_values(tmp_path: Path) -> Non
 def test_fields_without_a_column_are_kept(tmp_path: Path) -> None:
     line = b'{"id": 1, "index": 0, "text": "a", "finish_reason": "stop", "new": {"b": [1]}}\n'
     write_lines(tmp_path / "a.parquet", [line], ".parquet")
-    (row,) = read_parquet(tmp_path / "a.parquet")
+    (row,) = map(json.loads, read_parquet(tmp_path / "a.parquet"))
     assert row["new"] == {"b": [1]}
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet", ".csv"])
 def test_an_interrupted_job_has_the_bytes_of_one_that_was_not(tmp_path: Path, suffix: str) -> None:
     rows = native(60)
     whole = computed(tmp_path / "whole", rows, suffix)
@@ -123,7 +130,7 @@ def test_an_interrupted_job_has_the_bytes_of_one_that_was_not(tmp_path: Path, su
     for step in (3, 6):
         with pytest.raises(RuntimeError):
             run(output=run.output, engine=StubEngine(fail_at=step))
-    run.output.with_name(f"{run.output.name}.sorted").write_bytes(whole.output.read_bytes()[:200])  # of a kill
+    run.output.with_name(f"{run.output.name}.sorted").write_bytes(whole.output.read_bytes()[:2000])  # of a kill
     run(output=run.output)
     assert run.output.read_bytes() == whole.output.read_bytes()
     assert run(output=run.output) == 1
@@ -133,7 +140,7 @@ def test_an_interrupted_job_has_the_bytes_of_one_that_was_not(tmp_path: Path, su
         run(output=run.output)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".parquet", ".tsv"])
 def test_shards_and_their_merge(tmp_path: Path, suffix: str) -> None:
     rows = native(40)
     whole = computed(tmp_path / "whole", rows, suffix)
@@ -145,8 +152,8 @@ def test_shards_and_their_merge(tmp_path: Path, suffix: str) -> None:
     shards.merge(*paths)
     merged = tmp_path / f"d.results{suffix}"
     assert merged.read_bytes() == whole.output.read_bytes()
-    if suffix == ".parquet":
-        with pytest.raises(InputError, match="is a table, so the merged file must be one, too"):
+    if suffix in (".parquet", ".tsv"):
+        with pytest.raises(InputError, match="so the merged file must be"):
             shards.merge(*paths, output=tmp_path / "m.jsonl")
     else:
         shards.merge(*paths, output=tmp_path / "m.jsonl")
@@ -181,19 +188,24 @@ def test_names_of_statistics(tmp_path: Path, name: str, stats: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", PACKED)
-def test_memory_does_not_grow_with_the_rows(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "flat"), [*((suffix, suffix in DELIMITERS) for suffix in PACKED), (".parquet", True)]
+)
+def test_memory_does_not_grow_with_the_rows(tmp_path: Path, suffix: str, flat: bool) -> None:
     """In a process of its own: what other tests have freed would hide growth."""
     code = (
         "import psutil, sys\nfrom pathlib import Path\nfrom specbatch.files.result_files import write_lines\n"
+        "from specbatch.files.flat_table import FlatColumns, FlatTable\n"
         'line = b\'{"id": 1, "index": %d, "text": "\' + b"x" * 2000 + b\'", "finish_reason": "stop"}\\n\'\n'
         "def write(rows):\n    path = Path(sys.argv[1] + str(rows) + sys.argv[2])\n"
-        "    write_lines(path, (line % i for i in range(rows)), sys.argv[2])\n"
+        "    def lines():\n        return (line % i for i in range(rows))\n"
+        "    table = FlatTable(FlatColumns(), lines()) if sys.argv[3] else None\n"
+        "    write_lines(path, lines(), sys.argv[2], table=table)\n"
         "    return psutil.Process().memory_info().rss\n"
         "before = write(40_000)\nprint(write(400_000) - before)\n"
     )
     grown = subprocess.run(
-        [sys.executable, "-c", code, f"{tmp_path}/x", suffix], capture_output=True, check=True, text=True
+        [sys.executable, "-c", code, f"{tmp_path}/x", suffix, "x" * flat], capture_output=True, check=True, text=True
     )
     assert int(grown.stdout) < 100 << 20 < psutil.virtual_memory().total
     assert result_files._ROW_GROUP_ROWS == 10_000

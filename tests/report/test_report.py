@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -333,10 +334,12 @@ def test_the_command(tmp_path: Path) -> None:
     page = tmp_path / "d.results.report.html"
     assert page.read_text().startswith("<!doctype html>")
     page.write_text("<html>mine</html>")
+    pandas.DataFrame({"a": [1]}).to_parquet(tmp_path / "other.parquet")
     for arguments, words in (
         ([str(path)], "was not written by specbatch"),
         ([str(path), "-o", str(path)], "is the results"),
         ([str(tmp_path / "none.jsonl")], "there is no result file"),
+        ([str(tmp_path / "other.parquet")], "was not written by specbatch"),
         ([str(page), "-o", str(tmp_path / "p.html")], "has no result of specbatch"),
     ):
         done = run.invoke(app, ["report", *arguments])
