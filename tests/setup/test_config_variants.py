@@ -50,6 +50,7 @@ BASE_OF: dict[str, dict[str, Any]] = {
         for family in ("glm", "glm4", "cohere", "cohere2", "phi3", "smollm3", "arcee", "ministral3", "gpt_neox")
     },
     "cohere2": {"pad_token_id": None, "bos_token_id": None, "logit_scale": 0.5},
+    "gpt_neox": {"pad_token_id": None, "bos_token_id": None, "head_dim": 8, "rotary_emb_base": 500},
 }  # fmt: skip
 GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20, "hidden_activation": "gelu_pytorch_tanh"}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
@@ -443,7 +444,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"num_key_value_heads": ..., "rotary_emb_base": 900, "rope_theta": ..., "use_parallel_residual": False},
         (),
     ),
-    "gpt-neox-two-thetas": ("gpt_neox", {"rotary_emb_base": 900}, ("rotary_emb_base 900", "rope_theta 500.0")),
+    "gpt-neox-two-thetas": ("gpt_neox", {"rotary_emb_base": 900}, ("rope_theta is 500.0", "rotary_emb_base", "900")),
     "qwen2-mlp-bias": ("qwen2", {"mlp_bias": True}, ("mlp_bias", "qwen2")),
 }  # fmt: skip
 TIED = ("gemma", "cohere", "smollm3", "ernie", "starcoder2")  # the families whose embeddings are tied by default
