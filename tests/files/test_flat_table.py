@@ -97,7 +97,9 @@ def test_columns_of_a_parquet_file_keep_their_types(tmp_path: Path) -> None:
     given = pa.table({
         "key": pa.array([1, 2], pa.int32()),
         "day": pa.array([datetime.date(2024, 1, 2), None]),
-        "at": pa.array([datetime.datetime(2024, 1, 2, 3), None], pa.timestamp("ms")),
+        "at": pa.array([datetime.datetime(2024, 1, 2, 3, 4, 5, 6000), None], pa.timestamp("ms")),
+        "here": pa.array([datetime.datetime(2024, 1, 2, 3, 4, 5, 6000), None], pa.timestamp("ms", "Europe/Berlin")),
+        "early": pa.array([datetime.datetime(1, 1, 2, 3), None], pa.timestamp("ms")),
         "zoned": pa.array([1714611845123456789, None], zone),
         "price": pa.array([Decimal("1.10"), Decimal("2.00")], pa.decimal128(9, 2)),
         "whole": pa.array([Decimal("7"), None], pa.decimal128(9, 0)),
@@ -117,7 +119,7 @@ def test_columns_of_a_parquet_file_keep_their_types(tmp_path: Path) -> None:
     rows[0]["map"] = {"k": 1}
     lines = [native(i, "t", {k: v for k, v in row.items() if k != "key"}) | {"id": i + 1} for i, row in enumerate(rows)]
     table = table_of(tmp_path, lines, given=kinds, id_name="key")
-    same = ("day", "at", "zoned", "price", "whole")
+    same = ("day", "at", "here", "early", "zoned", "price", "whole")
     assert {name: table.schema.field(name).type for name in same} == {
         name: given.schema.field(name).type for name in same
     }
@@ -135,7 +137,7 @@ def test_columns_of_a_parquet_file_keep_their_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 def test_cells_of_text_files_are_what_the_texts_are(tmp_path: Path, suffix: str) -> None:
     cells = [
-        *('=HYPERLINK("x")', "+1", "-1", "@a", "'q", 'say "hi", you', "a\nb\r\nc\rd"),
+        *('=HYPERLINK("x")', "+1", "-1", "@a", "'q", 'say "hi", you', "a\nb\r\nc\rd", "a\rb", "\r"),
         *(" x\t", "é 😀 \u2028", "", "NULL", "\0"),
     ]
     lines = [native(i, text, {"in": text}) for i, text in enumerate(cells)]
@@ -148,6 +150,9 @@ def test_cells_of_text_files_are_what_the_texts_are(tmp_path: Path, suffix: str)
     assert [row[1] for row in flags] == ["true", "false"]
     assert [row[1] for row in rows] == ["", "true", "7", "0.5", '[1, "é"]', '{"a": null}']
     assert not (tmp_path / f"t{suffix}").read_bytes().startswith(b"\xef\xbb\xbf")
+    header, *rows = table_of(tmp_path, [native(0, "t\r", {"a\rb": "c"})], suffix)
+    assert header[1] == "a\rb"
+    assert rows[0][1:3] == ["c", "t\r"]
     header, *rows = table_of(tmp_path, [native(0, "half \ud83d", {"half \ud83d": "\ud83d"})], suffix)
     assert header[1] == "half \\ud83d"
     assert rows[0][1:3] == ["\\ud83d", "half \\ud83d"]
@@ -198,8 +203,10 @@ def test_an_answer_that_is_no_object_is_one_column(tmp_path: Path) -> None:
 
 
 def test_a_text_that_was_cut_is_no_answer_also_if_it_is_json(tmp_path: Path) -> None:
-    lines = [native(0, "12", incomplete=True), native(1, "123")]
-    assert table_of(tmp_path, lines, answer="integer").column("answer").to_pylist() == [None, 123]
+    lines = [native(0, "12", incomplete=True), native(1, "123"), native(2, "12", finish_reason="length")]
+    assert table_of(tmp_path, lines, answer="integer").column("answer").to_pylist() == [None, 123, None]
+    whole = native(0, '{"label": "bug", "n": 1, "tags": []}', finish_reason="length")
+    assert table_of(tmp_path, [whole], answer=ANSWER).column("n").to_pylist() == [1], "an object shows its end"
 
 
 def test_no_value_ends_a_finished_job(tmp_path: Path) -> None:
@@ -211,6 +218,9 @@ def test_no_value_ends_a_finished_job(tmp_path: Path) -> None:
     assert table.column("day").to_pylist() == [datetime.date(2024, 1, 2), None, None]
     assert table.column("price").to_pylist() == [Decimal(0), None, None]
     assert table.column("at").null_count == 2
+    nested = {"object": {"a": {"object": {"\ud83d": "text"}}}}
+    table = table_of(tmp_path, [native(0, '{"a": {"\\ud83d": "x"}}')], answer=nested)
+    assert table.column("a").to_pylist() == [{"\\ud83d": "x"}]
     names = table_of(tmp_path, [native(0, "t", {"\ud83d": "\ud83d", "\\ud83d": [{"a": "\ud83d"}]})]).column_names
     assert names == ["id", "\\ud83d", "\\ud83d_answer", "text", "finish_reason", "error"]
 

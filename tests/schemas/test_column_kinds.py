@@ -130,3 +130,11 @@ def test_kinds_of_values_together() -> None:
     assert either({"object": {"a": "integer"}}, {"object": {"a": "text", "b": "text"}}) == {
         "object": {"a": "json", "b": "text"}
     }
+
+
+def test_a_schema_that_refers_to_itself_has_json_there() -> None:
+    names = [f"x{i}" for i in range(40)]
+    node = {"type": "object", "properties": dict.fromkeys(names, {"$ref": "#/$defs/Node"}) | {"n": {"type": "integer"}}}
+    schema = {"$defs": {"Node": node}, "$ref": "#/$defs/Node"}
+    kind = answer_kind(json.dumps({"type": "json_schema", "json_schema": {"schema": schema}}))
+    assert kind == {"object": {**dict.fromkeys(names, "json"), "n": "integer"}}
