@@ -165,16 +165,22 @@ def write_delimited(file: BinaryIO, table: FlatTable, lines: Iterable[bytes], de
     text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
     needs_quotes = re.compile(f'[{delimiter}"\r\n]')  # `csv.writer` writes a lone `\r` without quotes
 
-    def write(cells: Iterable[Any]) -> None:
-        texts = map(_written, cells)
-        quoted = (f'"{cell.replace(chr(34), chr(34) * 2)}"' if needs_quotes.search(cell) else cell for cell in texts)
-        text.write(delimiter.join(quoted) + "\n")
+    def written(value: Any) -> str:
+        cell = _written(value)
+        return _quoted(cell) if needs_quotes.search(cell) else cell
 
-    write(column.name for column in table.columns)
+    first, *names = (column.name for column in table.columns)
+    # The first bytes say what a file is: JSON lines and parquet files begin with these.
+    begin = _quoted(first) if first.startswith(("{", "PAR1")) else written(first)
+    text.write(delimiter.join([begin, *map(written, names)]) + "\n")
     for line in lines:
-        write(table.row(line))
+        text.write(delimiter.join(map(written, table.row(line))) + "\n")
     text.flush()
     text.detach()
+
+
+def _quoted(cell: str) -> str:
+    return '"' + cell.replace('"', '""') + '"'
 
 
 def _written(value: Any) -> str:

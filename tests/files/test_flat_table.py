@@ -153,6 +153,9 @@ def test_cells_of_text_files_are_what_the_texts_are(tmp_path: Path, suffix: str)
     header, *rows = table_of(tmp_path, [native(0, "t\r", {"a\rb": "c"})], suffix)
     assert header[1] == "a\rb"
     assert rows[0][1:3] == ["c", "t\r"]
+    for name in ("{{ x }}", '{"id": 1}', "PAR1"):  # as JSON lines and parquet files begin
+        header, *rows = table_of(tmp_path, [native(0, "t", {name: "c"}) | {"id": None}], suffix)
+        assert header[0] == name
     header, *rows = table_of(tmp_path, [native(0, "half \ud83d", {"half \ud83d": "\ud83d"})], suffix)
     assert header[1] == "half \\ud83d"
     assert rows[0][1:3] == ["\\ud83d", "half \\ud83d"]
