@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specbatch.files.arrow_table import kinds_of_columns
+from specbatch.files.arrow_table import arrow_rows, kinds_of_columns
 from specbatch.files.flat_table import FlatColumns, FlatTable
 from specbatch.files.jsonl import encode_line
 from specbatch.files.paths import holds_results
@@ -129,6 +129,20 @@ def test_columns_of_a_parquet_file_keep_their_types(tmp_path: Path) -> None:
     assert table.column("place").to_pylist() == [{"x": 1, "d": "2024-01-02"}, None]
     others = [table.column(name).to_pylist()[0] for name in ("map", "bytes", "big", "time", "none")]
     assert others == ['{"k": 1}', "abc", str(1 << 63), "01:00:00", None]
+    # Types that parquet does not have are in Arrow files.
+    arrow = pa.table({
+        "view": pa.array([[1, 2]], pa.list_view(pa.int64())),
+        "runs": pa.RunEndEncodedArray.from_arrays([1], pa.array([5])),
+        "empty": pa.array([{}], pa.struct([])),
+        "tensor": pa.ExtensionArray.from_storage(
+            pa.fixed_shape_tensor(pa.int32(), [2]), pa.array([[1, 2]], pa.list_(pa.int32(), 2))
+        ),
+    })  # fmt: skip
+    with pa.ipc.new_file(tmp_path / "given.arrow", arrow.schema) as file:
+        file.write_table(arrow)
+    [row] = [json.loads(encode_line(row)) for row in arrow_rows(tmp_path / "given.arrow", "given.arrow")]
+    others = table_of(tmp_path, [native(0, "t", row)], given=kinds_of_columns(tmp_path / "given.arrow"))
+    assert others.to_pylist()[0].items() >= {"view": "[1, 2]", "runs": "5", "empty": "{}", "tensor": "[1, 2]"}.items()
     # Types are those of the file, also if all rows failed.
     empty = table_of(tmp_path, [failed(0)], given=kinds, id_name="key")
     assert empty.schema.field("zoned").type == zone
