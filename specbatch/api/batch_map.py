@@ -50,4 +50,4 @@ def _table(batch: Any) -> pa.Table:
 def _values(column: Any) -> Any:
     """Return a column as Arrow can read it: tensors as arrays, and arrays of several dimensions as lists."""
     column = column.numpy() if hasattr(column, "numpy") else column
-    return list(column) if getattr(column, "ndim", 1) > 1 else column
+    return [_values(item) for item in column] if getattr(column, "ndim", 1) > 1 else column

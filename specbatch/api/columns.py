@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specbatch.files.flat_table import free_name
+from specbatch.files.jsonl import valid_text
 from specbatch.schemas.column_kinds import Kind, answer_kind, cell, either, kind_of
 
 if TYPE_CHECKING:
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
     from specbatch.api.results import Result
 
 _WHOLE = "answer"  # the column of an answer that is no object
-_SUFFIX = "_answer"  # added to a name that an earlier column has, as in flat result files
 
 
 def result_columns(results: Sequence[Result], response_format: str | None) -> dict[str, pa.Array]:
@@ -26,7 +27,7 @@ def result_columns(results: Sequence[Result], response_format: str | None) -> di
     fields = [result.get("metadata") or {} for result in results]
     for name in dict.fromkeys(name for one in fields for name in one):
         values = [one.get(name) for one in fields]
-        columns[_free(name, columns)] = _array(values, _kind_of_all(values))
+        columns[free_name(valid_text(name), columns)] = _array(values, _kind_of_all(values))
     return columns | columns_of_answers(results, response_format, columns)
 
 
@@ -38,7 +39,7 @@ def columns_of_answers(
     columns: dict[str, pa.Array] = {}
 
     def add(name: str, values: list[Any], kind: Kind) -> None:
-        columns[_free(name, {*taken, *columns})] = _array(values, kind)
+        columns[free_name(valid_text(name), {*taken, *columns})] = _array(values, kind)
 
     if (kind := answer_kind(response_format)) is not None:
         answers = [json.loads(result.text or "") if result.has_answer else None for result in results]
@@ -53,13 +54,6 @@ def columns_of_answers(
     return columns
 
 
-def _free(name: str, taken: Collection[str]) -> str:
-    free, number = name, 1
-    while free in taken:
-        free, number = f"{name}{_SUFFIX}{number if number > 1 else ''}", number + 1
-    return free
-
-
 def _kind_of_all(values: Sequence[Any]) -> Kind:
     """Return the kind of a column whose type no schema says."""
     found: Kind | None = None
@@ -69,17 +63,6 @@ def _kind_of_all(values: Sequence[Any]) -> Kind:
 
 
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    import pyarrow as pa
+    from specbatch.files.parquet import array_of  # it imports pyarrow
 
-    return pa.array([cell(kind, value) for value in values], _type(kind))
-
-
-def _type(kind: Kind) -> pa.DataType:
-    import pyarrow as pa
-
-    if isinstance(kind, Mapping):
-        if "list" in kind:
-            return pa.list_(_type(kind["list"]))
-        return pa.struct([(name, _type(part)) for name, part in kind["object"].items()])
-    types = {"integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
-    return types.get(kind, pa.string())
+    return array_of([cell(kind, value) for value in values], kind)

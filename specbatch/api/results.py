@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from specbatch.api.columns import result_columns
 
@@ -66,6 +66,17 @@ class Results(list[Result]):
     def __init__(self, results: Iterable[Result], response_format: str | None = None) -> None:
         super().__init__(results)
         self.response_format = response_format
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Result: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Results: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Result | Results:
+        """Return a result, or the results of a slice, which make tables with the same columns."""
+        found = super().__getitem__(index)
+        return Results(found, self.response_format) if isinstance(found, list) else found
 
     @property
     def texts(self) -> list[str | None]:

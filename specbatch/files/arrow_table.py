@@ -87,7 +87,8 @@ def _kind(kind: pa.DataType, is_part: bool = False) -> Kind:
         return f"timestamp[{kind.unit}, {kind.tz}]" if kind.tz else f"timestamp[{kind.unit}]"
     if types.is_decimal(kind) and not is_part and kind.precision <= _MAX_DIGITS and kind.scale >= 0:
         return f"decimal({kind.precision}, {kind.scale})"
-    return "json" if types.is_map(kind) or types.is_decimal(kind) else "text"
+    # Values of all other types are texts (times, bytes), or what only JSON has.
+    return "text" if types.is_string(kind) or types.is_large_string(kind) else "json"
 
 
 def check_columns(schema: pa.Schema, name: str) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from specbatch.files.jsonl import decode_value
+from specbatch.files.jsonl import decode_value, valid_text
 from specbatch.schemas.column_kinds import Kind, cell, either, kind_of
 
 LINE = "specbatch"  # the last column, with the result line
@@ -87,10 +88,8 @@ class FlatTable:
 
     def _add(self, part: str, kinds: Mapping[str, Kind]) -> None:
         for source, kind in kinds.items():
-            written = source.encode("utf-8", "backslashreplace").decode()
-            name, number = written, 1
-            while name in self._taken:
-                name, number = f"{written}{_SUFFIX}{number if number > 1 else ''}", number + 1
+            written = valid_text(source)
+            name = free_name(written, self._taken)
             if name != written:
                 self.renamed.append(name)
             self._taken.add(name)
@@ -101,6 +100,14 @@ class FlatTable:
         result = _Result(json.loads(line))
         cells = [cell(column.kind, result.value(column.part, column.source)) for column in self.columns[:-1]]
         return [*cells, line[:-1].decode()]
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return the name of a column, with a suffix if it is taken."""
+    free, number = name, 1
+    while free in taken:
+        free, number = f"{name}{_SUFFIX}{number if number > 1 else ''}", number + 1
+    return free
 
 
 class _Result:
@@ -136,6 +143,9 @@ class _Result:
         if not self._is_parsed:
             text = None if self._result.get("incomplete") else self._result.get("text")
             self._answer, self._is_parsed = _parsed(text), True
+            # A number that was cut is a number, too: it is not known whether it went on.
+            if self._result["finish_reason"] == "length" and isinstance(self._answer, int | float):
+                self._answer = None
         if part == "whole":
             return self._answer
         return self._answer.get(name) if isinstance(self._answer, dict) else None
@@ -153,18 +163,30 @@ def write_delimited(file: BinaryIO, table: FlatTable, lines: Iterable[bytes], de
     """Write a CSV or TSV file: UTF-8 without a byte-order mark, `\\n` at the end of a row, and quotes where they are
     needed. Null is an empty cell. Texts are written as they are, also those that begin with `=`."""
     text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
-    writer = csv.writer(text, delimiter=delimiter, lineterminator="\n")
-    writer.writerow([column.name for column in table.columns])
+    needs_quotes = re.compile(f'[{delimiter}"\r\n]')  # `csv.writer` writes a lone `\r` without quotes
+
+    def written(value: Any) -> str:
+        cell = _written(value)
+        return _quoted(cell) if needs_quotes.search(cell) else cell
+
+    first, *names = (column.name for column in table.columns)
+    # The first bytes say what a file is: JSON lines and parquet files begin with these.
+    begin = _quoted(first) if first.startswith(("{", "PAR1")) else written(first)
+    text.write(delimiter.join([begin, *map(written, names)]) + "\n")
     for line in lines:
-        writer.writerow([_written(value) for value in table.row(line)])
+        text.write(delimiter.join(map(written, table.row(line))) + "\n")
     text.flush()
     text.detach()
 
 
-def _written(value: Any) -> Any:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
+def _quoted(cell: str) -> str:
+    return '"' + cell.replace('"', '""') + '"'
+
+
+def _written(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list | bool) else str(value)
 
 
 def read_delimited(path: Path) -> Iterator[bytes]:

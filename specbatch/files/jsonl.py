@@ -235,6 +235,11 @@ def _encode(row: Any) -> str:
     return "".join(itertools.chain.from_iterable(zip(between, [*encoded, ""], strict=True)))
 
 
+def valid_text(text: str) -> str:
+    """Return the text as UTF-8 can have it: half of a surrogate pair becomes `\\\\udcff`."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def finite(value: Any) -> Any:
     """`value` with NaN and infinities replaced by None, at any depth."""
     if isinstance(value, float):

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specbatch.files.flat_table import FlatTable
-from specbatch.files.jsonl import encode_line
+from specbatch.files.jsonl import encode_line, valid_text
 from specbatch.files.line_types import BatchLine, NativeLine, index_of
 from specbatch.schemas.column_kinds import Kind
 
@@ -48,7 +48,7 @@ def write_parquet(
                 writer.write_table(pa.Table.from_pylist([_row(json.loads(line)) for line in group], kind))
                 return
             cells = zip(*map(table.row, group), strict=True)
-            columns = [_array(list(values), field.type) for values, field in zip(cells, kind, strict=True)]
+            columns = [array_of(values, column.kind) for values, column in zip(cells, table.columns, strict=True)]
             writer.write_table(pa.Table.from_arrays(columns, schema=kind))
 
         group: list[bytes] = []
@@ -86,7 +86,7 @@ def _flat_type(kind: Kind) -> pa.DataType:
     if isinstance(kind, dict):
         if "list" in kind:
             return pa.list_(pa.field("element", _flat_type(kind["list"])))
-        return pa.struct([pa.field(name, _flat_type(one)) for name, one in kind["object"].items()])
+        return pa.struct([pa.field(valid_text(name), _flat_type(one)) for name, one in kind["object"].items()])
     if kind in _KINDS:
         return _KINDS[kind]
     name, _, rest = kind.rstrip(")]").replace("(", "[").partition("[")
@@ -94,34 +94,39 @@ def _flat_type(kind: Kind) -> pa.DataType:
     return pa.timestamp(first, second or None) if name == "timestamp" else pa.decimal128(int(first), int(second))
 
 
-def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Make a column. Dates, times and decimals are given as texts."""
-    if kind == pa.string():
-        values = [None if value is None else _utf8(value) for value in values]
-    elif pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
-        texts = pa.array(values, pa.string())
-        try:
-            return texts.cast(kind)
-        except pa.ArrowInvalid:  # A finished job must not fail for a value; its text is in the line.
-            return pa.concat_arrays([_cast_or_null(texts[i], kind) for i in range(len(texts))])
-    elif pa.types.is_nested(kind):
-        values = [_utf8_of_all(value) for value in values]
-    return pa.array(values, kind)
-
-
-def _cast_or_null(text: pa.Scalar, kind: pa.DataType) -> pa.Array:
+def array_of(cells: Iterable[Any], kind: Kind) -> pa.Array:
+    """Make a column of what `cell` returns for this kind. Dates, times and decimals are given as texts."""
+    column = _flat_type(kind)
+    values = [_valid(value) for value in cells]
+    if not (pa.types.is_temporal(column) or pa.types.is_decimal(column)):
+        return pa.array(values, column)
+    texts = pa.array(values, pa.string())
     try:
-        return pa.array([text.as_py()], pa.string()).cast(kind)
+        return _cast(texts, column)
+    except pa.ArrowInvalid:  # A finished job must not fail for a value; its text is in the line.
+        return pa.concat_arrays([_cast_or_null(texts.slice(i, 1), column) for i in range(len(texts))])
+
+
+def _cast(texts: pa.Array, kind: pa.DataType) -> pa.Array:
+    # Texts have microseconds also where the column has only milliseconds, and the cast to these refuses them.
+    if pa.types.is_timestamp(kind) and kind.unit in ("s", "ms"):
+        texts = texts.cast(pa.timestamp("us", kind.tz))
+    return texts.cast(kind)
+
+
+def _cast_or_null(text: pa.Array, kind: pa.DataType) -> pa.Array:
+    try:
+        return _cast(text, kind)
     except pa.ArrowInvalid:
         return pa.nulls(1, kind)
 
 
-def _utf8_of_all(value: Any) -> Any:
+def _valid(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _utf8_of_all(item) for name, item in value.items()}
+        return {valid_text(name): _valid(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_utf8_of_all(item) for item in value]
-    return _utf8(value) if isinstance(value, str) else value
+        return [_valid(item) for item in value]
+    return valid_text(value) if isinstance(value, str) else value
 
 
 @cache
@@ -165,10 +170,10 @@ def _row(line: dict[str, Any]) -> dict[str, Any]:
         row[name] = None if row[name] is None else _json_text(row[name])
     for name in _JSON_TEXT:
         if row[name] is not None:
-            row[name] = _utf8(row[name]) if isinstance(row[name], str) else _json_text(row[name])
+            row[name] = valid_text(row[name]) if isinstance(row[name], str) else _json_text(row[name])
     for name in ("text", "reasoning_content"):
         if row[name] is not None:
-            row[name] = _utf8(row[name])
+            row[name] = valid_text(row[name])
     row[_REST] = _json_text(line) if line else None
     return row
 
@@ -190,8 +195,3 @@ def _line(row: dict[str, Any]) -> dict[str, Any]:
 
 def _json_text(value: Any) -> str:
     return encode_line(value).decode()[:-1]
-
-
-def _utf8(text: str) -> str:
-    """Half of a surrogate pair has no UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode()

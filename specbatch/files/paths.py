@@ -34,7 +34,7 @@ _RESULT_MARK = b'{"id": '
 _SORTED = ".sorted"
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _FORMATS = (
-    *(".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".json", ".xlsx", ".xls", ".ods", ".xml"),
+    *(".parquet", ".csv", ".tsv", ".arrow", ".feather", ".orc", ".avro", ".json", ".xlsx", ".xls", ".ods", ".xml"),
     *(".html", ".yaml", ".yml", ".toml", ".sqlite", ".db", ".npy", ".npz", ".pkl", ".h5", ".hdf5", ".tar", ".tgz"),
     *(".safetensors", ".gguf", ".bin", ".pt", ".pth"),
 )

@@ -40,6 +40,7 @@ class _Schema:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._open: list[str] = []  # the references that lead to the schema that is read
 
     def kind(self) -> Kind | None:
         return self._kind(self._root, 0)
@@ -50,7 +51,11 @@ class _Schema:
             return "json"
         found = [self._own(schema, depth)]
         if isinstance(reference := schema.get("$ref"), str):
+            if reference in self._open:  # Its values can be nested to any depth, and a column's type cannot.
+                return "json"
+            self._open.append(reference)
             found.append(self._kind(self._target(reference), depth + 1))
+            self._open.pop()
         if isinstance(parts := schema.get("allOf"), list):
             found += [self._kind(part, depth + 1) for part in parts]
         for name in _ALTERNATIVES:

@@ -7,6 +7,7 @@ import re
 from typing import Any, Literal
 
 import datasets
+import numpy as np
 import pydantic
 import pytest
 
@@ -139,6 +140,8 @@ def test_results_are_a_list_of_dicts() -> None:
     frame = results.to_pandas()
     assert list(frame) == ["id", "text", "finish_reason", "error"]
     assert frame["text"].tolist()[:20] == results.texts[:20]
+    assert results[20:].to_pandas()["id"].tolist()[0] == "a"
+    assert results[-1].finish_reason == "error"
 
 
 def test_a_class_as_schema_gives_objects(tiny: LLM) -> None:
@@ -196,3 +199,5 @@ def test_a_data_set_is_mapped(tiny: LLM) -> None:
     )
     sampled = dataset.map(BatchMap(tiny, temperature=1.0, max_tokens=8), batched=True, batch_size=2)
     assert list(sampled["text"]) == tiny.generate(dataset, temperature=1.0, max_tokens=8).texts
+    cube = BatchMap(tiny, max_tokens=8)({"prompt": np.array(["p0"]), "cube": np.zeros((1, 2, 2), np.float32)})
+    assert cube["cube"].to_pylist() == [[[0.0, 0.0], [0.0, 0.0]]]

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specbatch.files.arrow_table import kinds_of_columns
+from specbatch.files.arrow_table import arrow_rows, kinds_of_columns
 from specbatch.files.flat_table import FlatColumns, FlatTable
 from specbatch.files.jsonl import encode_line
 from specbatch.files.paths import holds_results
@@ -97,7 +97,9 @@ def test_columns_of_a_parquet_file_keep_their_types(tmp_path: Path) -> None:
     given = pa.table({
         "key": pa.array([1, 2], pa.int32()),
         "day": pa.array([datetime.date(2024, 1, 2), None]),
-        "at": pa.array([datetime.datetime(2024, 1, 2, 3), None], pa.timestamp("ms")),
+        "at": pa.array([datetime.datetime(2024, 1, 2, 3, 4, 5, 6000), None], pa.timestamp("ms")),
+        "here": pa.array([datetime.datetime(2024, 1, 2, 3, 4, 5, 6000), None], pa.timestamp("ms", "Europe/Berlin")),
+        "early": pa.array([datetime.datetime(1, 1, 2, 3), None], pa.timestamp("ms")),
         "zoned": pa.array([1714611845123456789, None], zone),
         "price": pa.array([Decimal("1.10"), Decimal("2.00")], pa.decimal128(9, 2)),
         "whole": pa.array([Decimal("7"), None], pa.decimal128(9, 0)),
@@ -117,7 +119,7 @@ def test_columns_of_a_parquet_file_keep_their_types(tmp_path: Path) -> None:
     rows[0]["map"] = {"k": 1}
     lines = [native(i, "t", {k: v for k, v in row.items() if k != "key"}) | {"id": i + 1} for i, row in enumerate(rows)]
     table = table_of(tmp_path, lines, given=kinds, id_name="key")
-    same = ("day", "at", "zoned", "price", "whole")
+    same = ("day", "at", "here", "early", "zoned", "price", "whole")
     assert {name: table.schema.field(name).type for name in same} == {
         name: given.schema.field(name).type for name in same
     }
@@ -127,6 +129,20 @@ def test_columns_of_a_parquet_file_keep_their_types(tmp_path: Path) -> None:
     assert table.column("place").to_pylist() == [{"x": 1, "d": "2024-01-02"}, None]
     others = [table.column(name).to_pylist()[0] for name in ("map", "bytes", "big", "time", "none")]
     assert others == ['{"k": 1}', "abc", str(1 << 63), "01:00:00", None]
+    # Types that parquet does not have are in Arrow files.
+    arrow = pa.table({
+        "view": pa.array([[1, 2]], pa.list_view(pa.int64())),
+        "runs": pa.RunEndEncodedArray.from_arrays([1], pa.array([5])),
+        "empty": pa.array([{}], pa.struct([])),
+        "tensor": pa.ExtensionArray.from_storage(
+            pa.fixed_shape_tensor(pa.int32(), [2]), pa.array([[1, 2]], pa.list_(pa.int32(), 2))
+        ),
+    })  # fmt: skip
+    with pa.ipc.new_file(tmp_path / "given.arrow", arrow.schema) as file:
+        file.write_table(arrow)
+    [row] = [json.loads(encode_line(row)) for row in arrow_rows(tmp_path / "given.arrow", "given.arrow")]
+    others = table_of(tmp_path, [native(0, "t", row)], given=kinds_of_columns(tmp_path / "given.arrow"))
+    assert others.to_pylist()[0].items() >= {"view": "[1, 2]", "runs": "5", "empty": "{}", "tensor": "[1, 2]"}.items()
     # Types are those of the file, also if all rows failed.
     empty = table_of(tmp_path, [failed(0)], given=kinds, id_name="key")
     assert empty.schema.field("zoned").type == zone
@@ -135,7 +151,7 @@ def test_columns_of_a_parquet_file_keep_their_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".csv", ".tsv"])
 def test_cells_of_text_files_are_what_the_texts_are(tmp_path: Path, suffix: str) -> None:
     cells = [
-        *('=HYPERLINK("x")', "+1", "-1", "@a", "'q", 'say "hi", you', "a\nb\r\nc\rd"),
+        *('=HYPERLINK("x")', "+1", "-1", "@a", "'q", 'say "hi", you', "a\nb\r\nc\rd", "a\rb", "\r"),
         *(" x\t", "é 😀 \u2028", "", "NULL", "\0"),
     ]
     lines = [native(i, text, {"in": text}) for i, text in enumerate(cells)]
@@ -148,6 +164,12 @@ def test_cells_of_text_files_are_what_the_texts_are(tmp_path: Path, suffix: str)
     assert [row[1] for row in flags] == ["true", "false"]
     assert [row[1] for row in rows] == ["", "true", "7", "0.5", '[1, "é"]', '{"a": null}']
     assert not (tmp_path / f"t{suffix}").read_bytes().startswith(b"\xef\xbb\xbf")
+    header, *rows = table_of(tmp_path, [native(0, "t\r", {"a\rb": "c"})], suffix)
+    assert header[1] == "a\rb"
+    assert rows[0][1:3] == ["c", "t\r"]
+    for name in ("{{ x }}", '{"id": 1}', "PAR1"):  # as JSON lines and parquet files begin
+        header, *rows = table_of(tmp_path, [native(0, "t", {name: "c"}) | {"id": None}], suffix)
+        assert header[0] == name
     header, *rows = table_of(tmp_path, [native(0, "half \ud83d", {"half \ud83d": "\ud83d"})], suffix)
     assert header[1] == "half \\ud83d"
     assert rows[0][1:3] == ["\\ud83d", "half \\ud83d"]
@@ -198,8 +220,10 @@ def test_an_answer_that_is_no_object_is_one_column(tmp_path: Path) -> None:
 
 
 def test_a_text_that_was_cut_is_no_answer_also_if_it_is_json(tmp_path: Path) -> None:
-    lines = [native(0, "12", incomplete=True), native(1, "123")]
-    assert table_of(tmp_path, lines, answer="integer").column("answer").to_pylist() == [None, 123]
+    lines = [native(0, "12", incomplete=True), native(1, "123"), native(2, "12", finish_reason="length")]
+    assert table_of(tmp_path, lines, answer="integer").column("answer").to_pylist() == [None, 123, None]
+    whole = native(0, '{"label": "bug", "n": 1, "tags": []}', finish_reason="length")
+    assert table_of(tmp_path, [whole], answer=ANSWER).column("n").to_pylist() == [1], "an object shows its end"
 
 
 def test_no_value_ends_a_finished_job(tmp_path: Path) -> None:
@@ -211,6 +235,9 @@ def test_no_value_ends_a_finished_job(tmp_path: Path) -> None:
     assert table.column("day").to_pylist() == [datetime.date(2024, 1, 2), None, None]
     assert table.column("price").to_pylist() == [Decimal(0), None, None]
     assert table.column("at").null_count == 2
+    nested = {"object": {"a": {"object": {"\ud83d": "text"}}}}
+    table = table_of(tmp_path, [native(0, '{"a": {"\\ud83d": "x"}}')], answer=nested)
+    assert table.column("a").to_pylist() == [{"\\ud83d": "x"}]
     names = table_of(tmp_path, [native(0, "t", {"\ud83d": "\ud83d", "\\ud83d": [{"a": "\ud83d"}]})]).column_names
     assert names == ["id", "\\ud83d", "\\ud83d_answer", "text", "finish_reason", "error"]
 

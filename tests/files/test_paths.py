@@ -54,6 +54,7 @@ def check(output: Path, reads: dict[str, Path] | None = None) -> None:
         ("out.gz", "results are written as .jsonl, .jsonl.gz, .jsonl.zst, .parquet, .csv, .tsv, not as other files"),
         ("out.jsonl.bz2", "not as other files in .bz2"),
         ("out.CSV", "results are JSON lines, parquet, CSV or TSV, not .CSV"),
+        ("out.Parquet", "results are JSON lines, parquet, CSV or TSV, not .Parquet"),
         ("out.json", "results are JSON lines, parquet, CSV or TSV, not .json"),
         ("weights.safetensors", "not .safetensors"),
         ("pipe", "is a pipe"),

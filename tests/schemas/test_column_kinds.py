@@ -130,3 +130,10 @@ def test_kinds_of_values_together() -> None:
     assert either({"object": {"a": "integer"}}, {"object": {"a": "text", "b": "text"}}) == {
         "object": {"a": "json", "b": "text"}
     }
+
+
+def test_a_schema_that_refers_to_itself_has_json_there() -> None:
+    names = [f"x{i}" for i in range(40)]
+    properties = {"n": {"type": "integer"}, **{name: {"$ref": "#/$defs/Node"} for name in names}}
+    schema = {"$defs": {"Node": {"type": "object", "properties": properties}}, "$ref": "#/$defs/Node"}
+    assert answer(schema) == {"object": {"n": "integer", **dict.fromkeys(names, "json")}}
