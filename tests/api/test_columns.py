@@ -59,10 +59,11 @@ def test_names_are_given_once() -> None:
 
 
 def test_half_of_a_surrogate_pair_is_written_as_in_files() -> None:
-    schema = response_format({"type": "object", "properties": {"x": {"type": "string"}}})
+    schema = response_format({"type": "object", "properties": {"x": {"type": "string"}, "\ud83d": {}}})
     result = Result(text='{"x": "\\ud83d"}', finish_reason="stop", metadata={"\ud83d": "\ud83d"})
     broken = Result(text="\ud83d", finish_reason="length")
     found = result_columns([result, broken], schema)
     assert found["\\ud83d"].to_pylist() == ["\\ud83d", None]
+    assert found["\\ud83d_answer"].to_pylist() == [None, None]
     assert found["x"].to_pylist() == ["\\ud83d", None]
     assert found["text"].to_pylist() == ['{"x": "\\ud83d"}', "\\ud83d"]
