@@ -148,7 +148,7 @@ class Reader:
             paths, near = option_paths(self._root), nearest(name, options)
             # The name of an option of another section or of another tool is likelier than one that is only like it.
             meant = option_meant(name, paths, similarity=1.0) or (join(path, near) if near else None)
-            meant = meant or option_meant(name, paths)
+            meant = meant or option_meant(name, paths, similarity=0.8)
             hint = f"did you mean {meant}?" if meant else f"known here: {', '.join(options) or 'none'}"
         raise ConfigError(f"unknown option {full}", hint)
 

@@ -377,7 +377,10 @@ GPT2_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4}
         ({**LLAMA, "model_type": "gpt_neox", "partial_rotary_factor": 0.5}, ("partial_rotary_factor", "rotary_pct")),
         ({**LLAMA, "model_type": "gpt_neox", "rotary_pct": 1, "partial_rotary_factor": 0.5}, ("0.5", "rotary_pct")),
         ({**GPT2_SIZES, "model_type": "gptj", "rotary_dim": 4, "rope_theta": 500.0}, ("rope_theta 500.0", "gptj")),
-        ({**GPT2_SIZES, "model_type": "gptj", "rotary_dim": 4, "rope_scaling": {"type": "linear"}}, ("rope_scaling",)),
+        (
+            {**GPT2_SIZES, "model_type": "gptj", "rotary_dim": 4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            ("rope_scaling",),
+        ),
         ({**GPT2_SIZES, "model_type": "gpt2", "hidden_act": "relu"}, ("hidden_act 'relu'", "gpt2")),
         ({**GPT2_SIZES, "model_type": "gpt2", "hidden_size": 64}, ("n_embd is 32", "hidden_size is 64")),
         (
