@@ -105,8 +105,8 @@ class ModelConfig:
     embedding_scale: float | None = None  # factor of the embeddings that enter the first layer
     wide_embedding_scale: bool = False  # True: the factor is not rounded to the dtype of the model
     # Factor of the outputs of attention and MLP before they are added to the residual. The decoder computes with
-    # residuals that are divided by it, which norms do not change: families divide `embedding_scale`, and `rms_norm_eps`
-    # by its square.
+    # residuals that are divided by it, which norms do not change. Families divide `embedding_scale` by it, and
+    # they divide `rms_norm_eps` by its square.
     residual_scale: float = 1.0
     norms: tuple[str, ...] = PRE_NORMS  # names of a layer's norms
     norm_offset: float = 0.0  # is added to the weights of all norms

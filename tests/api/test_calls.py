@@ -37,7 +37,7 @@ class Picky(pydantic.BaseModel):
 
 @pytest.mark.usefixtures("stub")
 def test_options_of_a_call_are_defaults_of_its_rows() -> None:
-    """As those of the configuration: a seed is combined with the index, and the fields of a row have precedence."""
+    """Options of a call act as those of the configuration do. The fields of a row have precedence over them."""
     options = {"max_tokens": 5, "temperature": 1.0, "logprobs": 1}
     rows = [*ROWS, {"prompt": "x", "max_tokens": 2}]
     with LLM(**options, **{"sampling.seed": 7}) as configured, LLM(max_tokens=9) as plain:
@@ -171,7 +171,7 @@ def test_an_answer_that_the_class_refuses_is_no_object(tiny: LLM) -> None:
 
 
 def test_a_data_set_is_mapped(tiny: LLM) -> None:
-    """With the real package. The first batch has no errors and no notes: types do not depend on it."""
+    """The real package maps the rows. The first batch has no errors, and the types do not depend on it."""
     names = datasets.Features({"prompt": datasets.Value("string"), "gold": datasets.ClassLabel(names=["a", "b"])})
     rows = {"prompt": ["p0", "p1", "p2", "x" * 5000, "p4"], "gold": [0, 1, 0, 1, 0]}
     dataset = datasets.Dataset.from_dict(rows, features=names).add_column("note", [None, None, "n", None, "m"])

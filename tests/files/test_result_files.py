@@ -130,7 +130,7 @@ def test_an_interrupted_job_has_the_bytes_of_one_that_was_not(tmp_path: Path, su
     for step in (3, 6):
         with pytest.raises(RuntimeError):
             run(output=run.output, engine=StubEngine(fail_at=step))
-    run.output.with_name(f"{run.output.name}.sorted").write_bytes(whole.output.read_bytes()[:2000])  # of a kill
+    run.output.with_name(f"{run.output.name}.sorted").write_bytes(whole.output.read_bytes()[:2000])  # A kill leaves it.
     run(output=run.output)
     assert run.output.read_bytes() == whole.output.read_bytes()
     assert run(output=run.output) == 1

@@ -83,7 +83,7 @@ def test_stacked_experts_of_ranks_add_up(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_stacked_experts_as_a_whole_add_up(size: int) -> None:
-    """With biases, which each expert adds once."""
+    """Each expert adds its biases once."""
     x_TE = torch.randn(7, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1))
     weights_TK = torch.rand(7, 2, generator=torch.Generator().manual_seed(2))
     experts_TK = torch.rand(7, 5, generator=torch.Generator().manual_seed(3)).topk(2).indices.int()

@@ -57,7 +57,7 @@ def test_weights_are_those_of_each_format(tmp_path: Path) -> None:
 
 
 def test_layers_that_keep_their_weights_compute_the_same(tmp_path: Path) -> None:
-    """With the reference kernels; joined layers too."""
+    """The reference kernels compute layers, and joined layers too."""
     x, residual = rows(5, 160), rows(5, 480, seed=1)
     for name, section in FORMATS.items():
         meant = integer_checkpoint(tmp_path / name, section, **SIZES, attention_bias=True)

@@ -23,7 +23,7 @@ SIZES = {"hidden_size": 320, "intermediate_size": 448, "num_attention_heads": 5,
 
 @pytest.mark.parametrize("section", FORMATS.values(), ids=FORMATS)
 def test_logits_are_those_of_the_dequantised_model(section: dict[str, Any], tmp_path: Path) -> None:
-    """Of one token, of a few and of many. Dequantised weights are rounded, packed ones are not."""
+    """One token, a few and many are computed. Dequantised weights are rounded, packed ones are not."""
     integer_checkpoint(tmp_path, section, **SIZES)
     found = open_checkpoint(tmp_path)
     assert found.quantization is not None

@@ -1,5 +1,5 @@
-"""What transformers' code could compute, but not over a paged cache, is refused before weights are read: the folders of
-these tests have none."""
+"""Tests of models that transformers' code cannot compute over a paged cache. They are refused before weights are read,
+which the folders of these tests lack."""
 
 from __future__ import annotations
 
