@@ -36,7 +36,7 @@ _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
 _PACKED_RAN_ON_GPU = False
 # Whether ranks of GPUs with experts have passed theirs (tests/parallel/test_cuda_group_gpu.py). Until then they are
 # refused.
-_EXPERTS_RAN_ON_GPUS = False
+_EXPERTS_RAN_ON_GPUS = True
 
 
 def resolve_quantization(
