@@ -214,6 +214,7 @@ class Request:
     matcher: GrammarMatcher | None = None  # the matcher, which no other request has; None: any text
     matcher_spec: Any = None  # a `grammar.compiler.MatcherSpec`, from which other ranks make the same matcher
     stop_spec: Any = None  # a `rows.tokenizer.StopSpec`, from which other ranks make the same `check_stop`
+    predicted_token_ids: Sequence[int] = ()  # a text that the output may be like; n-gram drafts come from it, too
 
 
 class Margin(NamedTuple):

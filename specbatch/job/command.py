@@ -26,7 +26,7 @@ from specbatch.job.crash_retry import count_crash
 from specbatch.job.failures import FailureWatch, MaxFailed
 from specbatch.job.generate import FileJob
 from specbatch.job.output import already_finished, checked_output, is_finished, verdict, with_columns, with_first_day
-from specbatch.job.plan import RowPlan, has_grammars, with_shared_tokens
+from specbatch.job.plan import RowPlan, has_grammars, with_facts_of_rows
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress
 from specbatch.job.runner import failed_row
@@ -119,10 +119,11 @@ def _run(
         source = open_source(options.input, config.data, on_bytes=on_bytes)
     source = with_checked_fields(source, parser)
     source = part_of(source, options.limit, options.shard)
-    what = pool.describe(with_shared_tokens(config, source, parser))
+    notes: list[str] = []
+    what = pool.describe(with_facts_of_rows(config, source, parser, notes))
     # `what.config` has the model's own sampling options.
     parser = RowParser.of_job(what.config)
-    notes = list(what.notes)
+    notes += what.notes
     # This includes the import of the libraries, which is a part of loading.
     start_seconds = time.perf_counter() - began
     with_grammars = has_grammars(what.config, source, parser)
