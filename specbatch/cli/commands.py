@@ -248,6 +248,36 @@ def evaluate(
         raise typer.Exit(evaluate_tasks(options, config, startup.runtime(console), console, began=began))
 
 
+@app.command(
+    "serve-batches", epilog=examples("specbatch serve-batches", "specbatch serve-batches --model org/name --port 9000")
+)
+@with_config_options
+def serve_batches(
+    given: ConfigOptions,
+    folder: Annotated[
+        Path, path_option("--dir", metavar="DIR", help="The files and batches. A later server goes on with them.")
+    ] = Path("specbatch-batches"),
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The address to listen at. Others than loopback need an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="The port. 0: a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", envvar="SPECBATCH_API_KEY", help="Clients must send this key. Other users see it in `ps`."
+        ),
+    ] = None,
+) -> None:
+    """Serve OpenAI's API of files and batches on this machine, for OpenAI's own client."""
+    with user_errors() as console:
+        from specbatch.serve.command import ServeOptions, serve
+
+        config = given.load()
+        _note_one_engine(config, console)
+        prepare_libraries()
+        serve(ServeOptions(folder, host, port, api_key), config, startup.runtime(console), console)
+
+
 @app.command(epilog=examples("specbatch tune data.jsonl -o tuned.yaml", "specbatch generate data.jsonl -c tuned.yaml"))
 @with_config_options
 def tune(

@@ -57,7 +57,9 @@ def test_texts_do_not_depend_on_predictions(make: Any, params: SamplingParams) -
 
 
 def test_host_and_device_draft_the_same_from_predictions() -> None:
-    predictions = [one.token_ids for one in run_requests(tiny_engine("none", num_pages=256), requests(GREEDY, [[]] * 6))]
+    predictions = [
+        one.token_ids for one in run_requests(tiny_engine("none", num_pages=256), requests(GREEDY, [[]] * 6))
+    ]
     predictions = [text[:5] + text[7:] for text in predictions]
     found = [
         run_requests(make("ngram", CHAIN, num_pages=256, max_batch_size=2), requests(GREEDY, predictions))
@@ -72,7 +74,10 @@ def test_a_request_without_a_prediction_does_not_see_that_of_an_earlier_one() ->
     expected, found = (
         run_requests(
             tiny_device_engine("ngram", CHAIN, num_pages=256, max_batch_size=1),
-            [replace(one, predicted_token_ids=()) if one.request_id % 2 else one for one in requests(GREEDY, predicted)],
+            [
+                replace(one, predicted_token_ids=()) if one.request_id % 2 else one
+                for one in requests(GREEDY, predicted)
+            ],
         )
         for predicted in ([[]] * 6, [plain[1], [], plain[3], [], plain[5], []])
     )
