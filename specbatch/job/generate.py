@@ -30,7 +30,7 @@ _KEPT = "finished rows whose input line is the same are kept"
 
 @dataclass
 class JobControl:
-    """What another thread sees of a job, and what it wishes."""
+    """A link between a job and another thread: what is finished, and what that thread wishes."""
 
     # finish: rows that have not started are left out of the results. interrupt: the job ends as after SIGINT.
     wish: Literal["run", "finish", "interrupt"] = "run"

@@ -40,7 +40,7 @@ class BatchRunner:
         self._config = replace(self._shared.resolved.config, data=config.data)
         self.model: str = self._config.model.target
         self._queue: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._control = JobControl()  # of the batch that runs
+        self._control = JobControl()  # control of the batch that runs
         self._running: Batch | None = None
         self._is_closed = False
         for batch in state.batches.values():

@@ -216,6 +216,7 @@ def test_a_batch_goes_on_after_a_kill_and_after_an_interrupt(tmp_path: Path) -> 
         ]
 
 
+@pytest.mark.wide
 def test_an_expired_batch(tmp_path: Path) -> None:
     """One that is found expired after a restart."""
     state = tmp_path / "state"
@@ -239,6 +240,7 @@ def test_an_expired_batch(tmp_path: Path) -> None:
     assert {line["response"] for line in errors} == {None}
 
 
+@pytest.mark.wide
 def test_a_batch_of_another_configuration_is_not_mixed(tmp_path: Path) -> None:
     state = tmp_path / "state"
     rows = [request(str(i), f"Write a story about the number {i}.", max_tokens=64) for i in range(40)]
