@@ -2,7 +2,8 @@
 
 Files of a run: DIR/results.json, DIR/samples.jsonl, those of DIR/lm-eval (see `lm_eval_layout`), and for each task
 DIR/TASK/prompts.jsonl with the file job's answers.jsonl, answers.stats.json and, while it is unfinished, its partial
-file. DIR/TASK/none/ has those of the run without speculation. The same command again resumes, or scores again what exists.
+file. DIR/TASK/none/ has those of the run without speculation. The same command again resumes, or scores again what
+exists.
 """
 
 from __future__ import annotations
