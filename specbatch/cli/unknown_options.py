@@ -38,7 +38,8 @@ class HintingCommand(typer.core.TyperCommand):
         given = [*args]  # the parser takes them from the list
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:
+        except Exception as exc:
+            error: Any = exc
             # Typer has its own copy of click, or click's, by its version: the classes of errors differ.
             if type(error).__name__ == "NoSuchOption":
                 self._explain(error)

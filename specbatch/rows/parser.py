@@ -344,8 +344,8 @@ def with_checked_fields(source: Source, parser: RowParser) -> Source:
             hint if errors[0].type == "invalid_csv" else None,
         )
     if len(urls) == len(read) and urls and not any(url in ENDPOINTS for url in urls):
-        message, hint = foreign_endpoint(urls[0])
-        raise InputError(f"the first rows of {source.name} cannot run: url {message}", hint)
+        message, instead = foreign_endpoint(urls[0])
+        raise InputError(f"the first rows of {source.name} cannot run: url {message}", instead)
     if needs and count:
         raise _missing_fields(source, needs, list(names), count)
     opened = iter([itertools.chain(read, rows)])

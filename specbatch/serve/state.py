@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 from specbatch.errors import InputError
 from specbatch.files.local import disk_errors, open_locked, unlink_quietly, write_whole
@@ -110,7 +110,7 @@ class State:
             self.batches[batch.id] = batch
 
 
-def _objects(folder: Path) -> list[dict[str, object]]:
+def _objects(folder: Path) -> list[dict[str, Any]]:
     """Return the objects in a folder. It raises InputError for a file that is damaged."""
     found = []
     for path in folder.glob("*.json"):
