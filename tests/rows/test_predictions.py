@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from specbatch.cli import app
+from specbatch.draft import METHODS, DraftParts, MethodEntry
+from specbatch.draft.ngram import NgramDraft
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
 from specbatch.types import Completion, EngineLimits, Request, RngKey, SamplingParams
@@ -40,16 +42,32 @@ def length_of(found: list[Completion]) -> float:
     return sum(len(one.token_ids) for one in found) / rounds
 
 
+@pytest.fixture(autouse=True)
+def _on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`device ngram` is the method that drafts from tensors, as on a GPU."""
+
+    def on_device(shape: DraftShape, parts: DraftParts) -> NgramDraft:
+        return NgramDraft(shape, *parts.ngram_match, parts.ops)
+
+    monkeypatch.setitem(METHODS, "device ngram", MethodEntry(on_device))
+
+
+def ngram_engine(on_device: bool, **settings: Any) -> Any:
+    if on_device:
+        return tiny_device_engine("device ngram", CHAIN, num_pages=256, **settings)
+    return tiny_engine("ngram", CHAIN, num_pages=256, **settings)
+
+
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine], ids=["host", "device"])
-def test_texts_do_not_depend_on_predictions(make: Any, params: SamplingParams) -> None:
-    plain = run_requests(make("none", num_pages=256), requests(params, [[]] * 6))
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_texts_do_not_depend_on_predictions(on_device: bool, params: SamplingParams) -> None:
+    plain = run_requests(tiny_engine("none", num_pages=256), requests(params, [[]] * 6))
     texts = [one.token_ids for one in plain]
     wrong = [[(token + 1) % 31 for token in text] for text in texts]
     half = [text[:10] + other[10:14] + text[14:] for text, other in zip(texts, wrong, strict=True)]
     lengths = {}
     for name, predictions in {"none": [[]] * 6, "right": texts, "wrong": wrong, "half": half}.items():
-        found = run_requests(make("ngram", CHAIN, num_pages=256), requests(params, predictions))
+        found = run_requests(ngram_engine(on_device), requests(params, predictions))
         assert [one.token_ids for one in found] == texts, name
         lengths[name] = length_of(found)
     assert lengths["right"] > 4.5  # nearly all drafts of all rounds, from the first one on
@@ -62,8 +80,8 @@ def test_host_and_device_draft_the_same_from_predictions() -> None:
     ]
     predictions = [text[:5] + text[7:] for text in predictions]
     found = [
-        run_requests(make("ngram", CHAIN, num_pages=256, max_batch_size=2), requests(GREEDY, predictions))
-        for make in (tiny_engine, tiny_device_engine)
+        run_requests(ngram_engine(on_device, max_batch_size=2), requests(GREEDY, predictions))
+        for on_device in (False, True)
     ]
     assert [one.speculation for one in found[0]] == [one.speculation for one in found[1]]
 
@@ -73,7 +91,7 @@ def test_a_request_without_a_prediction_does_not_see_that_of_an_earlier_one() ->
     plain = [one.token_ids for one in run_requests(tiny_engine("none", num_pages=256), requests(GREEDY, [[]] * 6))]
     expected, found = (
         run_requests(
-            tiny_device_engine("ngram", CHAIN, num_pages=256, max_batch_size=1),
+            ngram_engine(True, max_batch_size=1),
             [
                 replace(one, predicted_token_ids=()) if one.request_id % 2 else one
                 for one in requests(GREEDY, predicted)
