@@ -52,10 +52,10 @@ def make_app(state: State, runner: BatchRunner, api_key: str | None, hosts: Sequ
         Route(path, _checked(endpoint, api_key, hosts), methods=[verb]) for (verb, path), endpoint in table.items()
     ]
     handlers: dict[Any, Any] = {
-        ApiError: lambda request, exc: JSONResponse(exc.body(), exc.status),
+        ApiError: lambda request, exc: _Json(exc.body(), exc.status),
         HTTPException: _not_found,
-        SpecbatchError: lambda request, exc: JSONResponse(error_body(500, exc.message), 500),
-        Exception: lambda request, exc: JSONResponse(error_body(500, "internal error; the server has printed it"), 500),
+        SpecbatchError: lambda request, exc: _Json(error_body(500, exc.message), 500),
+        Exception: lambda request, exc: _Json(error_body(500, "internal error; the server has printed it"), 500),
     }
     return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -84,7 +84,14 @@ def _not_found(request: Request, exc: Exception) -> Response:
         message = f"There is no {request.method} {request.url.path} here: files, batches and models are served."
         if request.url.path in ENDPOINTS:
             message += " Put the request into a file, and create a batch of it."
-    return JSONResponse(error_body(exc.status_code, message), exc.status_code)
+    return _Json(error_body(exc.status_code, message), exc.status_code)
+
+
+class _Json(JSONResponse):
+    """JSON in ASCII: halves of surrogate pairs, which clients can send, are not text."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
 
 
 class _Api:
@@ -105,7 +112,7 @@ class _Api:
             if others := sorted(form.keys() - {"file", "purpose"}):
                 raise ApiError(400, f"Unknown parameter: '{others[0]}'.", others[0], "unknown_parameter")
             stored = await run_in_threadpool(self._state.add_upload, file.file, file.filename or "upload.jsonl")
-        return JSONResponse(stored.json())
+        return _Json(stored.json())
 
     async def list_files(self, request: Request) -> Response:
         purpose = request.query_params.get("purpose")
@@ -114,7 +121,7 @@ class _Api:
         return _page(request, files, 10_000)
 
     async def get_file(self, request: Request) -> Response:
-        return JSONResponse(self._state.file(request.path_params["file_id"]).json())
+        return _Json(self._state.file(request.path_params["file_id"]).json())
 
     async def get_content(self, request: Request) -> Response:
         file = self._state.file(request.path_params["file_id"])
@@ -123,7 +130,7 @@ class _Api:
     async def delete_file(self, request: Request) -> Response:
         file = self._state.file(request.path_params["file_id"])
         await run_in_threadpool(self._state.remove, file)
-        return JSONResponse({"id": file.id, "object": "file", "deleted": True})
+        return _Json({"id": file.id, "object": "file", "deleted": True})
 
     async def create_batch(self, request: Request) -> Response:
         fields = await _json(request)
@@ -148,7 +155,7 @@ class _Api:
             metadata=_metadata(fields.get("metadata")),
         )  # fmt: skip
         self._runner.add(batch)
-        return JSONResponse(batch.json())
+        return _Json(batch.json())
 
     async def list_batches(self, request: Request) -> Response:
         with self._state.lock:
@@ -156,7 +163,7 @@ class _Api:
         return _page(request, batches, 20)
 
     async def get_batch(self, request: Request) -> Response:
-        return JSONResponse(self._runner.counted(self._state.batch(request.path_params["batch_id"])).json())
+        return _Json(self._runner.counted(self._state.batch(request.path_params["batch_id"])).json())
 
     async def cancel_batch(self, request: Request) -> Response:
         batch = self._state.batch(request.path_params["batch_id"])
@@ -165,15 +172,15 @@ class _Api:
                 raise ApiError(409, f"Cannot cancel a batch with status '{batch.status}'.", code="invalid_status")
             if batch.status != "cancelling":
                 self._runner.cancel(batch)
-        return JSONResponse(batch.json())
+        return _Json(batch.json())
 
     async def list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return _Json({"object": "list", "data": [self._model()]})
 
     async def get_model(self, request: Request) -> Response:
         if (name := request.path_params["model"]) != self._runner.model:
             raise ApiError(404, f"The model '{name[:80]}' does not exist.", "model", "model_not_found")
-        return JSONResponse(self._model())
+        return _Json(self._model())
 
     def _model(self) -> dict[str, Any]:
         return {"id": self._runner.model, "object": "model", "created": self._began, "owned_by": "specbatch"}
@@ -229,4 +236,4 @@ def _page(request: Request, items: Sequence[Listed], default: int) -> Response:
         ordered = ordered[ids.index(after) + 1 :]
     page = [item.json() for item in ordered[:limit]]
     ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-    return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(ordered) > limit})
+    return _Json({"object": "list", "data": page, **ends, "has_more": len(ordered) > limit})

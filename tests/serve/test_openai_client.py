@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,26 @@ def test_requests_that_are_refused(server: Server) -> None:
         client.with_options(default_headers={"Origin": "https://example.org"}).models.list()
     with pytest.raises(openai.PermissionDeniedError, match="The name of this host"):
         client.with_options(default_headers={"Host": "example.org"}).models.list()
+
+
+def test_texts_that_are_none(server: Server) -> None:
+    """Half of a surrogate pair, which JSON can hold."""
+    client = server.client
+    fields = {"input_file_id": upload(client, [request("\ud800")]), "endpoint": "/v1/chat/completions"}
+    body = json.dumps({**fields, "completion_window": "24h", "metadata": {"a": "\ud800"}}).encode()
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{server.url}/batches", body, headers)) as answer:
+        batch = json.load(answer)
+    found = ended(client, client.batches.retrieve(batch["id"]))
+    assert found.status == "completed"
+    assert found.metadata == {"a": "\ud800"}
+    assert lines_of(client, found.output_file_id)[0]["custom_id"] == "\ud800"
+    assert client.batches.list(limit=1).data[0].id == found.id
+    for broken in (b"{", b"[1]", b"\xff", b'{"a": ' + b"1" * (1 << 20) + b"}"):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(urllib.request.Request(f"{server.url}/batches", broken, headers))
+        assert caught.value.code == (413 if len(broken) > 9 else 400)
+        assert json.load(caught.value)["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("key", ["wrong", "secret keys", "ü"])
