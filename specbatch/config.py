@@ -110,9 +110,10 @@ class SpeculationSection:
 
     method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3"] = option(
         "auto",
-        "`none`: plain decoding. `ngram`: drafts come from the row's own text. `draft_model`: a smaller model with the "
-        "same tokenizer. `eagle`, `eagle3`: a head that was trained for the target. `auto`: `eagle3` if a head for the "
-        "target comes with specbatch (the built-in target), else `ngram`.",
+        "`none`: plain decoding. `ngram`: drafts come from the row's own text, and from its `prediction`. "
+        "`draft_model`: a smaller model with the same tokenizer. `eagle`, `eagle3`: a head that was trained for the "
+        "target. `auto`: `eagle3` if a head for the target comes with specbatch (the built-in target), else `ngram`; "
+        "also `ngram` if most of the first rows of a file have a `prediction`.",
     )
     draft: str | None = option(
         None,
