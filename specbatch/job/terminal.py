@@ -23,10 +23,10 @@ _MIN_CUT = 0.05  # tokens per round that are worth an explanation
 
 
 def print_notes(notes: Iterable[str], console: Console) -> None:
-    """A line each. Those that begin with `warning: ` are yellow on a terminal."""
+    """A line each; a terminal folds it between words. Those that begin with `warning: ` are yellow there."""
     for note in notes:
         style = "bold yellow" if note.startswith("warning: ") else None
-        console.print(without_secrets(note), style=style, markup=False, soft_wrap=True)
+        console.print(without_secrets(note), style=style, markup=False, soft_wrap=not console.is_terminal)
 
 
 def print_table(table: Table, console: Console) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specbatch.counts import EngineStats, SpeculationCounts
-from specbatch.job.terminal import acceptance_text, print_table
+from specbatch.job.terminal import acceptance_text, print_notes, print_table
 from specbatch.results.stats import RowTotals, Session, build_report
 
 
@@ -66,3 +66,13 @@ def test_acceptance_goes_with_the_accepted_drafts(rounds: dict[str, int], text: 
     session = Session(engine=EngineStats(speculation=speculation))
     report = build_report({}, "d", Path("o"), totals, 0, session, config=config, models={}, made_by={})
     assert acceptance_text(report["speculation"], report["session"]["draft_rate_by_position"]) == text
+
+
+def test_a_terminal_folds_notes_between_words() -> None:
+    note = "model.dtype: float32 (the default on a machine without CUDA)"
+    for terminal, lines in ((True, 2), (False, 1)):
+        file = io.StringIO()
+        print_notes([note], Console(file=file, width=40, force_terminal=terminal, color_system=None))
+        shown = file.getvalue().splitlines()
+        assert len(shown) == lines
+        assert " ".join(line.rstrip() for line in shown) == note
