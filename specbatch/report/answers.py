@@ -79,7 +79,7 @@ class FieldValues:
 
 @dataclass
 class Answers:
-    """What is known of all answers. `asked`: rows that ask for JSON; `json`: those of them whose answers are JSON.
+    """Facts about all answers. `asked`: rows that ask for JSON; `json`: those of them whose answers are JSON.
     `other_json`: objects and lists among the answers of other rows. `invalid`: a sample of the rows that ask for JSON
     and have another answer, or one that does not match their schema, each with the reason."""
 

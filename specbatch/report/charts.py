@@ -83,7 +83,7 @@ def bars(given: Sequence[Bar], x_title: str, name: str, columns: Sequence[str], 
 
 def histogram(counts: Counter[int], x_title: str, name: str, unit: str = "tokens", things: str = "rows") -> Plot:
     """Draw a histogram of whole numbers. The last bar holds the longest 1%, if these go far beyond the others.
-    `things`: what has so many of `unit`."""
+    `things`: what is counted, and has a number of `unit`."""
     total = counts.total()
     low, high = min(counts), max(counts)
     below, bound = 0, low

@@ -36,7 +36,7 @@ class Row:
     acceptance_length: float | None = None
     metadata: Any = None
     error: tuple[str, str] | None = None  # its type and message
-    margin: float | None = None  # of its certificate
+    margin: float | None = None  # the certificate says it
     logprob: float | None = None  # the mean over its tokens
 
 
