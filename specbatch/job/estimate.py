@@ -29,6 +29,7 @@ from specbatch.types import EngineLimits
 _DRAWS = 40  # simulations
 _QUANTILES = (0.05, 0.95)  # quantiles of the simulations that bound the range
 _SPEED_NOISE = 0.05  # relative variation of a machine's speed from one run to the next
+_ROWS_SHOWN = 100  # rows from one message about progress to the next
 _MIN_LATER = 4  # requests that started after the first round, to take their time for that of others
 _SHOWN = "specbatch generate shows the error of each row"
 _MAX_SIMULATED = 8000  # requests; the middle of a longer file is like that of these
@@ -58,15 +59,24 @@ class FileTokens:
 
 
 def count_tokens(
-    source: Source, prepare: RowPreparer, limits: EngineLimits, num_drawn: int, seed: int, group: int | None = None
+    source: Source,
+    prepare: RowPreparer,
+    limits: EngineLimits,
+    num_drawn: int,
+    seed: int,
+    group: int | None = None,
+    show: Callable[[str], object] = lambda state: None,
 ) -> FileTokens:
     """Read and prepare the whole source; draw rows evenly from it. They come in groups of `group` rows, each drawn from
-    the whole file and in its order. None: one group. Raises InputError if no row can run."""
+    the whole file and in its order. None: one group. `show` takes how far it is. Raises InputError if no row can
+    run."""
     found, draw = FileTokens(), random.Random(seed)
     drawn: list[tuple[RawRow, list[int]]] = []
     common: Sequence[int] | None = None
     for raw in source.rows():
         found.num_rows += 1
+        if found.num_rows % _ROWS_SHOWN == 0:
+            show(f"{found.num_rows:,}" + (f" of {source.total:,} rows" if source.total else " rows"))
         [row] = prepare([raw])
         if row.error is not None:
             found.num_failed += 1
@@ -176,9 +186,11 @@ def run_trial(
     min_rows: int,
     min_seconds: float = 0.0,
     keep: Callable[[Finished], object] = lambda finished: None,
+    show: Callable[[str], object] = lambda state: None,
 ) -> Trial:
     """Run `rows` to their ends, or for `max_seconds`. After the first `min_rows` of them, more are started for
-    `min_seconds` only. `keep` takes the results; its time counts. Raises InputError if no row has a token then."""
+    `min_seconds` only. `keep` takes the results, and `show` how far it is; their time counts. Raises InputError if no
+    row has a token then."""
     engine, trial, added = runner.engine, Trial(), 0
     began, seconds = time.perf_counter(), 0.0
     while seconds < max_seconds:
@@ -205,6 +217,7 @@ def run_trial(
         trial.max_running = max(trial.max_running, engine.num_running)
         _take(runner, trial, keep)
         seconds = time.perf_counter() - began
+        show(f"{trial.rows:,} of {added:,} rows have ended, {seconds:.0f} s of at most {max_seconds:.0f} s")
     trial.seconds = time.perf_counter() - began
     _take(runner, trial, keep)
     trial.ended += [(tokens, False) for tokens in engine.tokens_so_far().values() if tokens]

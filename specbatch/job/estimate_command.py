@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from specbatch.files.stats_types import SCHEMA_VERSION
 from specbatch.files.template_files import with_template_texts
 from specbatch.job.estimate import Estimate, FileTokens, Trial, count_tokens, estimate, run_trial
 from specbatch.job.plan import with_facts_of_rows
-from specbatch.job.progress import duration
+from specbatch.job.progress import PLAIN_SECONDS, duration
 from specbatch.job.runner import RowRunner
 from specbatch.job.terminal import input_bar, print_notes
 from specbatch.job.worker import Runtime, Worker
@@ -64,10 +66,7 @@ def estimate_file(
     print_notes([*notes, *what.notes], console)
     batch = what.config.engine.rows_at_once
 
-    def doing(text: str) -> Any:
-        return console.status(text) if console.is_terminal else nullcontext()
-
-    with doing("loading the models"):
+    with _doing("loading the models", console):
         loaded = worker.load()
         worker.limit_length(loaded.longest_row)
     load_seconds = time.perf_counter() - began
@@ -76,25 +75,52 @@ def estimate_file(
     num_drawn, min_seconds = num_rows, 0.0
     if options.trial_rows is None:
         num_drawn, min_seconds = max(_MAX_TRIAL_ROWS, num_rows), _MIN_TRIAL_SECONDS
-    with doing("counting tokens"):
+    with _doing("counting tokens", console) as show:
         seed = what.config.engine.seed
-        tokens = count_tokens(source, runner.preparer(), runner.engine.limits, num_drawn, seed, num_rows)
-    with doing("running some rows"):
+        tokens = count_tokens(source, runner.preparer(), runner.engine.limits, num_drawn, seed, num_rows, show)
+    with _doing("running some rows", console) as show:
         seconds = options.trial_seconds
-        trial = _run_trial(runner, tokens.drawn, seconds, num_rows, min_seconds)
+        trial = _run_trial(runner, tokens.drawn, seconds, num_rows, min_seconds, show)
     context = (np.mean(tokens.prompts) + np.mean([length for length, _ in trial.ended]) / 2).item()
     found = estimate(tokens, trial, max_batch_size=batch, round_bytes=_bytes_of_rounds(worker.run, context))
-    memory = _memory(worker.run, runtime, runner.engine)
+    work = sum(tokens.prompts) + found.completion_tokens.expected
+    memory = _memory(worker.run, runtime, runner.engine, sum(tokens.drawn_prompts) + trial.tokens, math.ceil(work))
     worker.close()
     return _report(source.name, tokens, trial, found, load_seconds, memory, what.made_by)
 
 
+@contextmanager
+def _doing(text: str, console: Console) -> Iterator[Callable[[str], None]]:
+    """Show what is done: on a terminal a line that lasts as long as the block, elsewhere a line every few seconds. The
+    value takes how far it is."""
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield lambda state: status.update(f"{text}: {state}")
+        return
+    shown_at = time.monotonic()
+
+    def show(state: str) -> None:
+        nonlocal shown_at
+        if time.monotonic() >= shown_at + PLAIN_SECONDS:
+            shown_at = time.monotonic()
+            print_notes([f"{text}: {state}"], console)
+
+    yield show
+
+
 def _run_trial(
-    runner: RowRunner, rows: Sequence[RawRow], max_seconds: float, min_rows: int, min_seconds: float
+    runner: RowRunner,
+    rows: Sequence[RawRow],
+    max_seconds: float,
+    min_rows: int,
+    min_seconds: float,
+    show: Callable[[str], object],
 ) -> Trial:
     """Run the trial with a file of results, as a job does. Raises InputError if no temporary file can be written."""
     with _folder() as folder, closing(ResultFile(folder / "trial.results.jsonl", {}, overwrite=True)) as results:
-        trial = run_trial(runner, rows, max_seconds, min_rows=min_rows, min_seconds=min_seconds, keep=results.append)
+        trial = run_trial(
+            runner, rows, max_seconds, min_rows=min_rows, min_seconds=min_seconds, keep=results.append, show=show
+        )
         with closing(ResultFile(folder / "empty.results.jsonl", {}, overwrite=True)) as empty:
             spared = _seconds_of(empty.finish)  # what does not grow with the rows
         trial.sort_seconds = max(_seconds_of(results.finish) - spared, 0.0) / max(trial.rows, 1)
@@ -171,20 +197,23 @@ def _bytes_of_rounds(run: Any, context: float) -> Callable[[int], float]:
     return of
 
 
-def _memory(run: Any, runtime: Runtime, engine: Any) -> dict[str, Any]:
-    """Bytes; None: not known. `peak`: what this process has taken of the GPU, else of the memory."""
+def _memory(run: Any, runtime: Runtime, engine: Any, tried: int, work: int) -> dict[str, Any]:
+    """Bytes; None: not known. `tried`, `work`: the tokens of the trial, and of the whole file. `kv_cache_used`: the
+    part of the cache that these fill at most. `peak`: what the job takes of the GPU, else of the memory."""
     weights = 0
     for path in runtime.model_paths(run.config).values():
         files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in _WEIGHTS]
         weights += sum(file.stat().st_size for file in files)
     tokens = engine.num_pages * engine.page_size if hasattr(engine, "num_pages") else None
-    return {
-        "weights": weights or None,
-        **_parameters(run),
-        "kv_cache_tokens": tokens,
-        "kv_cache": None if tokens is None else tokens * run.rows.token_bytes,
-        "peak": _peak_bytes(run.config.engine.device),
-    }
+    known: dict[str, Any] = {"kv_cache_tokens": None, "kv_cache": None, "kv_cache_used": None}
+    peak = _peak_bytes(run.config.engine.device)
+    if tokens is not None:
+        token_bytes = run.rows.token_bytes
+        used = min(work, tokens) * token_bytes
+        known = {"kv_cache_tokens": tokens, "kv_cache": tokens * token_bytes, "kv_cache_used": used}
+        if not run.config.engine.device.startswith("cuda"):  # the cache takes memory where it is written to
+            peak += max(used - min(tried, tokens) * token_bytes, 0)
+    return {"weights": weights or None, **_parameters(run), **known, "peak": peak}
 
 
 def _parameters(run: Any) -> dict[str, int]:
@@ -201,9 +230,7 @@ def _peak_bytes(device: str) -> int:
         import torch
 
         return int(torch.cuda.max_memory_reserved(device))
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def estimate_table(report: dict[str, Any]) -> Table:
@@ -226,7 +253,12 @@ def estimate_table(report: dict[str, Any]) -> Table:
         f"{duration(seconds['expected'])} ({duration(seconds['low'])} to {duration(seconds['high'])}), with "
         f"{duration(seconds['load'])} to load the models and {duration(seconds['prefill'])} for prompts",
     )
-    kinds = (("weights", memory["weights"]), ("KV cache", memory["kv_cache"]), ("peak", memory["peak"]))
-    table.add_row("memory", ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in kinds if value))
+    used, size = (f"{(memory[name] or 0) / 2**30:.2f}" for name in ("kv_cache_used", "kv_cache"))
+    kinds = (
+        ("weights {} GiB", memory["weights"]),
+        (f"KV cache {{}} GiB, of which {used} are used" if used != size else "KV cache {} GiB", memory["kv_cache"]),
+        ("peak {} GiB", memory["peak"]),
+    )
+    table.add_row("memory", ", ".join(words.format(f"{value / 2**30:.2f}") for words, value in kinds if value))
     table.add_row("from a trial of", f"{trial['rows']:,} rows, {duration(trial['seconds'])}")
     return table

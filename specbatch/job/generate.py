@@ -228,7 +228,8 @@ class FileJob:
             rows_to_come = max(rows - totals.rows - rows_in_flight, 0) + load.num_unprepared
         unread = None
         if rows_to_come is not None:
-            requests = rows_to_come * load.num_submitted / max(self._rows_started - load.num_unprepared, 1)
+            prepared = self._rows_started - load.num_unprepared
+            requests = rows_to_come * (load.num_submitted / prepared if prepared else 1.0)
             unread = max(requests - len(held), 0)
         work = Work(
             tokens=stats.generated_tokens,
@@ -246,7 +247,7 @@ class FileJob:
                 total=total,
                 acceptance_length=stats.speculation.acceptance_length,
                 running=len(load.running),
-                waiting=len(load.waiting),
+                waiting=len(load.waiting) + len(held) + round(unread or 0),
                 work=work,
                 workers=state.workers,
             )

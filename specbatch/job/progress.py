@@ -16,7 +16,7 @@ from specbatch.job.eta import Forecast, Work
 from specbatch.results.stats import WorkerLine
 
 _LIVE_SECONDS = 0.2
-_PLAIN_SECONDS = 5.0
+PLAIN_SECONDS = 5.0
 _FORECAST_SECONDS = 1.0
 _BAR_WIDTH, _PERCENT_WIDTH = 16, 4
 _MIN_WIDTH_FOR_WORKERS, _MAX_WORKER_LINES = 100, 8
@@ -31,7 +31,7 @@ class Snapshot:
     total: int | None  # None: unknown
     acceptance_length: float | None
     running: int
-    waiting: int
+    waiting: int  # requests of all rows that are left and do not run
     work: Work
     workers: Sequence[WorkerLine] = ()  # state of each worker of a pool
 
@@ -79,7 +79,7 @@ class JobProgress:
             if self._console.width >= _MIN_WIDTH_FOR_WORKERS:
                 self._live.below = worker_lines(now.workers)
             self._live.update(self._task, completed=now.done, total=now.total, description=_fit(self._parts(now), room))
-        elif seconds >= self._shown_at + _PLAIN_SECONDS:
+        elif seconds >= self._shown_at + PLAIN_SECONDS:
             percent = [f"{now.done / now.total:.0%}"] if now.total else []
             self._console.print(" · ".join(percent + self._parts(now)), markup=False, soft_wrap=True)
         else:

@@ -18,16 +18,19 @@ class Bar:
     label: str  # below it; "": none
     value: float
     tip: str
+    cells: Sequence[str]  # its row in the table of the plot
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing with its labels. `name`: for readers who do not see it."""
+    """A drawing with its labels. `name`: for readers who do not see it. `columns`, `rows`: the same as a table."""
 
     name: str
     x_title: str
     x: Labels
     y: Labels
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
     bars: Sequence[tuple[str, float, float]] = ()  # tip, left side, height
     bar_width: float = 0.0
     path: str = ""  # a line
@@ -62,8 +65,8 @@ def percent(value: float) -> str:
     return f"{100 * value:.10g}%"
 
 
-def bars(given: Sequence[Bar], x_title: str, name: str, *, share: bool = False) -> Plot:
-    """`share`: values are shares of 1, shown as percentages."""
+def bars(given: Sequence[Bar], x_title: str, name: str, columns: Sequence[str], *, share: bool = False) -> Plot:
+    """`columns`: names of the bars' cells. `share`: values are shares of 1, shown as percentages."""
     marks = ticks(0, 1 if share else max((bar.value for bar in given), default=1), 4, whole=not share)
     width = 1000 / max(len(given), 1)
     return Plot(
@@ -71,13 +74,16 @@ def bars(given: Sequence[Bar], x_title: str, name: str, *, share: bool = False) 
         x_title,
         x=[((i + 0.5) / len(given), bar.label) for i, bar in enumerate(given) if bar.label],
         y=[(mark / marks[-1], percent(mark) if share else number(mark)) for mark in marks],
+        columns=columns,
+        rows=[bar.cells for bar in given],
         bars=[(bar.tip, i * width, 1000 * bar.value / marks[-1]) for i, bar in enumerate(given)],
         bar_width=width,
     )
 
 
-def histogram(counts: Counter[int], x_title: str, name: str) -> Plot:
-    """Draw a histogram of whole numbers. The last bar holds the longest 1%, if these go far beyond the others."""
+def histogram(counts: Counter[int], x_title: str, name: str, unit: str = "tokens", things: str = "rows") -> Plot:
+    """Draw a histogram of whole numbers. The last bar holds the longest 1%, if these go far beyond the others.
+    `things`: what is counted, and has a number of `unit`."""
     total = counts.total()
     low, high = min(counts), max(counts)
     below, bound = 0, low
@@ -101,8 +107,42 @@ def histogram(counts: Counter[int], x_title: str, name: str) -> Plot:
         is_tail = has_tail and i == num
         span = f"{begin:,} and more" if is_tail else f"{begin:,}" + f" to {begin + width - 1:,}" * (width > 1)
         label = f"{number(begin)}+" if is_tail else number(begin) if i % every == 0 and i <= num - every / 2 else ""
-        found.append(Bar(label, count, f"{span} tokens: {count:,} rows"))
-    return bars(found, x_title, name)
+        found.append(Bar(label, count, f"{span} {unit}: {count:,} {things}", (span, f"{count:,}")))
+    return bars(found, x_title, name, (unit, things))
+
+
+def number_histogram(counts: Sequence[tuple[float, float]], name: str, things: str) -> Plot:
+    """Draw a histogram of numbers, of which each has a count. If a few are far from all others, the first and the last
+    bar hold these."""
+    given = sorted(counts)
+    total, below = sum(count for _, count in given), 0.0
+    low, high = given[0][0], given[-1][0]
+    inner = []
+    for value, count in given:
+        if below + count > (1 - _TAIL) / 2 * total and below < (1 + _TAIL) / 2 * total:
+            inner.append(value)
+        below += count
+    start, end = (inner[0], inner[-1]) if high - low > 2 * (inner[-1] - inner[0]) > 0 else (low, high)
+    width = _round_step(max(end - start, abs(end) * 1e-9, 1e-300) / 20)
+    if all(value.is_integer() for value, _ in given):
+        width = max(1.0, 2 * width if width == 2.5 else width)
+    first = math.floor(start / width + 1e-9)
+    num = max(1, math.floor(end / width + 1e-9) - first + 1)
+    heights = [0.0] * num
+    for value, count in given:
+        heights[min(max(math.floor(value / width + 1e-9) - first, 0), num - 1)] += count
+    every = math.ceil(num / 4)
+    found = []
+    for i, count in enumerate(heights):
+        begin, stop = (first + i) * width, (first + i + 1) * width
+        span = f"{number(begin)} to below {number(stop)}"
+        if i == 0 and low < begin:
+            span = f"below {number(stop)}"
+        elif i == num - 1 and high >= stop:
+            span = f"{number(begin)} and more"
+        label = number(begin) if i % every == 0 else ""
+        found.append(Bar(label, count, f"{span}: {count:,.0f} {things}", (span, f"{count:,.0f}")))
+    return bars(found, name, f"values of {name}", ("value", things))
 
 
 def line(
@@ -122,7 +162,8 @@ def line(
             parts.append(f"L{at}" if drawing else f"M{at}h0.01")  # a single point is visible, too
         drawing = y is not None
     x_labels = [((mark - low) / width, number(mark)) for mark in ticks(*x_range, whole=True) if mark <= x_range[1]]
-    return Plot(name, x_title, x_labels, _heights(marks), path="".join(parts))
+    rows = [(f"{x:,.0f}", "" if y is None else f"{y:,.2f}") for x, y in points]
+    return Plot(name, x_title, x_labels, _heights(marks), (x_title, name), rows, path="".join(parts))
 
 
 def scatter(points: Sequence[tuple[float, float, str]], floor: float, x_title: str, name: str) -> Plot:
@@ -130,7 +171,23 @@ def scatter(points: Sequence[tuple[float, float, str]], floor: float, x_title: s
     x_marks = ticks(0, max((x for x, _, _ in points), default=1), whole=True)
     y_marks = ticks(floor, max([y for _, y, _ in points] + [floor + 1e-9]), 4)
     dots = [(tip, 1000 * x / x_marks[-1], 1000 * (1 - _height(y, y_marks))) for x, y, tip in points]
-    return Plot(name, x_title, [(mark / x_marks[-1], number(mark)) for mark in x_marks], _heights(y_marks), dots=dots)
+    x = [(mark / x_marks[-1], number(mark)) for mark in x_marks]
+    return Plot(name, x_title, x, _heights(y_marks), (x_title, "dots", "mean"), _groups(points), dots=dots)
+
+
+def _groups(points: Sequence[tuple[float, float, str]]) -> list[tuple[str, str, str]]:
+    """Return up to ten equally large groups of points by x, each with its number of points and its mean y."""
+    ordered = sorted(points)
+    size = math.ceil(len(ordered) / 10) or 1
+    groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    return [
+        (
+            f"{group[0][0]:,.0f} to {group[-1][0]:,.0f}",
+            f"{len(group):,}",
+            f"{sum(y for _, y, _ in group) / len(group):,.2f}",
+        )
+        for group in groups
+    ]
 
 
 def _height(value: float, marks: Sequence[float]) -> float:

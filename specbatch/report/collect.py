@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
+from specbatch.report.answers import Answers
+from specbatch.report.job_input import Formats
 from specbatch.report.rows import Row
+from specbatch.report.sampling import Highest, Sample
 from specbatch.results.stats import RowTotals
 
-T = TypeVar("T")
 _NUM_WINDOWS = 240  # at most; then pairs of them become one
 _NUM_POINTS = 1500  # points of the scatter plot
 _NUM_SAMPLES, _NUM_FAILED = 12, 6
-_NUM_LONGEST = 15
+_NUM_SLOWEST = 15
+_NUM_LONGEST = _NUM_UNSURE = 4
 _NUM_MESSAGES, _NUM_INDICES = 3, 5  # examples that are kept for each type of error
 _MAX_SEEN = 1 << 27  # rows whose indices are remembered: 16 MiB
 
@@ -56,23 +55,6 @@ class Windows:
         self.windows[-1].add(row)
 
 
-class Sample(Generic[T]):
-    """A random sample of a stream (Vitter's algorithm R); the same stream gives the same sample."""
-
-    def __init__(self, size: int) -> None:
-        self.items: list[T] = []
-        self._size = size
-        self._seen = 0
-        self._random = random.Random(0)
-
-    def add(self, item: T) -> None:
-        self._seen += 1
-        if len(self.items) < self._size:
-            self.items.append(item)
-        elif (place := self._random.randrange(self._seen)) < self._size:
-            self.items[place] = item
-
-
 @dataclass(slots=True)
 class ErrorGroup:
     """Rows that failed with the same type of error."""
@@ -92,24 +74,27 @@ class Summary:
     completion_lengths: Counter[int] = field(default_factory=Counter)
     points: Sample[tuple[int, float, int]] = field(default_factory=lambda: Sample(_NUM_POINTS))  # tokens, length, index
     errors: dict[str, ErrorGroup] = field(default_factory=dict)
-    longest: list[Row] = field(default_factory=list)  # rows with the most rounds, the most first
-    samples: list[Row] = field(default_factory=list)
-    failed_samples: list[Row] = field(default_factory=list)
+    answers: Answers = field(default_factory=Answers)
+    slowest: Highest[Row] = field(default_factory=lambda: Highest(_NUM_SLOWEST))  # rows with the most rounds
+    samples: Sample[Row] = field(default_factory=lambda: Sample(_NUM_SAMPLES))
+    failed: Sample[Row] = field(default_factory=lambda: Sample(_NUM_FAILED))
+    longest: Highest[Row] = field(default_factory=lambda: Highest(_NUM_LONGEST))
+    lowest_margins: Highest[Row] = field(default_factory=lambda: Highest(_NUM_UNSURE))
+    lowest_logprobs: Highest[Row] = field(default_factory=lambda: Highest(_NUM_UNSURE))
     repeated: int = 0  # rows that are there more than once: the first one counts
 
     @property
     def shown_indices(self) -> frozenset[int]:
         """Return the indices of the rows whose texts the page shows."""
-        return frozenset(row.index for row in (*self.samples, *self.failed_samples))
+        chosen = (self.samples, self.failed, self.longest, self.lowest_margins, self.lowest_logprobs)
+        shown = [*(row for one in chosen for row in one.items), *(row for row, _ in self.answers.invalid.items)]
+        return frozenset(row.index for row in shown)
 
 
-def summarize(rows: Iterable[Row]) -> Summary:
-    summary = Summary()
-    samples: Sample[Row] = Sample(_NUM_SAMPLES)
-    failed: Sample[Row] = Sample(_NUM_FAILED)
-    heap: list[tuple[int, int, int, Row]] = []
+def summarize(rows: Iterable[Row], formats: Formats | None = None) -> Summary:
+    """Read the rows once. `formats`: what they were asked for."""
+    summary = Summary(answers=Answers(formats or Formats()))
     seen = bytearray()
-    order = itertools.count()
     for row in rows:
         if _is_repeated(row.index, seen):
             summary.repeated += 1
@@ -118,22 +103,21 @@ def summarize(rows: Iterable[Row]) -> Summary:
         if row.error is not None:
             summary.windows.add(Window(1, 1))
             _add_error(summary.errors.setdefault(row.error[0], ErrorGroup()), row)
-            failed.add(row)
+            summary.failed.add(row)
             continue
         summary.windows.add(Window(1, 0, row.rounds, row.rounds * (row.acceptance_length or 0)))
         summary.prompt_lengths[row.prompt_tokens] += 1
         summary.completion_lengths[row.completion_tokens] += 1
         if row.acceptance_length is not None:
             summary.points.add((row.completion_tokens, row.acceptance_length, row.index))
-        samples.add(row)
-        entry = (row.rounds, row.completion_tokens, -next(order), row)
-        if len(heap) < _NUM_LONGEST:
-            heapq.heappush(heap, entry)
-        elif entry[:3] > heap[0][:3]:
-            heapq.heapreplace(heap, entry)
-    summary.longest = [row for *_, row in sorted(heap, key=lambda entry: entry[:3], reverse=True)]
-    summary.samples = sorted(samples.items, key=lambda row: row.index)
-    summary.failed_samples = sorted(failed.items, key=lambda row: row.index)
+        summary.answers.add(row)
+        summary.samples.add(row)
+        summary.slowest.add((row.rounds, row.completion_tokens), row)
+        summary.longest.add((row.completion_tokens,), row)
+        if row.margin is not None:
+            summary.lowest_margins.add((-row.margin,), row)
+        if row.logprob is not None:
+            summary.lowest_logprobs.add((-row.logprob,), row)
     return summary
 
 

@@ -14,9 +14,9 @@ from specbatch.files.local import write_whole
 from specbatch.files.paths import Written, check_can_write, check_written, output_file, stats_path_of, unless
 from specbatch.job.terminal import print_notes
 from specbatch.report.collect import summarize
+from specbatch.report.job_input import Formats, JobInput
 from specbatch.report.linked_runs import eval_rows, tune_facts
 from specbatch.report.page import MARK, page
-from specbatch.report.prompts import find_prompts
 from specbatch.report.rows import Results
 
 T = TypeVar("T")
@@ -45,10 +45,12 @@ def write_page(options: ReportOptions, console: Console) -> Path:
     check_can_write(files)
     tuned = _linked(options.tune, tune_facts)
     evaluated = _linked(options.evaluation, eval_rows)
-    summary = summarize(results.rows())
+    asked = JobInput.find(results, options.input)
+    wanted = results.job.get("sampling.response_format")
+    summary = summarize(results.rows(), Formats(wanted) if asked is None else asked.formats(wanted))
     if not summary.totals.rows and results.damaged:
         raise InputError(f"{results.path} has no result of specbatch", "name the output of `specbatch generate`")
-    prompts = find_prompts(results, options.input, summary.shown_indices)
+    prompts = None if asked is None else asked.prompts(summary.shown_indices)
     try:
         text = page(results, summary, prompts, tuned, evaluated)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as exc:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +17,7 @@ from specbatch.errors import without_secrets
 from specbatch.job.progress import duration
 from specbatch.report import charts
 from specbatch.report.collect import Summary
+from specbatch.report.field_facts import answer_facts
 from specbatch.report.rows import Results, Row
 
 MARK = '<meta name="generator" content="specbatch report">'
@@ -52,13 +53,14 @@ def page(
         **_overview(results, summary, stats),
         acceptance=_acceptance(results, summary),
         experts=_experts(stats),
-        answers=_histogram(summary.completion_lengths, "output tokens"),
-        prompts=_histogram(summary.prompt_lengths, "prompt tokens"),
+        answers=answer_facts(summary.answers),
+        answer_lengths=_histogram(summary.completion_lengths, "output tokens"),
+        prompt_lengths=_histogram(summary.prompt_lengths, "prompt tokens"),
         **_endings(results, summary, stats),
-        longest=[_longest(row) for row in summary.longest],
+        slowest=[_slowest(row) for row in summary.slowest.items],
         has_prompts=prompts is not None,
-        samples=[_sample(row, asked.get(row.index, "")) for row in summary.samples],
-        failed_samples=[_sample(row, asked.get(row.index, "")) for row in summary.failed_samples],
+        has_earlier_templates=bool(stats.get("earlier_templates")),
+        samples=_samples(summary, asked),
         tuned=tuned,
         evaluated=evaluated,
         **_made_by(results, stats),
@@ -109,7 +111,12 @@ def _acceptance(results: Results, summary: Summary) -> dict[str, Any] | None:
         return None
     at_least = list(accumulate(reversed(counts.histogram[1:])))[::-1]
     by_position = [
-        charts.Bar(str(i), rounds / counts.rounds, f"draft {i}: accepted in {rounds:,} of {counts.rounds:,} rounds")
+        charts.Bar(
+            str(i),
+            rounds / counts.rounds,
+            f"draft {i}: accepted in {rounds:,} of {counts.rounds:,} rounds",
+            (str(i), f"{rounds / counts.rounds:.1%}", f"{rounds:,}"),
+        )
         for i, rounds in enumerate(at_least, 1)
     ]
     windows = summary.windows.windows
@@ -124,7 +131,9 @@ def _acceptance(results: Results, summary: Summary) -> dict[str, Any] | None:
     ]
     position = "position of the draft in its round"
     return {
-        "by_position": charts.bars(by_position, position, "acceptance by position", share=True),
+        "by_position": charts.bars(
+            by_position, position, "acceptance by position", ("position", "accepted", "rounds"), share=True
+        ),
         "over_file": charts.line(points, (0, starts[-1]), 1, _order(results), "acceptance length over the file"),
         "by_length": charts.scatter(dots, 1, "output tokens of the row", "acceptance length by output tokens"),
         "num_dots": len(dots),
@@ -141,6 +150,7 @@ def _experts(stats: Mapping[str, Any]) -> dict[str, Any] | None:
             charts.number(round(one["tokens"])),
             one["experts"],
             f"{one['rounds']:,} rounds with {one['tokens']:,.1f} tokens in the mean: {one['experts']:,.1f} experts",
+            (f"{one['tokens']:,.1f}", f"{one['experts']:,.1f}", f"{one['rounds']:,}"),
         )
         for one in found["distinct"]
     ]
@@ -150,13 +160,16 @@ def _experts(stats: Mapping[str, Any]) -> dict[str, Any] | None:
             str(i) if i % math.ceil(len(layers) / 8) == 0 else "",
             load,
             f"layer {i} of those with experts: the busiest expert has {load:.2f} times the mean load",
+            (str(i), f"{load:.2f}"),
         )
         for i, load in enumerate(layers)
     ]
     return {
         **{name: found[name] for name in ("number", "peak_load", "effective_number", "unused")},
-        "distinct": charts.bars(distinct, "tokens of a round", "distinct experts by tokens of a round"),
-        "loads": charts.bars(loads, "layer", "load of the busiest expert by layer"),
+        "distinct": charts.bars(
+            distinct, "tokens of a round", "distinct experts by tokens of a round", ("tokens", "experts", "rounds")
+        ),
+        "loads": charts.bars(loads, "layer", "load of the busiest expert by layer", ("layer", "load")),
     }
 
 
@@ -183,10 +196,12 @@ def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> di
                 charts.number(start) if i % math.ceil(len(windows) / 4) == 0 else "",
                 window.failed,
                 f"rows from number {start:,} on: {window.failed:,} of {window.rows:,} failed",
+                (f"{start:,}", f"{window.failed:,}", f"{window.rows:,}"),
             )
             for i, (start, window) in enumerate(zip(starts, windows, strict=False))
         ]
-        failures = charts.bars(bars, _order(results), "failed rows over the file")
+        columns = ("from row", "failed", "rows")
+        failures = charts.bars(bars, _order(results), "failed rows over the file", columns)
     return {
         "endings": [(name, count, f"{count:,} ({count / totals.rows:.1%})") for name, count in counts],
         "seconds": total and [(name, n, f"{duration(n)} ({n / total:.0%})") for name, n in seconds.items()],
@@ -203,7 +218,7 @@ def _endings(results: Results, summary: Summary, stats: Mapping[str, Any]) -> di
     }
 
 
-def _longest(row: Row) -> list[str]:
+def _slowest(row: Row) -> list[str]:
     return [
         f"{row.index:,}",
         _clipped(str(row.id), 40) if row.id is not None else "",
@@ -216,16 +231,59 @@ def _longest(row: Row) -> list[str]:
     ]
 
 
-def _sample(row: Row, prompt: str) -> dict[str, Any]:
+def _samples(summary: Summary, prompts: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return groups of rows to look at, each with a title and words about it."""
+    invalid = sorted(summary.answers.invalid.items, key=lambda item: item[0].index)
+    groups = [
+        _group("Chosen at random", "The same file gives the same rows.", _in_order(summary.samples.items), prompts),
+        {
+            "title": "Answers that do not match",
+            "words": "A random sample of those that are no JSON, or do not match their schema.",
+            "rows": [_sample(row, prompts, problem) for row, problem in invalid],
+        },
+        _group("The longest answers", "Answers that repeat themselves are here.", summary.longest.items, prompts),
+        _group(
+            "The lowest margins",
+            "Where the two likeliest tokens were closest: rounding can change these texts.",
+            summary.lowest_margins.items,
+            prompts,
+        ),
+        _group(
+            "The lowest log-probabilities",
+            "The mean over the tokens of the answer.",
+            summary.lowest_logprobs.items,
+            prompts,
+        ),
+        _group("Rows that failed", "A random sample.", _in_order(summary.failed.items), prompts),
+    ]
+    return [group for group in groups if group["rows"]]
+
+
+def _in_order(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: row.index)
+
+
+def _group(title: str, words: str, rows: Iterable[Row], prompts: Mapping[int, str]) -> dict[str, Any]:
+    return {"title": title, "words": words, "rows": [_sample(row, prompts) for row in rows]}
+
+
+def _sample(row: Row, prompts: Mapping[int, str], problem: str = "") -> dict[str, Any]:
+    """`problem`: why its answer is not the one that was asked for."""
+    prompt = prompts.get(row.index, "")
     parts = [("prompt", prompt)]
     if row.error is not None:
         note = row.error[0]
         parts.append((note, row.error[1]))
     else:
         note = f"{row.completion_tokens:,} tokens, {row.finish_reason}"
+        if row.margin is not None:
+            note += f", margin {row.margin:.3g}"
+        if row.logprob is not None:
+            note += f", log-probability {row.logprob:.3g}"
         parts.append(("reasoning", row.reasoning))
         parts.append(("text" if row.reasoning or prompt else "", row.text))
         parts.append(("tool calls", "\n".join(map(_call, row.tool_calls))))
+    parts.append(("problem", problem))
     parts.append(("metadata", json.dumps(row.metadata, ensure_ascii=False) if row.metadata else ""))
     return {
         "name": f"row {row.index:,}" + (f" · {_clipped(str(row.id), 60)}" if row.id is not None else ""),

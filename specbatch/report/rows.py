@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class Row:
     acceptance_length: float | None = None
     metadata: Any = None
     error: tuple[str, str] | None = None  # its type and message
+    margin: float | None = None  # the certificate says it
+    logprob: float | None = None  # the mean over its tokens
 
 
 def read_row(line: Mapping[str, Any]) -> Row:
@@ -65,7 +68,29 @@ def read_row(line: Mapping[str, Any]) -> Row:
         *numbers,
         length,
         metadata,
+        margin=_margin(body.get("certificate")),
+        logprob=_mean_logprob(choice.get("logprobs")),
     )
+
+
+def _margin(certificate: Any) -> float | None:
+    return None if certificate is None else _real(certificate["margin"])
+
+
+def _mean_logprob(given: Any) -> float | None:
+    """Return the mean log-probability of an answer's tokens. They are a list of objects, or in OpenAI Batch lines an
+    object with such a list (chats) or with a list of numbers (completions)."""
+    if isinstance(given, dict):
+        given = given["content"] if "content" in given else given["token_logprobs"]
+    if not given:
+        return None
+    return sum(_real(token["logprob"] if isinstance(token, dict) else token) for token in given) / len(given)
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(value)
+    return float(value)
 
 
 def _check_numbers(*values: Any) -> None:

@@ -85,6 +85,19 @@ class RowParser:
         keeps_columns = config.output.columns == "flat"
         return cls(config.sampling, config.data, config.model.target, keeps_columns=keeps_columns)
 
+    @classmethod
+    def of_fingerprint(cls, job: Mapping[str, Any]) -> Self:
+        """Make a parser that reads prompts and answer formats as a job did. `job`: its fingerprint. Raises FieldError
+        and ConfigError for values that this version does not take."""
+        names = [name for name in GRAMMAR_FIELDS if job.get(f"sampling.{name}") is not None]
+        sampling = {name: sampling_value(name, job[f"sampling.{name}"], name) for name in names}
+        data = DataSection(
+            prompt_template=job.get("data.prompt_template"),
+            prompt_column=job.get("data.prompt_column"),
+            id_column=job.get("data.id_column"),
+        )
+        return cls(SamplingParams(**sampling), data)
+
     @property
     def needs(self) -> dict[str, tuple[str, ...]]:
         """The sources of prompts and ids, in words, each with the fields of which a row must have one."""

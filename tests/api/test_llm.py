@@ -326,12 +326,10 @@ def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> N
     if not (root / "README.md").is_file():
         pytest.skip("no checkout")
     (code,) = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    Path("examples").symlink_to(root / "examples")
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) >= 5, printed
-    assert "tokens per round" in printed[3]
-    assert "12 rows, 0 failed" in printed[-1]
+    assert len(printed) >= 4, printed
+    assert "tokens per round" in printed[-1]
 
 
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
 from array import array
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,12 +43,14 @@ class Paced(StubEngine):
         return done
 
 
-def estimated(run: Run, engine: type[StubEngine] = Paced, **options: Any) -> dict[str, Any]:
+def estimated(
+    run: Run, engine: type[StubEngine] = Paced, console: Console | None = None, **options: Any
+) -> dict[str, Any]:
     def build(stub: StubRun, show: object) -> StubEngine:
         return engine(batch=stub.config.engine.max_batch_size or 16)
 
     runtime = Runtime(resolve, build, lambda config: {})
-    console = Console(file=io.StringIO(), width=200)
+    console = console or Console(file=io.StringIO(), width=200)
     arguments = EstimateOptions(str(run.input), **options)
     return estimate_file(arguments, CONFIG, runtime, console, began=time.perf_counter())
 
@@ -78,6 +82,32 @@ def test_prompts_are_counted_exactly_and_nothing_is_written(run: Run) -> None:
     text = table_text(estimate_table(report))
     assert "300" in text or "302" in text
     assert json.dumps(report)
+
+
+def test_the_peak_is_not_below_a_part_of_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache on a CPU takes memory where it is written to: the rows of the file fill a part of it."""
+
+    class WithCache(Paced):
+        num_pages, page_size = 1 << 20, 16
+
+    monkeypatch.setattr(StubRun, "rows", SimpleNamespace(token_bytes=1 << 14), raising=False)
+    gib = 1 << 30
+    report = estimated(run, WithCache, trial_rows=2, trial_seconds=1)
+    memory = report["memory"]
+    work = report["prompt_tokens"] + report["completion_tokens"]["expected"]
+    token_bytes = memory["kv_cache"] / (16 << 20)
+    assert memory["kv_cache_used"] == pytest.approx(work * token_bytes, rel=0.001)
+    assert memory["kv_cache"] > memory["peak"] > memory["kv_cache_used"] + gib / 20
+    shown = f"KV cache {memory['kv_cache'] / gib:.2f} GiB, of which {memory['kv_cache_used'] / gib:.2f} are used, peak"
+    assert shown in table_text(estimate_table(report))
+
+
+def test_progress_of_an_estimate(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbatch.job.estimate_command.PLAIN_SECONDS", 0.0)
+    log = io.StringIO()
+    estimated(run, console=Console(file=log, width=200), trial_rows=20)
+    assert "counting tokens: 100 of 302 rows" in log.getvalue()
+    assert re.search(r"running some rows: \d+ of 20 rows have ended, 0 s of at most 60 s", log.getvalue())
 
 
 def test_a_file_without_a_row_that_runs(run: Run) -> None:

@@ -7,6 +7,7 @@ import gc
 import io
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -73,6 +74,18 @@ class Run:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
+
+
+def test_the_live_line_counts_all_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are done, that run and that wait are all rows, also those that no engine has yet."""
+    for name in ("PLAIN_SECONDS", "_FORECAST_SECONDS"):
+        monkeypatch.setattr(f"specbatch.job.progress.{name}", 0.0)
+    run.write([{"prompt": "p" * (1 + i % 40)} for i in range(600)])
+    assert run() == 0
+    shown = re.findall(r"(\d+)/600 rows.* (\d+) running, (\d+) waiting", run.log)
+    assert len(shown) > 20
+    assert {sum(map(int, counts)) for counts in shown[1:]} == {600}
+    assert max(int(waiting) for _, _, waiting in shown) > 500
 
 
 class Failing(StubEngine):

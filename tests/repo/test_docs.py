@@ -81,7 +81,7 @@ def test_scripts_and_evidence_exist() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/jobs.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/input.md", "docs/output.md", "docs/structured.md"])
 def test_json_examples_are_json(page: str) -> None:
     blocks = re.findall(r"```json\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
     assert blocks

@@ -70,6 +70,13 @@ def test_structured_output_needs_no_extra(project: dict[str, Any]) -> None:
     assert "grammar" not in project["optional-dependencies"]
 
 
+def test_each_dependency_has_a_lower_bound(project: dict[str, Any]) -> None:
+    """`.ci/lowest` installs it. Without one it would take the first version of all."""
+    assert [need for need in project["dependencies"] if ">=" not in need] == []
+    assert (ROOT / ".ci" / "lowest").is_file()
+    assert ".ci/lowest" in (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
+
+
 def test_the_range_of_torch_is_the_same_everywhere(project: dict[str, Any]) -> None:
     torch = next(need for need in project["dependencies"] if need.startswith("torch"))
     for path in ("README.md", "specbatch/setup/device.py"):

@@ -24,9 +24,10 @@ from specbatch.files.jsonl import encode_line
 from specbatch.files.local import identify_input
 from specbatch.files.result_files import write_lines
 from specbatch.report import charts
-from specbatch.report.collect import Sample, Summary, Window, Windows, summarize
+from specbatch.report.collect import Summary, Window, Windows, summarize
 from specbatch.report.command import ReportOptions, write_page
 from specbatch.report.rows import Results
+from specbatch.report.sampling import Sample
 from specbatch.results.partial import PartialLines, header_line
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00\x1b\ud800\u202e</pre></style>"
@@ -150,14 +151,14 @@ def test_the_page_has_all_sections(tmp_path: Path) -> None:
         "line 0",
         "200, 201, 202, 203",
         "Slowest rows",
-        "Samples",
+        "Rows to look at",
         "draft 2: accepted in",
         "Configuration and versions",
         "200 answered",
         "1.96% of the rows",
     ):
         assert part in words, part
-    assert "line 3" not in words.split("Samples")[0], "three messages of a type are enough"
+    assert "line 3" not in words.split("Rows to look at")[0], "three messages of a type are enough"
 
 
 @pytest.mark.parametrize("name", ["d.results.jsonl", "d.results.jsonl.gz", "d.results.jsonl.zst", "d.results.parquet"])
@@ -166,8 +167,8 @@ def test_all_formats_of_results(tmp_path: Path, name: str, make: Any) -> None:
     path = write_results(tmp_path / name, [make(i) for i in range(5)])
     results = Results.open(path)
     summary = summarize(results.rows())
-    assert (summary.totals.ok, results.damaged, len(summary.samples)) == (5, 0, 5)
-    assert summary.samples[2].text == "an answer"
+    assert (summary.totals.ok, results.damaged, len(summary.samples.items)) == (5, 0, 5)
+    assert summary.samples.items[2].text == "an answer"
     assert "5 answered" in page_of(path)
     assert (tmp_path / "d.results.report.html").exists()
 
@@ -245,8 +246,9 @@ def test_the_same_file_gives_the_same_page(tmp_path: Path) -> None:
 def test_the_slowest_rows_come_first() -> None:
     path_rows = [native(i, tokens=t) for i, t in enumerate([9, 90, 30, *[3] * 40])]
     summary = summarize(map(_row, path_rows))
-    assert [row.index for row in summary.longest[:4]] == [1, 2, 0, 3]
-    assert len(summary.longest) == 15
+    slowest = summary.slowest.items
+    assert [row.index for row in slowest[:4]] == [1, 2, 0, 3]
+    assert len(slowest) == 15
 
 
 def _row(line: dict[str, Any]) -> Any:
@@ -257,8 +259,9 @@ def _row(line: dict[str, Any]) -> Any:
 
 def test_prompts_are_those_of_the_unchanged_input(tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
-    messages = [{"role": "user", "content": "asked in a chat"}, {"role": "assistant", "content": None}]
-    rows: list[Any] = [{"prompt": "asked <b>plainly"}, {"body": {"messages": messages}}, {"question": "a column"}, 7]
+    messages = [{"role": "user", "content": "asked in a chat"}, {"role": "assistant", "content": "an answer"}]
+    line = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": messages}}
+    rows: list[Any] = [{"prompt": "asked <b>plainly"}, line, {"question": "a column"}, 7]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = write_results(tmp_path / "d.results.jsonl", [native(i) for i in range(4)])
     facts = {f"input.{name}": value for name, value in identify_input(data)[0].items()}
