@@ -42,11 +42,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark half to three quarters of tests with many variants as `wide`. They are chosen by a hash of their names, so
-    that no parameter is left out."""
+    that no parameter is left out. Variants that a test itself marks are not counted."""
     variants: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if item.path.parent.name in _MANY_VARIANTS and not marks & {"slow", "gpu"}:
+        if item.path.parent.name in _MANY_VARIANTS and not marks & {"slow", "gpu", "wide"}:
             variants.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
     for some in variants.values():
         for item in some if len(some) >= 4 else []:
