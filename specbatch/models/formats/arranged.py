@@ -84,7 +84,7 @@ class ArrangedSource(TensorSource):
             if is_divided and rows != total:
                 raise ModelError(f"{found} is {list(shapes[found])}, expected {total} rows")
             heads = _num_heads(name, config) if config.is_interleaved else 0
-            groups = config.num_heads if names.joins_heads and is_divided else 1
+            groups = _num_groups(_split_file(file_module, names), names, config) if is_divided else 1
             last = before + (shape[0] if is_divided else rows)
             parts[name] = _Rows(found, before, last, heads, groups, is_transposed)
         return parts
@@ -214,6 +214,17 @@ def _split_file(module: str, names: TensorNames) -> str:
 
 def _prefix(prefix: str, names: TensorNames) -> str:
     return prefix.replace("model.layers.", names.layers, 1)
+
+
+def _num_groups(inner: str, names: TensorNames, config: ModelConfig) -> int:
+    """Return the number of equal parts of a module of the files, each with rows of all the modules that it joins."""
+    kind = names.joins_heads.get(inner)
+    if kind is None:
+        return 1
+    if kind == "query":
+        return config.num_heads
+    assert config.delta is not None
+    return config.delta.num_key_heads
 
 
 def _num_heads(name: str, config: ModelConfig) -> int:

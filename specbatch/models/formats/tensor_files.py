@@ -31,7 +31,7 @@ class TensorSource(Protocol):
 
 
 class PackedReader(Protocol):
-    """A reader of weights in MXFP4, see `kernels/torch/mxfp4.py`."""
+    """A reader of weights in MXFP4, see `kernels/torch/parts/mxfp4.py`."""
 
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values and the scales of a weight by its canonical name."""
