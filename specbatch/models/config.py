@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from specbatch.cache.states import StateSizes
 from specbatch.errors import ModelError
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import Routing, Scoring
@@ -94,6 +95,18 @@ class DeltaConfig:
             "in_proj_b": self.num_value_heads,
             "in_proj_a": self.num_value_heads,
         }
+
+    def state_sizes(self, max_nodes: int) -> StateSizes:
+        """Return the sizes of the states. `max_nodes`: the most nodes of a round's chain."""
+        return StateSizes(
+            sum(self.layers),
+            self.num_value_heads,
+            self.value_dim,
+            self.key_dim,
+            self.conv_channels,
+            self.conv_size,
+            max_nodes,
+        )
 
     def tensors(self, prefix: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of a layer's tensors. `prefix`: the module's name with a dot."""

@@ -204,7 +204,8 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     net = _build_net(run, target, num_positions, gemm, group) if run.draft is not None else None
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
     coupled = run.config.engine.deterministic
-    parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match, coupled)
+    has_states = run.target.config.delta is not None
+    parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match, coupled, has_states)
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
     page_size, eos = run.engine.page_size, _eos_token_ids(run)
     return parts, RoundParts(
@@ -218,6 +219,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         cascade=run.engine.cascade,
         group=group,
         first_part=None if group is None else local_config(run.target.config, 0, group.size, run.division),
+        num_checkpoints=run.num_checkpoints,
     )
 
 

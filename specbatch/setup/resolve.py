@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
+from specbatch.engine.constrained.tree import MAX_FORCED
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
 from specbatch.models.catalog import random_name
@@ -44,8 +45,11 @@ from specbatch.setup.lanes import Job as LaneJob
 from specbatch.setup.lanes import lane_limits
 from specbatch.setup.memory import CachedModel, CachePlan, Rows
 from specbatch.setup.model import (
+    check_chains,
+    check_draft_is_no_hybrid,
     check_experts,
     check_norms,
+    engine_of_hybrid,
     for_rows,
     part_of_a_rank,
     quantization_name,
@@ -93,6 +97,7 @@ class ResolvedRun:
     # The facts that the bits of a deterministic run depend on and that do not identify the job.
     bits_depend_on: dict[str, str]
     notes: list[str] = field(default_factory=list)  # notes on how each `auto` was decided
+    num_checkpoints: int = 0  # checkpoints of states, of a hybrid
 
     @property
     def expert_itemsize(self) -> float:
@@ -132,6 +137,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(f"model.backend: native ({target.config.model_type})")
     if config.model.adapter is not None:
         target = with_adapter(target, resolve_model(config.model.adapter, progress=progress))
+    if target.config.delta is not None:
+        engine = engine_of_hybrid(config, engine, target)
     target = for_rows(target, config.model.max_model_len, notes)
     config = replace(config, sampling=resolve_sampling(config, target, notes))
     as_chat = runs_prompts_as_chat(config.data, tokenizer)
@@ -167,6 +174,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         speculation = replace(speculation, section=section)
     elif draft is not None:
         check_experts("speculation.draft", draft, config, device)
+        check_draft_is_no_hybrid(draft)
         if draft.config.is_native != target.config.is_native:
             whose = "native" if draft.config.is_native else "transformers"
             notes.append(f"model.backend: {whose} for speculation.draft ({draft.config.model_type})")
@@ -177,6 +185,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     topk = max((shape.topk for shape in shapes), default=1)
     if topk > 1:
         _check_topk(topk, draft)
+        check_chains(target, topk)
 
     if engine.attention == "flashinfer":
         check_flashinfer(target.config, kv_dtype, target.kv_scales)
@@ -210,13 +219,20 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     num_ranks, fraction = config.engine.tensor_parallel, engine.memory_fraction
     saved = saved_bytes(quantization, held, device, dtype)
     saved += 0 if mxfp4 is None else saved_by_mxfp4(held, dtype)
-    wanted = CacheRequest(models, rows, dtype, device, given, fraction, measured, num_ranks, saved)
+    state_bytes = 0
+    if (delta := target.config.delta) is not None:
+        max_nodes = max((shape.num_draft_tokens for shape in shapes), default=1) + (0 if on_cuda else MAX_FORCED)
+        state_bytes = delta.state_sizes(max_nodes).line_bytes(dtype)
+    keeps_states = config.engine.prefix_cache
+    wanted = CacheRequest(
+        models, rows, dtype, device, given, fraction, measured, num_ranks, saved, state_bytes, keeps_states
+    )
     # FlashInfer's masks grow with the batch, and rounds that are no graphs are bound by the host.
     if engine.attention == "triton" and "max_batch_size" in engine.left_open:
         wanted = with_default_batch(wanted, config.sampling.max_tokens, notes)
         engine = replace(engine, max_batch_size=wanted.rows.max_batch_size)
     cache = resolve_cache(wanted, notes)
-    max_length = cache.capacity
+    max_length, num_checkpoints = cache.capacity, wanted.num_checkpoints
     heads = target.config
     costs = CascadeCosts(heads.num_heads, heads.head_dim, 2 * heads.num_kv_heads * heads.head_dim * kv_dtype.itemsize)
     limits = resolve_cascade(
@@ -293,6 +309,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         low_acceptance(speculation.section, draft),
         bits_depend_on(device) if config.engine.deterministic else {},
         notes,
+        num_checkpoints,
     )
 
 
