@@ -3,6 +3,7 @@ the same for all sizes of chunks and batches, with states from checkpoints, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3_5TextConfig, Qwen3NextConfig
 
 from specbatch.config import Config, EngineSection, ModelSection, SpeculationSection
+from specbatch.draft.host import HostDraftMethod, HostSequence, HostTrees
+from specbatch.draft.schedule import ByBatch
+from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.setup.build import build_engine
@@ -19,7 +23,7 @@ from specbatch.setup.resolve import resolve
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run_requests
 
-VOCAB, NUM_TOKENS = 288, 20
+VOCAB, NUM_TOKENS = 288, 40
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -60,6 +64,27 @@ PROMPTS = [
 ]
 PLAIN: dict[str, Any] = {"method": "none"}
 NGRAM: dict[str, Any] = {"method": "ngram", "num_steps": 3}
+
+
+class KnownDraft(HostDraftMethod):
+    """Drafts the known continuations of prompts, of which some tokens are wrong: paths of all lengths are accepted."""
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], num_steps: int) -> None:
+        super().__init__(DraftShape(num_steps, 1, num_steps + 1))
+        self._texts = texts
+
+    def host_draft(self, sequences: Sequence[HostSequence]) -> HostTrees:
+        return HostTrees.chains([self._draft(seq.tokens) for seq in sequences])
+
+    def _draft(self, tokens: list[int]) -> list[int]:
+        prompt, text = next(item for item in self._texts.items() if tuple(tokens[: len(item[0])]) == item[0])
+        done = len(tokens) - len(prompt)
+        count = (len(tokens) + len(prompt)) % self.num_nodes  # 0: no draft
+        drafts = text[done : done + count]
+        wrong = (3 * done + len(prompt)) % (self.max_path + 1)
+        return [token if i != wrong else (token + 1) % VOCAB for i, token in enumerate(drafts)]
+
+
 SPECULATION = {"plain": PLAIN, "ngram": NGRAM, "draft-model": {"method": "draft_model", "num_steps": 3}}
 
 
@@ -132,6 +157,23 @@ def test_texts_are_those_of_transformers(model: Path, draft: Path, case: str) ->
     assert engine.stats.cached_prompt_tokens > 0
 
 
+@pytest.mark.parametrize("num_steps", [1, 3, 7])
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_tokens": 208, "max_batch_size": 8, "prefill_chunk_tokens": 24}])
+def test_drafts_of_which_some_are_wrong(model: Path, num_steps: int, settings: dict[str, Any]) -> None:
+    """Each round replays the accepted nodes of the last one: from none of its drafts to all."""
+    engine = make_engine(model, {"method": "ngram", "num_steps": 7}, **settings)
+    count = len(PROMPTS) - 1
+    prompts, texts = PROMPTS[:count], expected_texts(model)[:count]
+    texts_by_prompt = {tuple(prompt): text for prompt, text in zip(prompts, texts, strict=True)}
+    engine.set_methods(ByBatch.always(KnownDraft(texts_by_prompt, num_steps)), "none")
+    completions = run(engine, prompts * 2)
+    assert tokens_of(completions) == texts * 2
+    counts = [completion.speculation for completion in completions]
+    accepted, drafted = sum(c.accepted for c in counts), sum(c.drafted for c in counts)
+    assert 0.2 * drafted < accepted < 0.9 * drafted
+    assert bool(settings) == (engine.stats.preemptions > 0)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 def test_chunks_of_any_size(model: Path, chunk: int) -> None:
     engine = make_engine(model, NGRAM, prefill_chunk_tokens=chunk)
@@ -146,7 +188,7 @@ def test_batches_of_any_size(model: Path, size: int) -> None:
 
 
 def test_preempted_requests_compute_their_states_again(model: Path) -> None:
-    engine = make_engine(model, NGRAM, kv_cache_tokens=800, max_batch_size=8)
+    engine = make_engine(model, NGRAM, kv_cache_tokens=208, max_batch_size=8)
     prompts, texts = PROMPTS[:-1] * 3, expected_texts(model)[:-1] * 3
     assert tokens_of(run(engine, prompts)) == texts
     assert engine.stats.preemptions > 0
