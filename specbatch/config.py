@@ -107,7 +107,7 @@ class ScheduleSection:
 class SpeculationSection:
     """The drafting of tokens. It changes the speed, not the output."""
 
-    method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3"] = option(
+    method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3", "mtp"] = option(
         "auto",
         "`none`: plain decoding. `ngram`: drafts come from the row's own text. `draft_model`: a smaller model with the "
         "same tokenizer. `eagle`, `eagle3`: a head that was trained for the target. `auto`: `eagle3` if a head for the "

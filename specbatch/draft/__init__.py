@@ -40,6 +40,7 @@ class MethodEntry:
     net: type[ModelNet | EagleNet] | None = None  # the class of the draft network, which speculation.draft names
     default_num_steps: int = 3
     chains_only: bool = False  # topk must be 1
+    in_target: bool = False  # the draft network is a part of the target's checkpoint, and speculation.draft is null
 
 
 def _from_network(shape: DraftShape, parts: DraftParts) -> DraftMethod:
@@ -65,6 +66,7 @@ METHODS: dict[str, MethodEntry] = {
     "draft_model": MethodEntry(_from_network, ModelNet),
     "eagle": MethodEntry(_from_network, EagleNet),
     "eagle3": MethodEntry(_from_network, EagleNet),
+    "mtp": MethodEntry(_from_network, EagleNet, default_num_steps=1, chains_only=True, in_target=True),
 }
 
 

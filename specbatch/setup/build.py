@@ -33,6 +33,7 @@ from specbatch.models.decoder import CausalModel, Decoder
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import PackedReader, TensorSource
+from specbatch.models.hybrids.mtp_head import MtpHead
 from specbatch.models.linears.invariant import InvariantGemm
 from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.packed import is_packable
@@ -343,7 +344,8 @@ def _build_net(
             head = replace(head, decoder=shard.config)
         weights = WeightLoader(tensors, run.dtype, run.device, gemm, shard)
         attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)
-        model = EagleHead(head, weights, target, attention, num_positions)
+        made = MtpHead if head.kind == "mtp" else EagleHead
+        model = made(head, weights, target, attention, num_positions)
         return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(

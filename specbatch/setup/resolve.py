@@ -13,19 +13,21 @@ from specbatch.config import Config, SpeculationSection
 from specbatch.engine.constrained.tree import MAX_FORCED
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
-from specbatch.models.catalog import random_name
+from specbatch.draft import METHODS
+from specbatch.models.catalog import builtin_head, random_name
 from specbatch.models.checks import first_names
 from specbatch.models.config import BackendName, ModelConfig
 from specbatch.models.download import resolve_model
 from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint, with_adapter
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
+from specbatch.models.formats.mtp_files import has_mtp, open_mtp
 from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
 from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights
-from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
+from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model, open_random_mtp
 from specbatch.parallel.shares import Division
 from specbatch.setup.backend import LACKS, engine_of_transformers
 from specbatch.setup.cache import (
@@ -117,7 +119,12 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     Raises ConfigError or ModelError. Downloads the models where they are not there yet.
     """
     notes: list[str] = []
-    speculation = resolve_speculation(config.speculation, config.model.target, notes, config.engine.deterministic)
+    wanted_method, coupled = config.speculation, config.engine.deterministic
+    # The target's checkpoint decides if `auto` has no head of its own: it is opened first.
+    is_open = wanted_method.method == "auto" and wanted_method.draft is None
+    is_open = is_open and builtin_head(config.model.target) is None
+    if not is_open:
+        speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled)
     device = resolve_device(config.engine.device, notes)
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = resolve_engine(config, device, dtype, notes)
@@ -125,11 +132,16 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if config.engine.deterministic:
         check_kv_dtype(device, kv_dtype)
     on_cuda = device.type == "cuda"
-    check_simulation(speculation, on_cuda)
-    if speculation.section.simulate_acceptance is not None:
-        notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
+    if not is_open:
+        check_simulation(speculation, on_cuda)
     backend = config.model.backend
     target, tokenizer = _open_model(config.model.target, backend, dtype, device, progress)
+    if is_open:
+        found = has_mtp(target)
+        speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled, has_mtp=found)
+        check_simulation(speculation, on_cuda)
+    if speculation.section.simulate_acceptance is not None:
+        notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     if not target.config.is_native:
         engine = engine_of_transformers(config, engine)
         notes.append(f"model.backend: transformers ({target.config.model_type}; {target.description}); {LACKS}")
@@ -286,7 +298,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         weights_as = weights_as.removesuffix(" dequantised")
     description = {"target": f"{config.model.target} ({target.config.model_type}, {weights_as})"}
     if draft is not None:
-        ref = speculation.section.draft
+        in_target = METHODS[speculation.method].in_target
+        ref = config.model.target if in_target else speculation.section.draft
         description["draft"] = f"{ref} ({speculation.method}{_random_weights(ref)})"
     return ResolvedRun(
         resolved,
@@ -357,6 +370,8 @@ def _open_draft(
     device: torch.device,
     progress: Callable[[str, int, int], None] | None,
 ) -> Checkpoint | EagleCheckpoint | None:
+    if speculation.method == "mtp":
+        return open_random_mtp(target.config, dtype, device) if target.path is None else open_mtp(target)
     if speculation.draft is None:
         return None
     if speculation.method == "draft_model":

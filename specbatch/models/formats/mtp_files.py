@@ -1,0 +1,92 @@
+"""The layer for multi-token prediction (MTP) in the checkpoint of a hybrid. It drafts: `hybrids/mtp_head.py`.
+
+Its tensors are named `mtp.*`. Those of its decoder layer are arranged as the target's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from specbatch.errors import ModelError
+from specbatch.models.checks import tensor_problems
+from specbatch.models.eagle_config import expected_eagle_tensors, layer_prefix, mtp_config
+from specbatch.models.families.registry import FAMILIES
+from specbatch.models.formats.arranged import ArrangedSource
+from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.models.formats.eagle_files import EagleCheckpoint
+from specbatch.models.formats.stacked_experts import unstacked
+from specbatch.models.formats.tensor_files import SafetensorsSource, TorchBinSource, open_tensors
+
+_LAYER = "mtp.layers.0."
+_NO_MTP = "use speculation.method: ngram, or a checkpoint with its mtp tensors"
+
+
+class MtpSource:
+    """The tensors of the layer among those of `files`. The names of its decoder layer are those of a model's first
+    one."""
+
+    def __init__(self, files: SafetensorsSource | TorchBinSource) -> None:
+        self._files = files
+        self.kind = files.kind
+        self._names = {
+            name.replace(_LAYER, layer_prefix("mtp"), 1): name for name in files.shapes() if name.startswith("mtp.")
+        }
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        dtypes = self._files.dtypes
+        return {name: dtypes[stored] for name, stored in self._names.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = self._files.shapes()
+        return {name: tuple(shapes[stored]) for name, stored in self._names.items()}
+
+    def load(self, name: str) -> Tensor:
+        return self._files.load(self._names[name])
+
+    def load_rows(self, name: str, index: int, first: int, last: int) -> Tensor:
+        """Read rows `first` to `last` of entry number `index` of a tensor with two or more dimensions."""
+        return self._files.load_rows(self._names[name], index, first, last)
+
+    def close(self) -> None:
+        self._files.close()
+
+
+def has_mtp(target: Checkpoint) -> bool:
+    """Return whether the checkpoint of a hybrid has a layer for multi-token prediction."""
+    if target.config.delta is None or not target.config.num_mtp_layers:
+        return False
+    if target.path is None:  # random weights are made as they are asked for
+        return True
+    files = open_tensors(target.path)
+    found = "mtp.fc.weight" in files.shapes()
+    files.close()
+    return found
+
+
+def open_mtp(target: Checkpoint) -> EagleCheckpoint:
+    """Open and check the layer. Raise ModelError if there is none, or if it is another one than the engine computes."""
+    if target.config.delta is None:
+        raise ModelError(
+            f"speculation.method mtp is for hybrids such as Qwen3.5, and model.target is a {target.config.model_type}",
+            hint="use another speculation.method",
+        )
+    if not has_mtp(target):
+        raise ModelError("model.target has no layer for multi-token prediction (mtp.fc.weight)", hint=_NO_MTP)
+    assert target.path is not None, "random weights have no files"
+    head, names = mtp_config(target.config), FAMILIES[target.config.model_type].names
+    assert names is not None
+    files = MtpSource(open_tensors(target.path))
+    try:
+        tensors = ArrangedSource(unstacked(files, head.decoder), head.decoder, names)
+    except ModelError as error:
+        files.close()
+        raise ModelError(f"{target.path}: {error.message}", hint=error.hint) from error
+    wrong = [f"{name} is {dtype}" for name, dtype in tensors.dtypes.items() if not dtype.endswith(("16", "32", "64"))]
+    problems = tensor_problems(expected_eagle_tensors(head), tensors.shapes()) or ", ".join(wrong[:3])
+    if problems:
+        files.close()
+        raise ModelError(f"{target.path}: its layer for multi-token prediction does not fit: {problems}", hint=_NO_MTP)
+    return EagleCheckpoint(head, tensors)
