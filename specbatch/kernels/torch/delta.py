@@ -90,7 +90,7 @@ def delta_rounds(
 ) -> Tensor:
     """Replay the nodes of the last round that were accepted, which moves the states up to `batch.starts_B`. Then
     compute the outputs (T, H, V) of new nodes, which are chains, and keep their inputs. A sequence whose first node is
-    in slot -1 changes nothing."""
+    in slot -1 changes nothing, and its outputs are 0."""
     spans = batch.states
     assert spans is not None
     assert batch.mask_TW is None, "states move along chains"
@@ -131,7 +131,7 @@ def delta_rounds(
     out_THV = states_BHVK.new_zeros(len(qkv_TC), weights.num_heads, states_BHVK.shape[2])
     for t in range(batch.max_queries):
         out_BHV = _step(states_BHVK, steps_at(starts_B + t))
-        has = (t < counts_B).nonzero()[:, 0]
+        has = ((t < counts_B) & is_live_B).nonzero()[:, 0]
         out_THV[firsts_B[has] + t] = out_BHV[has]
     return out_THV.to(qkv_TC.dtype)
 
