@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specbatch.kernels.triton.parts.launch import await_former
+
 
 @triton.jit
 def _silu(x):
@@ -18,100 +20,128 @@ def _softplus(x):
 
 
 @triton.jit
-def _unit(x, axis: tl.constexpr):
-    """Return x divided by its length. It is a row, or rows."""
-    if axis == 0:
-        return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+def _unit_rows(x):
+    """Return rows divided by their lengths."""
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
 
 
 @triton.jit
-def _convolved(
-    new, kept, conv, channels, ok, position, start, first, stride_new, NUM_KEPT: tl.constexpr, C: tl.constexpr,
-    W: tl.constexpr,
+def node_conv_kernel(
+    qkv, gates, mixed, conv, inputs, kept_gates, lengths, lines, starts, query_starts, slots, stride_qkv, stride_gates,
+    LENGTHS: tl.constexpr, G: tl.constexpr, G_POWER: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    NUM_KEPT: tl.constexpr, MAX_NODES: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Return silu of the convolution at a position, for some channels. Inputs before `start` are kept ones, the others
-    are new."""
-    dtype = new.dtype.element_ty
-    total = tl.zeros(channels.shape, tl.float32)
+    """Compute the convolution for nodes of the last round that are replayed, and for new ones. Keep what new ones put
+    into the layer. Grid: (B, 2 * MAX_NODES, blocks of channels). Line r < MAX_NODES of `mixed` is the r-th replayed
+    node, the others are new ones."""
+    b, row = tl.program_id(0), tl.program_id(1)
+    channels = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    ok = channels < C
+    await_former(PDL)
+    first = tl.load(query_starts + b).to(tl.int64)
+    count = tl.load(query_starts + b + 1).to(tl.int64) - first
+    if tl.load(slots + first) < 0:
+        return
+    line = tl.load(lines + b)
+    start = tl.load(starts + b)
+    if row < MAX_NODES:
+        pending = tl.minimum(tl.maximum(start - tl.load(lengths + line * LENGTHS), 0), MAX_NODES)
+        if row >= pending:
+            return
+        position = start - pending + row
+    else:
+        if row - MAX_NODES >= count:
+            return
+        position = start + row - MAX_NODES
+    kept = inputs + line * NUM_KEPT * C
+    dtype = qkv.dtype.element_ty
+    total = tl.zeros((BLOCK_C,), tl.float32)
     for w in tl.static_range(W):
         at = position - (W - 1) + w + 0 * channels  # as a row, for masks
         old = tl.load(kept + (at % NUM_KEPT) * C + channels, mask=ok & (at >= 0) & (at < start), other=0.0)
-        fresh = tl.load(new + (first + at - start) * stride_new + channels, mask=ok & (at >= start), other=0.0)
+        fresh = tl.load(qkv + (first + at - start) * stride_qkv + channels, mask=ok & (at >= start), other=0.0)
         weight = tl.load(conv + channels * W + w, mask=ok, other=0.0)
         total += (old.to(tl.float32) + fresh.to(tl.float32)) * weight.to(tl.float32)
-    return _silu(total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    result = _silu(total.to(dtype).to(tl.float32))
+    tl.store(mixed + (b.to(tl.int64) * 2 * MAX_NODES + row) * C + channels, result, mask=ok)
+    if row >= MAX_NODES:  # no program of this launch reads these places
+        token, place = first + row - MAX_NODES, position % NUM_KEPT
+        own = tl.load(qkv + token * stride_qkv + channels, mask=ok)
+        tl.store(kept + place * C + channels, own, mask=ok)
+        if tl.program_id(2) == 0:
+            numbers = tl.arange(0, G_POWER)
+            own_gates = tl.load(gates + token * stride_gates + numbers, mask=numbers < G)
+            tl.store(kept_gates + (line * NUM_KEPT + place) * G + numbers, own_gates, mask=numbers < G)
+
+
+@triton.jit
+def _node(
+    state, mixed, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H: tl.constexpr,
+):  # fmt: skip
+    """Move a state over a node, whose line of the convolution is `mixed`."""
+    k = tl.load(mixed + keys, mask=key_ok, other=0.0).to(tl.float32)
+    v = tl.load(mixed + values, mask=value_ok, other=0.0).to(tl.float32)
+    k = k * tl.rsqrt(tl.sum(tl.sum(k * k, 0), 0) + 1e-6)
+    rate = 1.0 / (1.0 + tl.exp(-tl.load(gates + head).to(tl.float32)))
+    gate = tl.load(gates + H + head).to(tl.float32)
+    state = state * tl.exp(decay_of_head * _softplus(gate + bias))
+    known = tl.sum(tl.sum(state * k[:, None, :], 0), 1)
+    return state + ((v - known) * rate)[None, :, None] * k[:, None, :]
 
 
 @triton.jit
 def round_kernel(
-    qkv, gates, out, conv, decays, biases, states, inputs, kept_gates, lengths, lines, starts, query_starts, slots,
-    stride_qkv, stride_gates,
-    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, V: tl.constexpr,
-    PARTS: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, W: tl.constexpr, NUM_KEPT: tl.constexpr,
-    MAX_NODES: tl.constexpr,
+    mixed, kept_gates, out, decays, biases, states, lengths, lines, starts, query_starts, slots,
+    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, K_PARTS: tl.constexpr, K_PART: tl.constexpr,
+    V: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, NUM_KEPT: tl.constexpr,
+    MAX_NODES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Replay accepted nodes and compute new ones, for a part of one head of one sequence. Grid: (B, H, PARTS). The
-    state is read and written once, if there is something to replay."""
+    state is read and written once, if there is something to replay.
+
+    A tile of the state has keys as K_PARTS x K_PART, so that a thread holds several dimensions of a key, and few
+    numbers cross threads in a sum."""
     b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = part * PART + tl.arange(0, PART)
+    value_ok = rows < V
+    dims = tl.arange(0, K_PARTS)[:, None] * K_PART + tl.arange(0, K_PART)[None, :]
+    key_ok = dims < K
+    await_former(PDL)
     line = tl.load(lines + b)
     start = tl.load(starts + b)
     first = tl.load(query_starts + b).to(tl.int64)
     count = tl.load(query_starts + b + 1).to(tl.int64) - first
-    rows = part * PART + tl.arange(0, PART)
-    row_ok = rows < V
-    values = 2 * KEY_HEADS * K + head * V + rows
-    is_live = tl.load(slots + first) >= 0
-    if not is_live:
+    if tl.load(slots + first) < 0:
         for t in range(count):
-            tl.store(out + ((first + t) * H + head) * V + rows, tl.zeros((PART,), tl.float32), mask=row_ok)
+            tl.store(out + ((first + t) * H + head) * V + rows, tl.zeros((PART,), tl.float32), mask=value_ok)
         return
     key_head = head // (H // KEY_HEADS)
-    dims = tl.arange(0, K_POWER)
-    dim_ok = dims < K
     queries, keys = key_head * K + dims, (KEY_HEADS + key_head) * K + dims
-    tile = (line * H + head) * V * K + rows[:, None] * K + dims[None, :]
-    tile_ok = row_ok[:, None] & dim_ok[None, :]
-    state = tl.load(states + tile, mask=tile_ok, other=0.0)
-    kept, old_gates = inputs + line * NUM_KEPT * C, kept_gates + line * NUM_KEPT * 2 * H
-    length = (line * H + head) * PARTS + part
-    base = tl.load(lengths + length)
-    pending = tl.minimum(tl.maximum(start - base, 0), MAX_NODES)
+    values = 2 * KEY_HEADS * K + head * V + rows
+    tile = states + (line * H + head) * V * K + rows[None, :, None] * K + dims[:, None, :]
+    tile_ok = value_ok[None, :, None] & key_ok[:, None, :]
+    state = tl.load(tile, mask=tile_ok, other=0.0)
+    length = lengths + (line * H + head) * PARTS + part
+    pending = tl.minimum(tl.maximum(start - tl.load(length), 0), MAX_NODES)
     decay_of_head, bias = tl.load(decays + head), tl.load(biases + head)
-    for t in range(pending + count):
-        position = start - pending + t
-        is_new = position >= start
-        k = _convolved(qkv, kept, conv, keys, dim_ok, position, start, first, stride_qkv, NUM_KEPT, C, W)
-        v = _convolved(qkv, kept, conv, values, row_ok, position, start, first, stride_qkv, NUM_KEPT, C, W)
-        k = _unit(k, 0)
-        new_gate, old_gate = gates + (first + position - start) * stride_gates, old_gates + (position % NUM_KEPT) * 2 * H
-        rate = tl.load(new_gate + head, mask=is_new, other=0.0) + tl.load(old_gate + head, mask=~is_new, other=0.0)
-        gate = tl.load(new_gate + H + head, mask=is_new, other=0.0)
-        gate += tl.load(old_gate + H + head, mask=~is_new, other=0.0)
-        rate = 1.0 / (1.0 + tl.exp(-rate.to(tl.float32)))
-        state *= tl.exp(decay_of_head * _softplus(gate.to(tl.float32) + bias))
-        delta = (v - tl.sum(state * k[None, :], 1)) * rate
-        state += delta[:, None] * k[None, :]
-        if t == pending - 1:
-            tl.store(states + tile, state, mask=tile_ok)
-        if is_new:
-            q = _convolved(qkv, kept, conv, queries, dim_ok, position, start, first, stride_qkv, NUM_KEPT, C, W)
-            q = _unit(q, 0) * (K**-0.5)
-            result = tl.sum(state * q[None, :], 1)
-            tl.store(out + ((first + position - start) * H + head) * V + rows, result, mask=row_ok)
-    tl.store(lengths + length, start)
-    # The new inputs go to places that no program of this launch reads.
-    own = dim_ok & (part + head % (H // KEY_HEADS) + 0 * dims == 0)  # one program writes queries and keys
+    mixed += b.to(tl.int64) * 2 * MAX_NODES * C
+    kept_gates += line * NUM_KEPT * 2 * H
+    for r in range(pending):
+        gates = kept_gates + ((start - pending + r) % NUM_KEPT) * 2 * H
+        state = _node(
+            state, mixed + r * C, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H,
+        )  # fmt: skip
+    if pending > 0:
+        tl.store(tile, state, mask=tile_ok)
+        tl.store(length, start)
     for t in range(count):
-        source, place = qkv + (first + t) * stride_qkv, (start + t) % NUM_KEPT
-        target = kept + place * C
-        tl.store(target + values, tl.load(source + values, mask=row_ok), mask=row_ok)
-        tl.store(target + queries, tl.load(source + queries, mask=own), mask=own)
-        tl.store(target + keys, tl.load(source + keys, mask=own), mask=own)
-        if part == 0:
-            gate_source, gate_target = gates + (first + t) * stride_gates, old_gates + place * 2 * H
-            tl.store(gate_target + head, tl.load(gate_source + head))
-            tl.store(gate_target + H + head, tl.load(gate_source + H + head))
+        own = mixed + (MAX_NODES + t) * C
+        gates = kept_gates + ((start + t) % NUM_KEPT) * 2 * H
+        state = _node(state, own, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H)
+        q = tl.load(own + queries, mask=key_ok, other=0.0).to(tl.float32)
+        q = q * (tl.rsqrt(tl.sum(tl.sum(q * q, 0), 0) + 1e-6) * (K**-0.5))
+        result = tl.sum(tl.sum(state * q[:, None, :], 0), 1)
+        tl.store(out + ((first + t) * H + head) * V + rows, result, mask=value_ok)
 
 
 @triton.jit
@@ -189,7 +219,7 @@ def prompt_kernel(
         q = tl.load(mixed + tokens[:, None] * C + queries[None, :], mask=has[:, None] & dim_ok[None, :], other=0.0)
         k = tl.load(mixed + tokens[:, None] * C + keys[None, :], mask=has[:, None] & dim_ok[None, :], other=0.0)
         v = tl.load(mixed + tokens[:, None] * C + values[None, :], mask=has[:, None] & row_ok[None, :], other=0.0)
-        q, k = _unit(q.to(tl.float32), 1) * (K**-0.5), _unit(k.to(tl.float32), 1)
+        q, k = _unit_rows(q.to(tl.float32)) * (K**-0.5), _unit_rows(k.to(tl.float32))
         gate = tl.load(gates + tokens * stride_gates + H + head, mask=has, other=0.0).to(tl.float32)
         rate = tl.load(gates + tokens * stride_gates + head, mask=has, other=0.0).to(tl.float32)
         rate = tl.where(has, 1.0 / (1.0 + tl.exp(-rate)), 0.0)
@@ -257,7 +287,7 @@ def keep_kernel(
 @triton.jit
 def norm_kernel(
     x, gate, weight, out, eps, stride_gate,
-    H: tl.constexpr, V: tl.constexpr, V_POWER: tl.constexpr, BLOCK_H: tl.constexpr,
+    H: tl.constexpr, V: tl.constexpr, V_POWER: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute rms_norm(x) * silu(gate) for some heads of a token. Grid: (T, blocks of heads)."""
     token = tl.program_id(0).to(tl.int64)
@@ -266,6 +296,7 @@ def norm_kernel(
     ok = (heads < H)[:, None] & (dims < V)[None, :]
     offsets = heads[:, None] * V + dims[None, :]
     dtype = x.dtype.element_ty
+    await_former(PDL)
     values = tl.load(x + token * H * V + offsets, mask=ok, other=0.0).to(tl.float32)
     normed = (values * tl.rsqrt(tl.sum(values * values, 1) / V + eps)[:, None]).to(dtype).to(tl.float32)
     scale = tl.load(weight + dims, mask=dims < V, other=0.0).to(tl.float32)

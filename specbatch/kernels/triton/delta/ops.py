@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """The gated delta rule: `kernels/torch/delta.py` defines the results.
 
-Rounds are one kernel: each program reads a part of a state, replays the accepted nodes of the last round, writes the
-part, and goes on over the new nodes without writing it. Prompts are three kernels: the convolution, the rule in chunks
+Rounds are two kernels. The first one computes the convolution. In the second one, each program reads a part of a state,
+replays the accepted nodes of the last round, writes the part, and goes on over the new nodes without writing it. Prompts are three kernels: the convolution, the rule in chunks
 of tokens, and the inputs that are kept. No length leaves the GPU, so graphs may hold them.
 
 Shape suffixes: T packed tokens, B sequences, H value heads, V and K dimensions of value and key heads, C channels of
@@ -17,11 +17,19 @@ from torch import Tensor
 
 from specbatch.batch import PagedBatch
 from specbatch.kernels.delta import PART, DeltaWeights, LayerStates, parts_of_head
-from specbatch.kernels.triton.delta.kernel import conv_kernel, keep_kernel, norm_kernel, prompt_kernel, round_kernel
-from specbatch.kernels.triton.parts.launch import launch
+from specbatch.kernels.triton.delta.kernel import (
+    conv_kernel,
+    keep_kernel,
+    node_conv_kernel,
+    norm_kernel,
+    prompt_kernel,
+    round_kernel,
+)
+from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
 
 _CHUNK = 16  # tokens that `prompt_kernel` computes at once: the smallest tile of tensor cores
-_BLOCK_T, _BLOCK_C = 32, 128
+_BLOCK_T, _BLOCK_C = 16, 128
+_NODE_BLOCK_C, _ROUND_WARPS = 1024, 4
 
 
 def delta_prompts(
@@ -79,11 +87,25 @@ def delta_rounds(
     out_THV = qkv_TC.new_empty(num_tokens, num_heads, value_dim)
     if not num_tokens:
         return out_THV
+    num_sequences, num_parts, pdl = len(spans.lines_B), parts_of_head(value_dim), dependent_launch(qkv_TC)
+    mixed = qkv_TC.new_empty(num_sequences, 2 * max_nodes, channels)
+    layout = spans.lines_B, batch.starts_B, batch.query_starts, batch.slots_T
+    shared = {"C": channels, "NUM_KEPT": num_kept, "MAX_NODES": max_nodes, "PDL": pdl}
     launch(
-        round_kernel, (len(spans.lines_B), num_heads, parts_of_head(value_dim)),
-        qkv_TC, gates_T2H, out_THV, weights.conv_CW, weights.decay_H, weights.bias_H, *states, spans.lines_B,
-        batch.starts_B, batch.query_starts, batch.slots_T, qkv_TC.stride(0), gates_T2H.stride(0),
-        **_sizes(weights, states), C=channels, W=conv_size, NUM_KEPT=num_kept, MAX_NODES=max_nodes, num_warps=4,
+        node_conv_kernel, (num_sequences, 2 * max_nodes, triton.cdiv(channels, _NODE_BLOCK_C)),
+        qkv_TC, gates_T2H, mixed, weights.conv_CW, states.inputs_SRC, states.gates_SR2H, states.lengths_SP, *layout,
+        qkv_TC.stride(0), gates_T2H.stride(0), LENGTHS=num_heads * num_parts, G=2 * num_heads,
+        G_POWER=triton.next_power_of_2(2 * num_heads), W=conv_size, BLOCK_C=_NODE_BLOCK_C, **shared, num_warps=4,
+        **launch_options(pdl),
+    )  # fmt: skip
+    sizes = _sizes(weights, states)
+    key_power = sizes.pop("K_POWER")
+    key_part = min(32, key_power)
+    launch(
+        round_kernel, (num_sequences, num_heads, num_parts),
+        mixed, states.gates_SR2H, out_THV, weights.decay_H, weights.bias_H, states.states_SHVK, states.lengths_SP,
+        *layout, **sizes, K_PARTS=key_power // key_part, K_PART=key_part, **shared, num_warps=_ROUND_WARPS,
+        **launch_options(pdl),
     )  # fmt: skip
     return out_THV
 
@@ -94,11 +116,12 @@ def gated_norm(x_THV: Tensor, gate_TZ: Tensor, weight_V: Tensor, eps: float) -> 
     out_TZ = x_THV.new_empty(num_tokens, num_heads * size)
     if not num_tokens:
         return out_TZ
-    block_h = min(8, triton.next_power_of_2(num_heads))
+    block_h, pdl = min(8, triton.next_power_of_2(num_heads)), dependent_launch(x_THV)
     launch(
         norm_kernel, (num_tokens, triton.cdiv(num_heads, block_h)),
         x_THV, gate_TZ, weight_V, out_TZ, eps, gate_TZ.stride(0),
-        H=num_heads, V=size, V_POWER=triton.next_power_of_2(size), BLOCK_H=block_h, num_warps=2,
+        H=num_heads, V=size, V_POWER=triton.next_power_of_2(size), BLOCK_H=block_h, PDL=pdl, num_warps=2,
+        **launch_options(pdl),
     )  # fmt: skip
     return out_TZ
 
