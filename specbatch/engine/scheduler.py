@@ -173,15 +173,14 @@ class Scheduler:
 
     def _next_checkpoint(self, seq: Sequence, start: int, end: int) -> Checkpoint | None:
         """Choose after which tokens of a piece the state is kept: what the prompt shares with others, or all of its
-        whole pages. None: after none of them."""
+        whole pages if it shares nothing. None: after none of them."""
         if self._prefix is None or not self._prefix.has_checkpoints:
             return None
-        whole = seq.max_cached // self._pool.page_size * self._pool.page_size
-        for num_tokens in (seq.num_shared, whole):
-            if start < num_tokens <= end and not self._prefix.has_checkpoint(seq.tokens, num_tokens):
-                line = self._prefix.take_checkpoint()
-                return None if line is None else Checkpoint(num_tokens, line)
-        return None
+        num_tokens = seq.num_shared or seq.max_cached // self._pool.page_size * self._pool.page_size
+        if not start < num_tokens <= end or self._prefix.has_checkpoint(seq.tokens, num_tokens):
+            return None
+        line = self._prefix.take_checkpoint()
+        return None if line is None else Checkpoint(num_tokens, line)
 
     def _prefix_paths(self, seq: Sequence, span: PrefillSpan) -> list[int]:
         """Return a key for each page that `span` fills: a hash over all tokens up to the page's end."""

@@ -21,7 +21,8 @@ from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
 from specbatch.types import Completion, Request, RngKey, SamplingParams
-from tests.tiny_models import random_prompts, run_requests
+from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_engine
+from tests.tiny_models import run as run_all
 
 VOCAB, NUM_TOKENS = 288, 40
 SIZES: dict[str, Any] = {
@@ -202,3 +203,34 @@ def test_checkpoints_are_used_and_overwritten(model: Path) -> None:
     for repeat in range(2):
         assert tokens_of(run(engine, prompts, first=100 * repeat)) == alone
     assert engine.stats.cached_prompt_tokens > 200
+
+
+DEVICE_PROMPTS = [*random_prompts(4, shared=17), [5, 6, 7, 8, 9] * 4, [3] * 12, [4]]
+DEVICE_CASES: dict[str, tuple[str, DraftShape | None, dict[str, Any]]] = {
+    "plain": ("none", None, {}),
+    "ngram": ("ngram", DraftShape(3, 1, 4), {}),
+    "eagle": ("eagle", DraftShape(2, 1, 3), {}),
+    "padded prompts": ("ngram", DraftShape(3, 1, 4), {"graph_tokens": 64}),
+    "short chunks": ("ngram", DraftShape(1, 1, 2), {"prefill_chunk_tokens": 3}),
+    "preempted": ("ngram", DraftShape(3, 1, 4), {"num_pages": 22}),
+    "one checkpoint": ("none", None, {"num_checkpoints": 1}),
+    "no checkpoint": ("none", None, {"num_checkpoints": 0}),
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("case", DEVICE_CASES)
+def test_the_engine_of_a_gpu(case: str, sampled: bool) -> None:
+    """With fixed shapes, and the reference kernels: the texts are those of a CPU's plain decoding, in float64."""
+    method, shape, settings = DEVICE_CASES[case]
+    if sampled and method == "eagle":
+        pytest.skip("chains draw other numbers from the same distribution")
+    params = SamplingParams(max_tokens=24, temperature=0.8 if sampled else 0.0, ignore_eos=True)
+    plain = tiny_engine("none", family="qwen3.5", num_pages=256, num_layers=3, prefix_cache=False)
+    engine = tiny_device_engine(
+        method, shape, family="qwen3.5", num_layers=3, **{"num_pages": 256, "page_size": 4, **settings}
+    )
+    expected, found = run_all(plain, DEVICE_PROMPTS, params), run_all(engine, DEVICE_PROMPTS, params)
+    assert tokens_of(found) == tokens_of(expected)
+    assert (engine.stats.cached_prompt_tokens > 0) == (case != "no checkpoint")
+    assert (engine.stats.preemptions > 0) == (case == "preempted")
