@@ -96,6 +96,12 @@ class DeltaConfig:
             "in_proj_a": self.num_value_heads,
         }
 
+    @property
+    def matrix_bytes(self) -> int:
+        """The bytes of the matrices of a request's state, without the inputs that are kept: a round reads and writes
+        them."""
+        return 4 * sum(self.layers) * self.num_value_heads * self.key_dim * self.value_dim
+
     def state_sizes(self, max_nodes: int) -> StateSizes:
         """Return the sizes of the states. `max_nodes`: the most nodes of a round's chain."""
         return StateSizes(
