@@ -112,10 +112,15 @@ class Attention:
         return step.write(self, self._projected(x_TI, norm))
 
     def queries_and_gate(self, x_TI: Tensor, step: ForwardPass, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """Return the same queries, and the gate (T, H, D) of the output: the sigmoid of a projection."""
+        """Return the same queries, and the projection (T, Z) whose sigmoid the output is multiplied by."""
         projected_TZ = self._projected(x_TI, norm)
         q_THD = step.write(self, projected_TZ[:, : self._qkv_size])
-        return q_THD, torch.sigmoid(projected_TZ[:, self._qkv_size :]).view(q_THD.shape)
+        return q_THD, projected_TZ[:, self._qkv_size :]
+
+    def gated(self, attended_THD: Tensor, gate_TZ: Tensor) -> Tensor:
+        """Return the output of attention, (T, H, D), multiplied by its gate."""
+        out_THD: Tensor = self._ops.sigmoid_mul(attended_THD, gate_TZ)
+        return out_THD
 
     def _projected(self, x_TI: Tensor, norm: RMSNorm | None) -> Tensor:
         return self._qkv(x_TI) if norm is None else self._qkv.with_norm(x_TI, norm)

@@ -252,6 +252,16 @@ def test_gated_norm_in_triton(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.cpu(), expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_attention_in_triton(dtype: torch.dtype) -> None:
+    ops, generator = triton_ops(), torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, 8, generator=generator).to(dtype)
+    gate = torch.randn(3, 70, generator=generator).to(dtype)[:, 4:44]
+    found = ops.sigmoid_mul(x.to(DEVICE), gate.to(DEVICE))
+    torch.testing.assert_close(found.cpu(), reference.sigmoid_mul(x, gate), atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(reference.sigmoid_mul(x, gate), x * gate.sigmoid().view(x.shape), atol=2e-3, rtol=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_nodes", [1, 2, 3])
 def test_a_graph_of_a_round_replays(num_nodes: int) -> None:

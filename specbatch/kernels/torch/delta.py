@@ -1,7 +1,8 @@
 """The gated delta rule token by token, in plain torch: see `kernels/delta.py`.
 
 A token's output does not depend on what runs with it, or on where a prompt is cut: sums are over one dimension of one
-token, and each token is a step of its own.
+token, each token is a step of its own, and of the functions of torch only `exp` and `log1p` are used, which compute all
+elements of a tensor by one formula (`sigmoid` and `softplus` do not).
 
 Shape suffixes: T packed tokens, B sequences, H value heads, V and K dimensions of value and key heads, C channels of
 the convolution, W inputs of the convolution, R inputs that are kept.
@@ -12,13 +13,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.batch import PagedBatch
 from specbatch.kernels.delta import DeltaWeights, LayerStates
 
-L2_EPS = 1e-6
+_L2_EPS = 1e-6
 
 
 class _Steps(NamedTuple):
@@ -171,8 +171,22 @@ def gated_norm(x_THV: Tensor, gate_TZ: Tensor, weight_V: Tensor, eps: float) -> 
     """Return rms_norm(x) * silu(gate) for each head, (T, Z). The norm is rounded, then scaled by the weight."""
     wide = torch.promote_types(x_THV.dtype, torch.float32)
     x, gate = x_THV.to(wide), gate_TZ.to(wide).view(x_THV.shape)
-    normed = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(x_THV.dtype)
-    return ((weight_V * normed).to(wide) * F.silu(gate)).to(x_THV.dtype).flatten(1)
+    normed = (x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)).to(x_THV.dtype)
+    return ((weight_V * normed).to(wide) * _silu(gate)).to(x_THV.dtype).flatten(1)
+
+
+def sigmoid_mul(x_THD: Tensor, gate_TZ: Tensor) -> Tensor:
+    """Return x * sigmoid(gate). The sigmoid is rounded to the dtype of x."""
+    wide = torch.promote_types(x_THD.dtype, torch.float32)
+    return x_THD * _sigmoid(gate_TZ.to(wide)).to(x_THD.dtype).view(x_THD.shape)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
 
 
 def _convolved(inputs: Tensor, conv_CW: Tensor) -> Tensor:
@@ -184,8 +198,7 @@ def _convolved(inputs: Tensor, conv_CW: Tensor) -> Tensor:
     total = inputs[:length].to(wide) * conv_CW[:, 0].to(wide)
     for w in range(1, size):
         total = total + inputs[w : w + length].to(wide) * conv_CW[:, w].to(wide)
-    total = total.to(inputs.dtype).to(wide)
-    return (total * torch.sigmoid(total)).to(inputs.dtype)
+    return _silu(total.to(inputs.dtype).to(wide)).to(inputs.dtype)
 
 
 def _steps(mixed_TC: Tensor, gates_T2H: Tensor, weights: DeltaWeights, states: LayerStates) -> _Steps:
@@ -197,12 +210,15 @@ def _steps(mixed_TC: Tensor, gates_T2H: Tensor, weights: DeltaWeights, states: L
     group = num_heads // weights.num_key_heads
     q, k = (x.repeat_interleave(group, dim=1) for x in (q * key_dim**-0.5, k))
     rate, decay = gates_T2H.to(wide).split(num_heads, dim=1)
-    decay = torch.exp(weights.decay_H * F.softplus(decay + weights.bias_H))
-    return _Steps(q, k, v.reshape(len(v), num_heads, value_dim), decay, torch.sigmoid(rate))
+    decay = decay + weights.bias_H
+    softplus = decay.clamp(min=0) + torch.log1p(torch.exp(-decay.abs()))
+    return _Steps(
+        q, k, v.reshape(len(v), num_heads, value_dim), torch.exp(weights.decay_H * softplus), _sigmoid(rate)
+    )
 
 
 def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + _L2_EPS)
 
 
 def _step(states_BHVK: Tensor, step: _Steps) -> Tensor:

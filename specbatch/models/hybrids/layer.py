@@ -52,13 +52,15 @@ class HybridLayer(PreNormLayer):
             if index_R is not None:
                 mixed = mixed[index_R]
         else:
-            q_THD, gate_THD = self.attention.queries_and_gate(x_TI, step, norm)
+            q_THD, gate_TZ = self.attention.queries_and_gate(x_TI, step, norm)
             plan = None
             if logits_indices is not None:
-                q_THD, gate_THD = q_THD[index_R], gate_THD[index_R]
+                q_THD, gate_TZ = q_THD[index_R], gate_TZ[index_R]
                 plan = step.backend.plan(logits_indices.batch) if len(q_THD) else None
-            mixed = gate_THD if not len(q_THD) else step.attend(self.attention, q_THD, plan) * gate_THD
-            del q_THD, gate_THD
+            mixed = q_THD
+            if len(q_THD):
+                mixed = self.attention.gated(step.attend(self.attention, q_THD, plan), gate_TZ)
+            del q_THD, gate_TZ
         residual_TE = x.x_TE if index_R is None else x.x_TE[index_R]
         if not len(residual_TE):  # a piece of a prompt: only what later tokens read of it is needed
             return Residual(residual_TE)

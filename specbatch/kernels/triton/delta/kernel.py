@@ -303,3 +303,16 @@ def norm_kernel(
     scaled = (normed * scale[None, :]).to(dtype).to(tl.float32)
     gates = tl.load(gate + token * stride_gate + offsets, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + token * H * V + offsets, scaled * _silu(gates), mask=ok)
+
+
+@triton.jit
+def gate_kernel(x, gate, out, stride_gate, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Multiply a part of a token's features by the sigmoid of its gates. Grid: (T, parts)."""
+    token = tl.program_id(0).to(tl.int64)
+    features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = features < SIZE
+    await_former(PDL)
+    gates = tl.load(gate + token * stride_gate + features, mask=ok, other=0.0).to(tl.float32)
+    values = tl.load(x + token * SIZE + features, mask=ok, other=0.0)
+    factors = (1.0 / (1.0 + tl.exp(-gates))).to(values.dtype)
+    tl.store(out + token * SIZE + features, values * factors, mask=ok)

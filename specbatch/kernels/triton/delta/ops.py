@@ -19,6 +19,7 @@ from specbatch.batch import PagedBatch
 from specbatch.kernels.delta import PART, DeltaWeights, LayerStates, parts_of_head
 from specbatch.kernels.triton.delta.kernel import (
     conv_kernel,
+    gate_kernel,
     keep_kernel,
     node_conv_kernel,
     norm_kernel,
@@ -29,7 +30,7 @@ from specbatch.kernels.triton.parts.launch import dependent_launch, launch, laun
 
 _CHUNK = 16  # tokens that `prompt_kernel` computes at once: the smallest tile of tensor cores
 _BLOCK_T, _BLOCK_C = 16, 128
-_NODE_BLOCK_C, _ROUND_WARPS = 1024, 4
+_NODE_BLOCK_C, _GATE_BLOCK, _ROUND_WARPS = 1024, 1024, 4
 
 
 def delta_prompts(
@@ -124,6 +125,20 @@ def gated_norm(x_THV: Tensor, gate_TZ: Tensor, weight_V: Tensor, eps: float) -> 
         **launch_options(pdl),
     )  # fmt: skip
     return out_TZ
+
+
+def sigmoid_mul(x_THD: Tensor, gate_TZ: Tensor) -> Tensor:
+    """See `kernels/torch/delta.py`."""
+    out_THD, (num_tokens, size) = torch.empty_like(x_THD), gate_TZ.shape
+    if num_tokens:
+        assert x_THD.is_contiguous()
+        pdl = dependent_launch(x_THD)
+        launch(
+            gate_kernel, (num_tokens, triton.cdiv(size, _GATE_BLOCK)),
+            x_THD, gate_TZ, out_THD, gate_TZ.stride(0), SIZE=size, BLOCK=_GATE_BLOCK, PDL=pdl, num_warps=4,
+            **launch_options(pdl),
+        )  # fmt: skip
+    return out_THD
 
 
 def _sizes(weights: DeltaWeights, states: LayerStates) -> dict[str, int]:
