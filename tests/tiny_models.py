@@ -440,7 +440,8 @@ def tiny_device_engine(
     of chunks where shapes are fixed. `min_lane`: the least requests of a lane; None: there is one lane. `piece_sizes`:
     the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `checks`: plain
     decoding checks all choices before acceptance; False: its rounds are unchecked where that gains. `deterministic`:
-    see `Grammars`. `division`: the ranks' division of the target. `num_checkpoints`: checkpoints of states, if the family is a hybrid."""
+    see `Grammars`. `division`: the ranks' division of the target.
+    `num_checkpoints`: checkpoints of states, if the family is a hybrid."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, **score_traits(config))

@@ -138,9 +138,7 @@ class Engine:
             trunks,
             shrinks=self._shrinks,
         )
-        self._table = TableWriter(
-            self._state, self._transfers, sizes.max_batch_size, self._round.vocab_size, states
-        )
+        self._table = TableWriter(self._state, self._transfers, sizes.max_batch_size, self._round.vocab_size, states)
         self._groups = BatchGroups(self._state.groups, sizes.page_size, sizes.max_batch_size)
         self._lanes = None if executor.lanes is None else Lanes(executor.lanes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED  # nodes that a grammar may add to a draft tree

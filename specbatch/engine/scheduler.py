@@ -167,7 +167,7 @@ class Scheduler:
         if self.waiting:
             other = self.waiting[0]
             most = min(most, other.max_cached)
-            while found + size <= most and seq.tokens[:found + size] == other.tokens[:found + size]:
+            while found + size <= most and seq.tokens[: found + size] == other.tokens[: found + size]:
                 found += size
         return found
 

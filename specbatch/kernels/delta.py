@@ -31,8 +31,8 @@ def parts_of_head(value_dim: int) -> int:
 class DeltaWeights(NamedTuple):
     """The weights of a layer between its projections. Floats are float32 at least."""
 
-    conv_CW: Tensor  # in the model's dtype; the last input is that of the token itself
-    decay_H: Tensor  # negative: a token's decay g is this, multiplied by softplus of its gate
+    conv_CW: Tensor  # The last input is that of the token itself. The dtype is the model's.
+    decay_H: Tensor  # A token's decay g is this negative number, multiplied by softplus of its gate.
     bias_H: Tensor  # is added to the gates of the decay
     num_key_heads: int
 
@@ -49,6 +49,6 @@ class LayerStates(NamedTuple):
     """
 
     states_SHVK: Tensor  # float32 at least
-    inputs_SRC: Tensor  # in the model's dtype
-    gates_SR2H: Tensor  # in the model's dtype: of each value head the rate's gate, then of each the decay's
+    inputs_SRC: Tensor  # inputs of the convolution; the dtype is the model's
+    gates_SR2H: Tensor  # the rate's gate of each value head, then the decay's gate of each; the dtype is the model's
     lengths_SP: Tensor  # int32; the same number for all parts, each of which is written by one program

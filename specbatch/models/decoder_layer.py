@@ -202,7 +202,7 @@ class Attention:
 
 
 class FirstHalf(Protocol):
-    """What a layer has before its MLP: attention, or what takes its place."""
+    """The part of a layer before its MLP: attention, or what takes its place."""
 
     @property
     def takes_normed(self) -> bool:

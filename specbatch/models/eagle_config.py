@@ -144,9 +144,9 @@ def expected_eagle_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
     c = head.decoder
     if head.kind == "mtp":
         norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-        shapes = {f"mtp.{name}.weight": (c.hidden_size,) for name in norms}
-        shapes["mtp.fc.weight"] = (c.hidden_size, 2 * c.hidden_size)
-        return shapes | layer_tensors(c, layer_prefix("mtp"), has_experts=c.moe is not None)
+        own: dict[str, tuple[int, ...]] = {f"mtp.{name}.weight": (c.hidden_size,) for name in norms}
+        own["mtp.fc.weight"] = (c.hidden_size, 2 * c.hidden_size)
+        return own | layer_tensors(c, layer_prefix("mtp"), has_experts=c.moe is not None)
     prefix = layer_prefix(head.kind)
     if head.kind == "eagle":
         shapes = {"fc.weight": (c.hidden_size, 2 * c.hidden_size)} | layer_tensors(c, prefix)

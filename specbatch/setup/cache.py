@@ -51,7 +51,7 @@ class CacheRequest:
     num_ranks: int = 1  # processes that each hold such a part of the target
     saved: int = 0  # bytes that the weights take less, where layers are quantised
     state_bytes: int = 0  # bytes of the state of one request of a hybrid; 0: it has none
-    keeps_states: bool = True  # of a hybrid: there are checkpoints for the prefix cache
+    keeps_states: bool = True  # the prefix cache has checkpoints of states, for a hybrid
 
     @property
     def weights(self) -> int:
@@ -123,8 +123,8 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
     if wanted.state_bytes:
         count, mib = wanted.num_checkpoints, wanted.state_bytes / 2**20
         notes.append(
-            f"model.target: a hybrid, whose state takes {mib:.3g} MiB a row: {(rows.max_batch_size + 1) * mib:,.0f} MiB "
-            f"for {rows.max_batch_size} rows and padding, and {count * mib:,.0f} MiB for {count} checkpoints of states "
+            f"model.target: a hybrid, whose state takes {mib:.3g} MiB a row: {(rows.max_batch_size + 1) * mib:,.0f} "
+            f"MiB for {rows.max_batch_size} rows and padding, and {count * mib:,.0f} MiB for {count} checkpoints of states "
             "of the prefix cache; they count as weights"
         )
     kib = f"{rows.token_bytes / 1024:g}"

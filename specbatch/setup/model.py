@@ -169,8 +169,8 @@ def check_chains(target: Checkpoint, topk: int) -> None:
     """Raise ConfigError for draft trees of a hybrid: the state of a layer moves along one chain of tokens."""
     if target.config.delta is not None and topk > 1:
         raise ConfigError(
-            f"speculation.topk: {topk} drafts trees, and the states of a hybrid ({target.config.model_type}) move along "
-            "chains",
+            f"speculation.topk: {topk} drafts trees, and the states of a hybrid ({target.config.model_type}) move "
+            "along chains",
             hint="set speculation.topk: 1; with a larger num_steps, a node of a chain costs as little as one of a tree",
         )
 

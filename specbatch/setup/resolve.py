@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
+from specbatch.draft import METHODS
 from specbatch.engine.constrained.tree import MAX_FORCED
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
-from specbatch.draft import METHODS
 from specbatch.models.catalog import builtin_head, random_name
 from specbatch.models.checks import first_names
 from specbatch.models.config import BackendName, ModelConfig

@@ -134,7 +134,7 @@ def test_what_mtp_is_not_for(model: Path) -> None:
 
     with pytest.raises(ModelError, match="mtp is for hybrids"):
         resolved("random:tiny")
-    with pytest.raises(ConfigError, match="leave speculation.draft out|drafts with a layer of the target"):
+    with pytest.raises(ConfigError, match="drafts with a layer of the target"):
         resolved(str(model), draft="random:tiny")
     with pytest.raises(ConfigError, match="topk must be 1"):
         resolved(str(model), topk=2)

@@ -162,7 +162,7 @@ def test_chunks_are_the_recurrence(chunk: int, num_tokens: int) -> None:
     q, k, v = (torch.randn(num_tokens, HEADS, size, generator=generator).double() for size in (K, K, V))
     k[num_tokens // 2 :] = k[num_tokens // 2] + 0.01 * k[num_tokens // 2 :]
     q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    decay = -torch.rand(num_tokens, HEADS, generator=generator).double() ** 8
+    decay = -(torch.rand(num_tokens, HEADS, generator=generator).double() ** 8)
     rate = torch.rand(num_tokens, HEADS, generator=generator).double()
     before = torch.randn(HEADS, V, K, generator=generator).double()
     state, expected = before.clone(), []

@@ -22,7 +22,7 @@ _L2_EPS = 1e-6
 
 
 class _Steps(NamedTuple):
-    """What tokens do to the state, and ask of it."""
+    """The effects of tokens on the state, and their queries."""
 
     q_THK: Tensor
     k_THK: Tensor
@@ -212,9 +212,7 @@ def _steps(mixed_TC: Tensor, gates_T2H: Tensor, weights: DeltaWeights, states: L
     rate, decay = gates_T2H.to(wide).split(num_heads, dim=1)
     decay = decay + weights.bias_H
     softplus = decay.clamp(min=0) + torch.log1p(torch.exp(-decay.abs()))
-    return _Steps(
-        q, k, v.reshape(len(v), num_heads, value_dim), torch.exp(weights.decay_H * softplus), _sigmoid(rate)
-    )
+    return _Steps(q, k, v.reshape(len(v), num_heads, value_dim), torch.exp(weights.decay_H * softplus), _sigmoid(rate))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from specbatch.models.families.hf_config import HfConfig
 from specbatch.models.layers import Rotary
 from specbatch.models.weight_loader import WeightLoader
 
-
 HeadKind = Literal["query", "delta"]
 
 

@@ -108,8 +108,11 @@ _KEYS = frozenset(
         *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
         *("linear_conv_kernel_dim", "full_attention_interval", "attn_output_gate", "attention_bias"),
         *("mtp_num_hidden_layers", "num_nextn_predict_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"),
-        *(f"{section}.{key}" for section in ("rope_parameters", "rope_scaling") for key in
-          ("mrope_section", "mrope_interleaved")),
+        *(
+            f"{section}.{key}"
+            for section in ("rope_parameters", "rope_scaling")
+            for key in ("mrope_section", "mrope_interleaved")
+        ),
     )
 )
 _EXPERT_KEYS = _KEYS | {
@@ -132,7 +135,9 @@ _NEXT_NAMES = TensorNames(
         "linear_attn.in_proj_ba": ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
     },
     joins_heads={
-        "self_attn.q_proj": "query", "linear_attn.in_proj_qkvz": "delta", "linear_attn.in_proj_ba": "delta",
+        "self_attn.q_proj": "query",
+        "linear_attn.in_proj_qkvz": "delta",
+        "linear_attn.in_proj_ba": "delta",
     },
 )
 QWEN3_5 = Family(("Qwen3_5ForCausalLM",), _read_dense, _KEYS, _NEUTRAL, HybridLayer, _NAMES)

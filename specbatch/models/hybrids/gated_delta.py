@@ -44,9 +44,7 @@ class GatedDelta:
     def mixed(self, x_TI: Tensor, step: ForwardPass, norm: RMSNorm | None) -> Tensor:
         """Return the output before its projection, (T, H * V), of norm(x). The states move."""
         projected = self._in(x_TI) if norm is None else self._in.with_norm(x_TI, norm)
-        qkv_TC, z_TZ, gates_T2H = projected.tensor_split(
-            (self._channels, self._channels + self._values_size), dim=1
-        )
+        qkv_TC, z_TZ, gates_T2H = projected.tensor_split((self._channels, self._channels + self._values_size), dim=1)
         batch, cache = step.batch, step.cache.states
         assert batch.states is not None, "a pass of a hybrid has the lines of its states"
         assert cache is not None

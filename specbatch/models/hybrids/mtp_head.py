@@ -1,5 +1,5 @@
-"""The layer for multi-token prediction (MTP) of a hybrid's checkpoint, as a draft head (Qwen3-Next and Qwen3.5; names as
-in their checkpoints).
+"""The layer for multi-token prediction (MTP) of a hybrid's checkpoint, as a draft head. Names are those in checkpoints
+of Qwen3-Next and Qwen3.5.
 
 The input of position i is fc([norm(embedding of token i+1); norm(feature i)]), the feature being the target's hidden
 state after its final norm. After a decoder layer with attention and a final norm, the target's LM head is applied. Of

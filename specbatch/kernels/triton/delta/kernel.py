@@ -242,7 +242,7 @@ def prompt_kernel(
         rest = added * tl.exp(total - sums)[:, None]
         state = state * tl.exp(total) + tl.dot(tl.trans(rest), k, input_precision=PRECISION)
         done = end
-        if HAS_CHECKPOINTS:
+        if HAS_CHECKPOINTS:  # noqa: SIM102  (`at` is not there otherwise)
             if (done == at) & (at > 0):
                 kept = tl.load(checkpoint_lines + b)
                 tl.store(states + kept * H * V * K + place, state, mask=tile_ok)

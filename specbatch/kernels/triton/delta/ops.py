@@ -2,8 +2,9 @@
 """The gated delta rule: `kernels/torch/delta.py` defines the results.
 
 Rounds are two kernels. The first one computes the convolution. In the second one, each program reads a part of a state,
-replays the accepted nodes of the last round, writes the part, and goes on over the new nodes without writing it. Prompts are three kernels: the convolution, the rule in chunks
-of tokens, and the inputs that are kept. No length leaves the GPU, so graphs may hold them.
+replays the accepted nodes of the last round, writes the part, and goes on over the new nodes without writing it.
+Prompts are three kernels: the convolution, the rule in chunks of tokens, and the inputs that are kept. No length leaves
+the GPU, so graphs may hold them.
 
 Shape suffixes: T packed tokens, B sequences, H value heads, V and K dimensions of value and key heads, C channels of
 the convolution, Z features of all value heads.
@@ -39,7 +40,7 @@ def delta_prompts(
     """See `kernels/torch/delta.py`."""
     spans, (num_tokens, channels) = batch.states, qkv_TC.shape
     assert spans is not None
-    _, num_heads, value_dim, key_dim = states.states_SHVK.shape
+    _, num_heads, value_dim, _ = states.states_SHVK.shape
     num_sequences, num_kept = len(spans.lines_B), states.inputs_SRC.shape[1]
     # Tokens after the last sequence, which are padding, keep these zeros.
     out_THV = qkv_TC.new_zeros(num_tokens, num_heads, value_dim)
