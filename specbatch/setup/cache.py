@@ -124,8 +124,8 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
         count, mib = wanted.num_checkpoints, wanted.state_bytes / 2**20
         notes.append(
             f"model.target: a hybrid, whose state takes {mib:.3g} MiB a row: {(rows.max_batch_size + 1) * mib:,.0f} "
-            f"MiB for {rows.max_batch_size} rows and padding, and {count * mib:,.0f} MiB for {count} checkpoints of states "
-            "of the prefix cache; they count as weights"
+            f"MiB for {rows.max_batch_size} rows and padding, and {count * mib:,.0f} MiB for {count} checkpoints of "
+            "states of the prefix cache; they count as weights"
         )
     kib = f"{rows.token_bytes / 1024:g}"
     if wanted.given_tokens is not None:

@@ -18,9 +18,9 @@ from specbatch.errors import ModelError
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.families.family import TensorNames
 from specbatch.models.formats.stacked_experts import StackedSource
-from specbatch.models.formats.tensor_files import SafetensorsSource, TensorSource, TorchBinSource
+from specbatch.models.formats.tensor_files import RenamedSource, SafetensorsSource, TensorSource, TorchBinSource
 
-Files = SafetensorsSource | TorchBinSource | StackedSource
+Files = SafetensorsSource | TorchBinSource | RenamedSource | StackedSource
 _EMBEDDING = "model.embed_tokens.weight"
 # Beginnings of the names of a text part, in files with other parts.
 _TEXT_PARTS = {
@@ -235,7 +235,7 @@ def _num_heads(name: str, config: ModelConfig) -> int:
 
 
 def arranged(
-    files: SafetensorsSource | TorchBinSource | StackedSource,
+    files: Files,
     config: ModelConfig,
     names: TensorNames | None,
     *,

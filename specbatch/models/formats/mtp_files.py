@@ -1,13 +1,10 @@
 """The layer for multi-token prediction (MTP) in the checkpoint of a hybrid. It drafts: `hybrids/mtp_head.py`.
 
-Its tensors are named `mtp.*`. Those of its decoder layer are arranged as the target's are.
+Its tensors are named `mtp.*`. Those of its decoder layer get the names of a model's first layer, and are arranged as the
+target's are.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-
-from torch import Tensor
 
 from specbatch.errors import ModelError
 from specbatch.models.checks import tensor_problems
@@ -17,41 +14,10 @@ from specbatch.models.formats.arranged import ArrangedSource
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.stacked_experts import unstacked
-from specbatch.models.formats.tensor_files import SafetensorsSource, TorchBinSource, open_tensors
+from specbatch.models.formats.tensor_files import RenamedSource, open_tensors
 
 _LAYER = "mtp.layers.0."
 _NO_MTP = "use speculation.method: ngram, or a checkpoint with its mtp tensors"
-
-
-class MtpSource:
-    """The tensors of the layer among those of `files`. The names of its decoder layer are those of a model's first
-    one."""
-
-    def __init__(self, files: SafetensorsSource | TorchBinSource) -> None:
-        self._files = files
-        self.kind = files.kind
-        self._names = {
-            name.replace(_LAYER, layer_prefix("mtp"), 1): name for name in files.shapes() if name.startswith("mtp.")
-        }
-
-    @property
-    def dtypes(self) -> Mapping[str, str]:
-        dtypes = self._files.dtypes
-        return {name: dtypes[stored] for name, stored in self._names.items()}
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        shapes = self._files.shapes()
-        return {name: tuple(shapes[stored]) for name, stored in self._names.items()}
-
-    def load(self, name: str) -> Tensor:
-        return self._files.load(self._names[name])
-
-    def load_rows(self, name: str, index: int, first: int, last: int) -> Tensor:
-        """Read rows `first` to `last` of entry number `index` of a tensor with two or more dimensions."""
-        return self._files.load_rows(self._names[name], index, first, last)
-
-    def close(self) -> None:
-        self._files.close()
 
 
 def has_mtp(target: Checkpoint) -> bool:
@@ -78,7 +44,9 @@ def open_mtp(target: Checkpoint) -> EagleCheckpoint:
     assert target.path is not None, "random weights have no files"
     head, names = mtp_config(target.config), FAMILIES[target.config.model_type].names
     assert names is not None
-    files = MtpSource(open_tensors(target.path))
+    opened = open_tensors(target.path)
+    own = [name for name in opened.shapes() if name.startswith("mtp.")]
+    files = RenamedSource(opened, {name.replace(_LAYER, layer_prefix("mtp"), 1): name for name in own})
     try:
         tensors = ArrangedSource(unstacked(files, head.decoder), head.decoder, names)
     except ModelError as error:

@@ -159,6 +159,33 @@ class TorchBinSource:
         self._tensors.clear()
 
 
+class RenamedSource:
+    """Some tensors of `files` under other names. `names`: those in the files, by the new ones."""
+
+    def __init__(self, files: SafetensorsSource | TorchBinSource, names: Mapping[str, str]) -> None:
+        self._files, self._names = files, names
+        self.kind = files.kind
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        dtypes = self._files.dtypes
+        return {name: dtypes[stored] for name, stored in self._names.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = self._files.shapes()
+        return {name: shapes[stored] for name, stored in self._names.items()}
+
+    def load(self, name: str) -> torch.Tensor:
+        return self._files.load(self._names[name])
+
+    def load_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
+        """Read rows `first` to `last` of entry number `index` of a tensor with two or more dimensions."""
+        return self._files.load_rows(self._names[name], index, first, last)
+
+    def close(self) -> None:
+        self._files.close()
+
+
 def _is_plain(name: object, value: object) -> bool:
     return isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout == torch.strided
 
