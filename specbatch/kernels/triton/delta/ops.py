@@ -31,7 +31,8 @@ from specbatch.kernels.triton.parts.launch import dependent_launch, launch, laun
 
 _CHUNK = 16  # tokens that `prompt_kernel` computes at once: the smallest tile of tensor cores
 _BLOCK_T, _BLOCK_C = 16, 128
-_NODE_BLOCK_C, _GATE_BLOCK, _ROUND_WARPS = 1024, 1024, 4
+_NODE_BLOCK_C, _GATE_BLOCK = 1024, 1024
+_ROUND_WARPS, _PROMPT_WARPS = 4, 4
 
 
 def delta_prompts(
@@ -65,7 +66,7 @@ def delta_prompts(
         mixed_TC, gates_T2H, out_THV, weights.decay_H, weights.bias_H, states.states_SHVK, states.lengths_SP, *layout,
         batch.slots_T, at_B, line_B, gates_T2H.stride(0),
         **_sizes(weights, states), C=channels, HAS_CHECKPOINTS=has_checkpoints, CHUNK=_CHUNK,
-        PRECISION="ieee" if qkv_TC.dtype == torch.float32 else "tf32", num_warps=4,
+        PRECISION="tf32x3" if qkv_TC.dtype == torch.float32 else "tf32", num_warps=_PROMPT_WARPS,
     )  # fmt: skip
     launch(
         keep_kernel, (num_sequences, num_kept, blocks),
