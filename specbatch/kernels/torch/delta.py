@@ -61,10 +61,13 @@ def delta_prompts(
     order_B = counts_B.argsort(descending=True, stable=True)  # so that those with a token t are the first ones
     states_BHVK, sorted_B = states_BHVK[order_B], counts_B[order_B]
     firsts_B, left_B = firsts_B[order_B], (checkpoint_at_B - starts_B)[order_B]
+    scratch_BHVK = torch.empty_like(states_BHVK)
     for t in range(int(sorted_B.max()) if len(sorted_B) else 0):
         num_active = int((sorted_B > t).sum())
         index = firsts_B[:num_active] + t
-        out_THV[index] = _step(states_BHVK[:num_active], steps.at(index))
+        active, step, scratch = states_BHVK[:num_active], steps.at(index), scratch_BHVK[:num_active]
+        _move(active, step, scratch)
+        out_THV[index] = _read(active, step, scratch)
         for b in (left_B[:num_active] == t + 1).nonzero()[:, 0].tolist():
             assert spans.checkpoint_line_B is not None
             line = int(spans.checkpoint_line_B[order_B[b]])
@@ -118,11 +121,11 @@ def delta_rounds(
         mixed_BC = _convolved(window_BWC.transpose(0, 1), weights.conv_CW)[0]
         return _steps(mixed_BC, gates_BR2H[requests, position_B % num_kept], weights, states)
 
-    base_B = starts_B - pending_B
+    base_B, scratch_BHVK = starts_B - pending_B, torch.empty_like(states_BHVK)
     for t in range(int(pending_B.max()) if len(pending_B) else 0):
-        moved_BHVK = states_BHVK.clone()
-        _step(moved_BHVK, steps_at(base_B + t))
-        states_BHVK = torch.where((t < pending_B)[:, None, None, None], moved_BHVK, states_BHVK)
+        step, moves_B1 = steps_at(base_B + t), (t < pending_B)[:, None]
+        decay, rate = torch.where(moves_B1, step.decay_TH, 1.0), torch.where(moves_B1, step.rate_TH, 0.0)
+        _move(states_BHVK, step._replace(decay_TH=decay, rate_TH=rate), scratch_BHVK)  # others stay as they are
     live = is_live_B.nonzero()[:, 0]
     states.states_SHVK[lines_B[live]] = states_BHVK[live]
     states.lengths_SP[lines_B[live]] = starts_B[live, None].int()
@@ -130,7 +133,9 @@ def delta_rounds(
     states.gates_SR2H[lines_B[live]] = gates_BR2H[live]
     out_THV = states_BHVK.new_zeros(len(qkv_TC), weights.num_heads, states_BHVK.shape[2])
     for t in range(batch.max_queries):
-        out_BHV = _step(states_BHVK, steps_at(starts_B + t))
+        step = steps_at(starts_B + t)
+        _move(states_BHVK, step, scratch_BHVK)
+        out_BHV = _read(states_BHVK, step, scratch_BHVK)
         has = ((t < counts_B) & is_live_B).nonzero()[:, 0]
         out_THV[firsts_B[has] + t] = out_BHV[has]
     return out_THV.to(qkv_TC.dtype)
@@ -219,13 +224,18 @@ def _unit(x: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + _L2_EPS)
 
 
-def _step(states_BHVK: Tensor, step: _Steps) -> Tensor:
-    """Move the states (in place) over one token each, and return its outputs (B, H, V)."""
+def _move(states_BHVK: Tensor, step: _Steps, scratch_BHVK: Tensor) -> None:
+    """Move the states (in place) over one token each. `scratch_BHVK` is as large: large tensors take long to make."""
     k = step.k_THK[:, :, None, :]
     states_BHVK *= step.decay_TH[:, :, None, None]
-    delta = (step.v_THV - (states_BHVK * k).sum(-1)) * step.rate_TH[:, :, None]
-    states_BHVK += delta[..., None] * k
-    return (states_BHVK * step.q_THK[:, :, None, :]).sum(-1)
+    known_BHV = torch.mul(states_BHVK, k, out=scratch_BHVK).sum(-1)
+    delta_BHV = (step.v_THV - known_BHV) * step.rate_TH[:, :, None]
+    states_BHVK += torch.mul(delta_BHV[..., None], k, out=scratch_BHVK)
+
+
+def _read(states_BHVK: Tensor, step: _Steps, scratch_BHVK: Tensor) -> Tensor:
+    """Return the outputs (B, H, V) of the tokens that the states have moved over."""
+    return torch.mul(states_BHVK, step.q_THK[:, :, None, :], out=scratch_BHVK).sum(-1)
 
 
 def _keep(inputs_RC: Tensor, new_NC: Tensor, start: int) -> None:
