@@ -1,5 +1,5 @@
-"""Configurations of hybrids: each key is applied or refused by name, and checkpoints with a part for images, with experts
-and with tensors of other arrangements load as the text model that they are."""
+"""Configurations of hybrids: each key is applied or refused by name. Checkpoints with a part for images, with experts,
+in FP8 and with tensors of other arrangements load as the text model that they are."""
 
 from __future__ import annotations
 
@@ -137,6 +137,11 @@ def test_the_text_part_of_a_model_with_images(tmp_path: Path) -> None:
     assert open_mtp(checkpoint).config.kind == "mtp"
 
 
+def parse_and_check(raw: dict[str, Any]) -> None:
+    parse_hf_config(raw)
+    check_family_keys(raw)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -159,8 +164,7 @@ def test_keys_that_change_what_is_computed_are_refused(changes: dict[str, Any], 
     raw = json.loads(json.dumps({**RAW, **changes}))
     parse_hf_config(json.loads(json.dumps(RAW)))
     with pytest.raises(ModelError) as caught:
-        parse_hf_config(raw)
-        check_family_keys(raw)
+        parse_and_check(raw)
     assert words in caught.value.message
 
 
@@ -176,3 +180,71 @@ def test_keys_of_published_files_are_known() -> None:
     assert config.delta.layers == (True, True, True, False)
     assert config.num_mtp_layers == 1
     assert config.rope.rotary_dim(config.head_dim) == 8
+
+
+def in_fp8(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Quantise linear layers as the published files do: in blocks of 128 x 128, without the gates of the delta rule.
+    Return the tensors, and the same as float32 numbers."""
+    stored, floats = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in state.items():
+        floats[name], stored[name] = tensor.float(), tensor
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if tensor.ndim != 2 or (not module.startswith(("in_proj_qkv", "in_proj_z")) and not module.endswith("_proj")):
+            continue
+        blocks = [-(-size // 128) for size in tensor.shape]
+        scale = 0.002 + 0.001 * torch.rand(*blocks, generator=generator)
+        whole = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: tensor.shape[0], : tensor.shape[1]]
+        stored[name] = (tensor.float() / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scale
+        floats[name] = stored[name].float() * whole
+    return stored, floats
+
+
+def test_published_files_in_fp8(tmp_path: Path) -> None:
+    """Queries and gates of attention share a tensor, and so do queries, keys and values of the delta rule: their scales
+    are divided with them."""
+    sizes = {
+        **{**SIZES, "hidden_size": 128, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+        **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 4},
+    }
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**sizes, intermediate_size=256)).eval()
+    vary_norms(model)
+    model.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state |= mtp_tensors(tmp_path, copies=False)
+    stored, floats = in_fp8(state)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    raw = json.loads((tmp_path / "config.json").read_text())
+    skipped = [f"model.language_model.layers.{i}.linear_attn.in_proj_{x}" for i in range(4) for x in "ab"]
+    raw["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["lm_head", *skipped],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.quantization is not None
+    assert checkpoint.quantization.covers("model.layers.0.linear_attn.in_proj_v")
+    assert not checkpoint.quantization.covers("model.layers.0.linear_attn.in_proj_b")
+    model.load_state_dict({name: tensor for name, tensor in floats.items() if not name.startswith("mtp.")}, strict=True)
+    tokens = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    plain = checkpoint.quantization.dequantised()
+    decoders = [
+        build_decoder(checkpoint.config, checkpoint.tensors, LENGTH, torch.float32, CPU, quantization=quantization)
+        for quantization in (plain, checkpoint.quantization)
+    ]
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+        exact, rounded = (logits_of(decoder, tokens) for decoder in decoders)
+    torch.testing.assert_close(exact, expected, atol=2e-3, rtol=2e-3)  # the weights alone are rounded
+    assert not torch.equal(rounded, exact)
+    alike = torch.nn.functional.cosine_similarity(rounded, expected, dim=-1)
+    assert alike.mean() > 0.9  # inputs are rounded, too
+    head = open_mtp(checkpoint)
+    name = "mtp.layers.0.self_attn.k_proj.weight"
+    torch.testing.assert_close(
+        head.tensors.load(name.replace("mtp.layers.0.", "model.layers.0.")).float(), floats[name], atol=1e-2, rtol=1e-2
+    )

@@ -21,6 +21,7 @@ from specbatch.models.formats.stacked_experts import StackedSource
 from specbatch.models.formats.tensor_files import RenamedSource, SafetensorsSource, TensorSource, TorchBinSource
 
 Files = SafetensorsSource | TorchBinSource | RenamedSource | StackedSource
+_SCALES = ("weight_scale_inv", "weight_scale")
 _EMBEDDING = "model.embed_tokens.weight"
 # Beginnings of the names of a text part, in files with other parts.
 _TEXT_PARTS = {
@@ -99,12 +100,15 @@ class ArrangedSource(TensorSource):
             if part.heads or part.last - part.first != (_outputs_first(shapes[part.stored], part) or (0,))[0]
         }
         canonical = {file: module for module, file in modules.items()}
-        parts = {}
+        parts: dict[str, _Rows] = {}
         for short, name in stored.items():
             if name in used:
                 continue
             module, _, kind = short.rpartition(".")
             ours = canonical.get(module, module)
+            if kind in _SCALES and (divided := self._divided(name, module_of=name.rpartition(".")[0])):
+                parts |= divided
+                continue
             # The weight itself may be packed, under another name.
             is_reordered = config.is_interleaved and _num_heads(f"{ours}.weight", config)
             if name.rpartition(".")[0] in changed or is_reordered:
@@ -121,6 +125,25 @@ class ArrangedSource(TensorSource):
                 )
             parts[canonical_name] = _Rows(name, 0, shapes[name][0] if shapes[name] else 0)
         return parts
+
+    def _divided(self, scales: str, module_of: str) -> dict[str, _Rows]:
+        """Divide the scales of a weight that is divided, if each scale belongs to rows of one part. Otherwise return
+        nothing. `module_of`: the weight's module in the files."""
+        shapes, stored = self._files.shapes(), f"{module_of}.weight"
+        own = {name: part for name, part in self._parts.items() if part.stored == stored}
+        if len(own) < 2 or len(shapes[scales]) != 2 or shapes[stored][0] % shapes[scales][0]:
+            return {}
+        rows, kind = shapes[stored][0] // shapes[scales][0], scales.rpartition(".")[2]  # rows of a scale
+        if any(
+            part.heads or part.first % (rows * part.groups) or part.last % (rows * part.groups) for part in own.values()
+        ):
+            return {}
+        return {
+            f"{name.rpartition('.')[0]}.{kind}": _Rows(
+                scales, part.first // rows, part.last // rows, groups=part.groups
+            )
+            for name, part in own.items()
+        }
 
     @property
     def kind(self) -> str:

@@ -1,10 +1,15 @@
 """The layer for multi-token prediction (MTP) in the checkpoint of a hybrid. It drafts: `hybrids/mtp_head.py`.
 
-Its tensors are named `mtp.*`. Those of its decoder layer get the names of a model's first layer, and are arranged as the
-target's are.
+Its tensors are named `mtp.*`. Those of its decoder layer get the names of a model's first layer, and are arranged as
+those of the target.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
 
 from specbatch.errors import ModelError
 from specbatch.models.checks import tensor_problems
@@ -16,8 +21,33 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.stacked_experts import unstacked
 from specbatch.models.formats.tensor_files import RenamedSource, open_tensors
 
-_LAYER = "mtp.layers.0."
+_LAYER, _SCALE = "mtp.layers.0.", "_scale_inv"
 _NO_MTP = "use speculation.method: ngram, or a checkpoint with its mtp tensors"
+
+
+class Fp8AsFloats(RenamedSource):
+    """Tensors of which those in FP8 with a scale for each block are dequantised: the layer is small."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: shape for name, shape in super().shapes().items() if not name.endswith(_SCALE)}
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        dtypes = super().dtypes
+        return {
+            name: "bfloat16" if f"{name}{_SCALE}" in dtypes else dtype
+            for name, dtype in dtypes.items()
+            if not name.endswith(_SCALE)
+        }
+
+    def load(self, name: str) -> Tensor:
+        weight = super().load(name)
+        if f"{name}{_SCALE}" not in super().shapes():
+            return weight
+        scale, (rows, columns) = super().load(f"{name}{_SCALE}").float(), weight.shape
+        blocks = [-(-size // count) for size, count in zip(weight.shape, scale.shape, strict=True)]
+        whole = scale.repeat_interleave(blocks[0], 0)[:rows].repeat_interleave(blocks[1], 1)[:, :columns]
+        return (weight.float() * whole).to(torch.bfloat16)
 
 
 def has_mtp(target: Checkpoint) -> bool:
@@ -46,7 +76,7 @@ def open_mtp(target: Checkpoint) -> EagleCheckpoint:
     assert names is not None
     opened = open_tensors(target.path)
     own = [name for name in opened.shapes() if name.startswith("mtp.")]
-    files = RenamedSource(opened, {name.replace(_LAYER, layer_prefix("mtp"), 1): name for name in own})
+    files = Fp8AsFloats(opened, {name.replace(_LAYER, layer_prefix("mtp"), 1): name for name in own})
     try:
         tensors = ArrangedSource(unstacked(files, head.decoder), head.decoder, names)
     except ModelError as error:

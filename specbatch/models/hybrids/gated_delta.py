@@ -15,7 +15,8 @@ from specbatch.kernels.delta import DeltaWeights
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder_layer import ForwardPass
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.linear import Residual
+from specbatch.models.linears.fp8 import JoinedLinear
+from specbatch.models.linears.linear import Linear, Residual
 from specbatch.models.weight_loader import WeightLoader
 
 
@@ -28,7 +29,12 @@ class GatedDelta:
         assert sizes is not None
         self._index, self._eps = index, config.rms_norm_eps
         self._channels, self._values_size = sizes.conv_channels, sizes.values_size
-        self._in = weights.linear(*(f"{prefix}{name}" for name in sizes.parts))
+        names = [f"{prefix}{name}" for name in sizes.parts]
+        self._in: Linear
+        if weights.is_quantised(*names):  # files in FP8 do not quantise the small layers of the gates
+            self._in = JoinedLinear([weights.linear(*names[:4]), weights.linear(*names[4:])])
+        else:
+            self._in = weights.linear(*names)
         self._out = weights.summed_linear(f"{prefix}out_proj")
         decay_H, bias_H = -weights.wide(f"{prefix}A_log").exp(), weights.wide(f"{prefix}dt_bias")
         conv_CW = weights.tensor(f"{prefix}conv1d.weight")[:, 0].contiguous()

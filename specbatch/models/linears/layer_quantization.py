@@ -31,7 +31,7 @@ class LayerQuantization:
     def covers(self, layer: str) -> bool:
         """`layer`: such as "model.layers.0.mlp.up_proj". All layers of experts are linear ones; some have names such as
         "w1"."""
-        is_linear = layer.endswith("_proj") or ".experts." in layer
+        is_linear = layer.endswith("_proj") or ".experts." in layer or ".in_proj_" in layer
         if not (is_linear or (self.lm_head and layer == "lm_head")):
             return False
         return not any(_matches(pattern, layer) for pattern in self.ignored)
