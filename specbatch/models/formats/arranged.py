@@ -21,7 +21,7 @@ from specbatch.models.formats.stacked_experts import StackedSource
 from specbatch.models.formats.tensor_files import RenamedSource, SafetensorsSource, TensorSource, TorchBinSource
 
 Files = SafetensorsSource | TorchBinSource | RenamedSource | StackedSource
-_SCALES = ("weight_scale_inv", "weight_scale")
+_SCALES = ("weight_scale_inv", "weight_scale")  # scales of rows and blocks, which hybrids divide with their weights
 _EMBEDDING = "model.embed_tokens.weight"
 # Beginnings of the names of a text part, in files with other parts.
 _TEXT_PARTS = {
@@ -106,7 +106,11 @@ class ArrangedSource(TensorSource):
                 continue
             module, _, kind = short.rpartition(".")
             ours = canonical.get(module, module)
-            if kind in _SCALES and (divided := self._divided(name, module_of=name.rpartition(".")[0])):
+            if (
+                config.delta is not None
+                and kind in _SCALES
+                and (divided := self._divided(name, module_of=name.rpartition(".")[0]))
+            ):
                 parts |= divided
                 continue
             # The weight itself may be packed, under another name.
