@@ -126,11 +126,13 @@ def delta_rounds(
         step, moves_B1 = steps_at(base_B + t), (t < pending_B)[:, None]
         decay, rate = torch.where(moves_B1, step.decay_TH, 1.0), torch.where(moves_B1, step.rate_TH, 0.0)
         _move(states_BHVK, step._replace(decay_TH=decay, rate_TH=rate), scratch_BHVK)  # others stay as they are
-    live = is_live_B.nonzero()[:, 0]
-    states.states_SHVK[lines_B[live]] = states_BHVK[live]
-    states.lengths_SP[lines_B[live]] = starts_B[live, None].int()
-    states.inputs_SRC[lines_B[live]] = inputs_BRC[live]
-    states.gates_SR2H[lines_B[live]] = gates_BR2H[live]
+    for b in is_live_B.nonzero()[:, 0].tolist():
+        line = int(lines_B[b])
+        states.inputs_SRC[line].copy_(inputs_BRC[b])
+        states.gates_SR2H[line].copy_(gates_BR2H[b])
+        # Nothing is allocated between these two, so memory cannot run out there.
+        states.states_SHVK[line].copy_(states_BHVK[b])
+        states.lengths_SP[line].copy_(batch.starts_B[b])
     out_THV = states_BHVK.new_zeros(len(qkv_TC), weights.num_heads, states_BHVK.shape[2])
     for t in range(batch.max_queries):
         step = steps_at(starts_B + t)
