@@ -162,14 +162,14 @@ class Scheduler:
         """Return the tokens, in whole pages, that `seq` has in common with computed prompts or with the next waiting
         one: where others will need the state."""
         assert self._prefix is not None
-        size, most = self._pool.page_size, seq.max_cached
-        found = self._prefix.num_known(seq.tokens, most)
-        if self.waiting:
-            other = self.waiting[0]
-            most = min(most, other.max_cached)
-            while found + size <= most and seq.tokens[: found + size] == other.tokens[: found + size]:
-                found += size
-        return found
+        known = self._prefix.num_known(seq.tokens, seq.max_cached)
+        if not self.waiting:
+            return known
+        other, number = self.waiting[0], 0
+        num_pages = min(seq.max_cached, other.max_cached) // self._pool.page_size
+        while number < num_pages and self._prefix.key(seq.tokens, number) == self._prefix.key(other.tokens, number):
+            number += 1
+        return max(known, number * self._pool.page_size)
 
     def _next_checkpoint(self, seq: Sequence, start: int, end: int) -> Checkpoint | None:
         """Choose after which tokens of a piece the state is kept: what the prompt shares with others, or all of its
