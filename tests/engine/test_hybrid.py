@@ -102,7 +102,7 @@ def write_model(config: PreTrainedConfig, path: Path, seed: int = 0) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=["qwen3.5", pytest.param("qwen3-next", marks=pytest.mark.wide)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(CONFIGS[request.param], tmp_path_factory.mktemp("hybrid") / request.param)
 
@@ -158,7 +158,7 @@ def test_texts_are_those_of_transformers(model: Path, draft: Path, case: str) ->
     assert engine.stats.cached_prompt_tokens > 0
 
 
-@pytest.mark.parametrize("num_steps", [1, 3, 7])
+@pytest.mark.parametrize("num_steps", [3, *(pytest.param(steps, marks=pytest.mark.wide) for steps in (1, 7))])
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_tokens": 208, "max_batch_size": 8, "prefill_chunk_tokens": 24}])
 def test_drafts_of_which_some_are_wrong(model: Path, num_steps: int, settings: dict[str, Any]) -> None:
     """Each round replays the accepted nodes of the last one: from none of its drafts to all."""
@@ -175,7 +175,7 @@ def test_drafts_of_which_some_are_wrong(model: Path, num_steps: int, settings: d
     assert bool(settings) == (engine.stats.preemptions > 0)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(size, marks=pytest.mark.wide) for size in (1, 64, 512))])
 def test_chunks_of_any_size(model: Path, chunk: int) -> None:
     engine = make_engine(model, NGRAM, prefill_chunk_tokens=chunk)
     assert tokens_of(run(engine)) == expected_texts(model)
@@ -218,7 +218,7 @@ DEVICE_CASES: dict[str, tuple[str, DraftShape | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("case", DEVICE_CASES)
 def test_the_engine_of_a_gpu(case: str, sampled: bool) -> None:
     """With fixed shapes, and the reference kernels: the texts are those of a CPU's plain decoding, in float64."""

@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_with_mtp("qwen3.5", tmp_path_factory.mktemp("mtp"))
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "qwen3-next"])
+@pytest.fixture(scope="module", params=["qwen3.5", pytest.param("qwen3-next", marks=pytest.mark.wide)])
 def copying(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_with_mtp(request.param, tmp_path_factory.mktemp("copying"), copies=request.param == "qwen3.5")
 
