@@ -152,7 +152,7 @@ def engine_of_hybrid(config: Config, engine: EngineSettings, target: Checkpoint)
         "engine.deterministic on CUDA": section.deterministic and on_cuda,
         "engine.compile: auto": section.compile == "auto",
         "engine.two_batch_overlap: on": section.two_batch_overlap == "on",
-        f"model.quantization: {config.model.quantization}": config.model.quantization in ("fp8", "int4"),
+        f"model.quantization: {config.model.quantization}": config.model.quantization == "int4",
         f"prefill.graphs: {config.prefill.graphs}": config.prefill.graphs in ("piecewise", "both"),
     }
     for option, is_refused in refused.items():

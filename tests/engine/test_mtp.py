@@ -15,7 +15,7 @@ from specbatch.config import Config, EngineSection, ModelSection, SpeculationSec
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.mtp_files import has_mtp, open_mtp
-from specbatch.setup.build import read_models
+from specbatch.setup.build import build_engine, read_models
 from specbatch.setup.resolve import resolve
 from tests.engine.test_hybrid import CONFIGS, PROMPTS, expected_texts, make_engine, run, tokens_of, write_model
 from tests.oracle.spans import Span, batch_of
@@ -111,6 +111,22 @@ def test_texts_are_those_of_transformers(copying: Path, num_steps: int, settings
     assert bool(settings) == (engine.stats.preemptions > 0)
     if "qwen3_5" in (copying / "config.json").read_text():
         assert sum(c.speculation.accepted for c in completions) > 0
+
+
+def test_fp8_changes_no_text_by_drafts(copying: Path) -> None:
+    """The gates of the delta rule are not quantised, nor is the layer that drafts."""
+    texts = []
+    for method in ("none", "mtp"):
+        config = Config(
+            model=ModelSection(target=str(copying), dtype="float32", quantization="fp8"),
+            speculation=SpeculationSection(method=method),
+            engine=EngineSection(device="cpu", kv_cache_tokens=2048, max_batch_size=4 - (method == "mtp")),
+        )
+        run_ = resolve(config)
+        assert run_.quantization is not None
+        assert not run_.quantization.covers("model.layers.0.linear_attn.in_proj_a")
+        texts.append(tokens_of(run(build_engine(run_), PROMPTS[:-1])))
+    assert texts[0] == texts[1] != expected_texts(copying)[:-1]
 
 
 def test_auto_drafts_with_it(model: Path, tmp_path: Path) -> None:

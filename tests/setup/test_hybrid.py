@@ -24,7 +24,6 @@ def resolved(*sets: str) -> ResolvedRun:
     [
         (["engine.tensor_parallel=2"], r"engine\.tensor_parallel: 2 does not run with a hybrid"),
         (["engine.two_batch_overlap=on"], r"engine\.two_batch_overlap: on does not run with a hybrid"),
-        (["model.quantization=fp8"], r"model\.quantization: fp8 does not run with a hybrid"),
         (["model.quantization=int4"], r"model\.quantization: int4 does not run with a hybrid"),
         (["speculation.method=eagle", "speculation.draft=random:eagle", "speculation.topk=2"], "drafts trees"),
         (["speculation.method=mtp", "speculation.topk=2"], "topk must be 1 for mtp"),
