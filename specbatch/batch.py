@@ -152,6 +152,19 @@ class PrefixParts(NamedTuple):
     weights_PTH2: Tensor  # the largest score, by which weights are measured, and the sum of weights
 
 
+class StateSpans(NamedTuple):
+    """The lines of a batch's sequences in the state cache (`cache/states.py`), for layers whose state moves over the
+    tokens."""
+
+    lines_B: Tensor  # int64
+    # True: these are prompts, whose tokens all stay. False: they are nodes, which the next round replays.
+    is_prompt: bool
+    # int64: the number of tokens after which the state of a prompt is copied to a checkpoint, and the checkpoint's
+    # line; -1: there is none. None: there is none in the batch.
+    checkpoint_at_B: Tensor | None = None
+    checkpoint_line_B: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
     """The layout of T new tokens of B sequences. It is the same for every layer of a forward pass.
@@ -175,6 +188,7 @@ class PagedBatch:
     # a `part`.
     host_query_starts: np.ndarray | None = None
     groups: PrefixGroups | None = None  # None: each sequence reads all its keys
+    states: StateSpans | None = None  # None: no layer has states
 
     def part(self, first_B: Tensor, end_B: Tensor) -> tuple[PagedBatch, Tensor]:
         """Return the batch of tokens [first, end) of each sequence, and their indices (T') in this batch, in which each
@@ -192,6 +206,7 @@ class PagedBatch:
             self.max_queries,
             None if self.mask_TW is None else self.mask_TW[index_T],
             self.mask_starts_B,
+            states=self.states,
         )
         return part, index_T
 
@@ -216,6 +231,7 @@ class PagedBatch:
                 mask_TW=None if self.mask_TW is None else self.mask_TW[tokens],
                 mask_starts_B=None if self.mask_starts_B is None else self.mask_starts_B[seqs],
                 host_query_starts=None if self.host_query_starts is None else self.host_query_starts[ends],
+                states=None,  # hybrids have one lane
             )
             for tokens, seqs, ends in parts
         )

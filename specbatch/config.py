@@ -108,12 +108,13 @@ class ScheduleSection:
 class SpeculationSection:
     """The drafting of tokens. It changes the speed, not the output."""
 
-    method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3"] = option(
+    method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3", "mtp"] = option(
         "auto",
         "`none`: plain decoding. `ngram`: drafts come from the row's own text, and from its `prediction`. "
         "`draft_model`: a smaller model with the same tokenizer. `eagle`, `eagle3`: a head that was trained for the "
-        "target. `auto`: `eagle3` if a head for the target comes with specbatch (the built-in target), else `ngram`; "
-        "also `ngram` if most of the first rows of a file have a `prediction`.",
+        "target. `mtp`: the layer for multi-token prediction in the checkpoint of a hybrid (Qwen3.5). `auto`: `eagle3` "
+        "if a head for the target comes with specbatch (the built-in target), else `mtp` if its checkpoint has one, "
+        "else `ngram`; also `ngram` if most of the first rows of a file have a `prediction`.",
     )
     draft: str | None = option(
         None,
@@ -125,7 +126,9 @@ class SpeculationSection:
         "null: those that the head's `config.json` names, else [2, L / 2, L - 3] of L layers.",
     )
     num_steps: int | None = option(
-        None, "Depth of drafting. null: decided together with `num_draft_tokens` (neural methods: 3).", AT_LEAST_1
+        None,
+        "Depth of drafting. null: decided together with `num_draft_tokens` (neural methods: 3, `mtp`: 1).",
+        AT_LEAST_1,
     )
     topk: int = option(1, "Branches kept at each draft step. 1 drafts a chain, more a tree.", AT_LEAST_1)
     num_draft_tokens: int | None = option(

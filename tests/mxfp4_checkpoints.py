@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from specbatch.kernels.mxfp4 import MXFP4_GROUP
-from specbatch.kernels.torch.mxfp4 import quantise
+from specbatch.kernels.torch.parts.mxfp4 import quantise
 
 
 def pack_experts(source: Path, target: Path) -> None:

@@ -29,7 +29,7 @@ from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.engine.prefill.models import EAGER, PromptPieces, piecewise_trunks
 from specbatch.engine.round import Round
 from specbatch.kernels import ops_for
-from specbatch.models.config import ModelConfig, MoeConfig, QueryGrowth
+from specbatch.models.config import DeltaConfig, ModelConfig, MoeConfig, QueryGrowth
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder
 from specbatch.models.eagle_config import EagleConfig, expected_eagle_tensors
@@ -193,6 +193,14 @@ FAMILY_TRAITS: dict[str, dict[str, object]] = {
         "is_parallel": True,
         "lm_head_bias": True,
         "learned_positions": MAX_LENGTH,
+    },
+    "qwen3.5": {
+        "model_type": "qwen3_5_text",
+        "rope": RopeConfig(theta=10000.0, partial=0.5),
+        "norm_offset": 1.0,
+        "qk_norm": True,
+        "gated_attention": True,
+        "delta": DeltaConfig((True, False, True) * 3, 2, 4, 8, 6, 3),
     },
     "gemma3": {
         **_GEMMA2,
@@ -424,6 +432,7 @@ def tiny_device_engine(
     deterministic: bool = False,
     family: str = "llama",
     division: Division = "tensors",
+    num_checkpoints: int = 3,
     **traits: Any,
 ) -> Engine:
     """Make the engine as it runs on a GPU, with the oracle's weights; on a CPU it has the reference kernels. `kv_dtype`
@@ -431,7 +440,8 @@ def tiny_device_engine(
     of chunks where shapes are fixed. `min_lane`: the least requests of a lane; None: there is one lane. `piece_sizes`:
     the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `checks`: plain
     decoding checks all choices before acceptance; False: its rounds are unchecked where that gains. `deterministic`:
-    see `Grammars`. `division`: the ranks' division of the target."""
+    see `Grammars`. `division`: the ranks' division of the target.
+    `num_checkpoints`: checkpoints of states, if the family is a hybrid."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, **score_traits(config))
@@ -453,12 +463,13 @@ def tiny_device_engine(
             scale=scale, attention=paged, spoil=spoil_draft, group=None if has_own_requests else group,
             whole=config, **traits,
         )  # fmt: skip
-    parts = DraftParts(device, ops, net, (1, 3), coupled)
+    parts = DraftParts(device, ops, net, (1, 3), coupled, config.delta is not None)
     methods = schedule.map(lambda one: make_method(method, one, parts))
-    assert max(one.num_lookahead for one in methods.items) == lookahead
+    assert max(one.num_lookahead for one in methods.items) == lookahead or config.delta is not None
     parts_of_rounds = RoundParts(
         target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes,
         None if min_lane is None else LaneLimits(min_lane, 16 * min_lane), cascade, group,
+        num_checkpoints=num_checkpoints,
     )  # fmt: skip
     rounds, trunks = parts_of_rounds.make(max_batch_size, max_length, num_slots), EAGER
     if piece_sizes:

@@ -142,6 +142,8 @@ def round_floor(
         read += share * bytes_ + (1 - share) * p.undivided * run.dtype.itemsize
         active = share * (p.weights.active - p.undivided) + p.undivided
         flops += batch * p.rows * (2 * active - share * p.in_fp8.active + share * 4 * context * p.attention_width)
+    if (delta := run.target.config.delta) is not None:
+        read += 2 * batch * delta.matrix_bytes  # states are read and written
     return max(read / rates.copy_bytes_per_second, flops / rates.matmul_flops_per_second)
 
 
@@ -154,7 +156,7 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
     whole = _decoder_pass(target, 1, run.quantization)
     embedded = target.vocab_size * target.hidden_size
     body = whole.weights.active - embedded
-    width, drafting = target.num_heads * target.head_dim * target.num_layers, 0
+    width, drafting = target.num_heads * target.head_dim * len(target.cached_layers), 0
     if isinstance(run.draft, EagleCheckpoint):
         head = run.draft.config
         last = head.draft_vocab_size if head.has_lm_head else target.vocab_size
@@ -187,8 +189,8 @@ def _decoder_pass(config: ModelConfig, rows: float, quantization: LayerQuantizat
     return Pass(
         PassWeights.of_model(config),
         rows,
-        2 * config.num_layers * config.num_kv_heads * config.head_dim,
-        config.num_heads * config.head_dim * config.num_layers,
+        2 * len(config.cached_layers) * config.num_kv_heads * config.head_dim,
+        config.num_heads * config.head_dim * len(config.cached_layers),
         PassWeights.of_tensors(in_fp8, config.moe),
         saved=saved,
     )

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specbatch.cache.states import StateCache
 from specbatch.kernels.torch.model import as_bytes, storable
 
 
@@ -114,6 +115,7 @@ class KVCache:
         self.dtype, self._device = dtype, device
         self.may_hold_nan = device.type != "cpu" or dtype == torch.float8_e4m3fn  # True: a key can be NaN
         self._kv = self._allocate()
+        self.states: StateCache | None = None  # the states of a hybrid; None: all layers have keys and values
 
     def _allocate(self) -> Tensor:
         # The cache begins with zeros. Slots past a sequence's end are masked, but a value of NaN there would survive

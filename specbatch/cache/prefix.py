@@ -9,18 +9,21 @@ walks over all of them: idle pages are counted as they come and go, and idle lea
 
 `lookahead` is 1 where the draft's keys and values at a slot also depend on the *next* token (EAGLE pairs the feature of
 position i with token i + 1). Then a page is shared only between requests that have the same token after it.
+
+A request of a hybrid also needs the state after the pages that it takes (`states.py`). So it takes pages only up to one
+with a *checkpoint* of the state. There are fewer checkpoints than pages: the least recently used one is overwritten.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from specbatch.cache.pages import PagePool
 
 
 class _Node:
-    __slots__ = ("children", "is_queued", "key", "last_used", "page", "parent")
+    __slots__ = ("checkpoint", "children", "is_queued", "key", "last_used", "page", "parent")
 
     def __init__(self, key: tuple[int, ...], page: int, parent: _Node | None) -> None:
         self.key = key
@@ -29,14 +32,20 @@ class _Node:
         self.children: dict[tuple[int, ...], _Node] = {}
         self.last_used = 0
         self.is_queued = False  # True: the node has its one entry in the heap
+        self.checkpoint: int | None = None  # the line of the state after the page
 
 
 class PrefixIndex:
     """A map from token prefixes to pages of `pool`. The pool reports unshared pages to it, so a pool has at most one
     index."""
 
-    def __init__(self, pool: PagePool, lookahead: int = 0) -> None:
+    def __init__(self, pool: PagePool, lookahead: int = 0, checkpoints: Iterable[int] | None = None) -> None:
+        """Make an empty index. `checkpoints`: the lines for checkpoints of states; None: requests need no state."""
         self._pool = pool
+        self._needs_states = checkpoints is not None
+        self._free_checkpoints = list(checkpoints or ())
+        self._num_checkpoints = len(self._free_checkpoints)
+        self._with_checkpoint: dict[_Node, None] = {}  # nodes
         self._lookahead = lookahead
         self._root = _Node((), -1, None)
         self._nodes: dict[int, _Node] = {}  # page -> node
@@ -69,12 +78,19 @@ class PrefixIndex:
             yield child
             node, number = child, number + 1
 
+    def _usable(self, tokens: Sequence[int], max_tokens: int) -> list[_Node]:
+        """Return the nodes of the longest prefix that a request can take."""
+        nodes = list(self._walk(tokens, max_tokens // self._pool.page_size))
+        while self._needs_states and nodes and nodes[-1].checkpoint is None:
+            nodes.pop()
+        return nodes
+
     def match(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """Return the pages that hold the longest cached prefix of at most `max_tokens` of `tokens`. Each gets another
         reference."""
         self._clock += 1
         pages = []
-        for node in self._walk(tokens, max_tokens // self._pool.page_size):
+        for node in self._usable(tokens, max_tokens):
             node.last_used = self._clock
             self._num_idle -= self._pool.refs(node.page) == 1
             pages.append(node.page)
@@ -83,7 +99,57 @@ class PrefixIndex:
 
     def num_cached(self, tokens: Sequence[int], max_tokens: int) -> int:
         """Return the number of tokens that `match` would find. This does not count as a use of their pages."""
+        return self._pool.page_size * len(self._usable(tokens, max_tokens))
+
+    def num_known(self, tokens: Sequence[int], max_tokens: int) -> int:
+        """Return the number of tokens whose pages are in the index, with a state or without."""
         return self._pool.page_size * sum(1 for _ in self._walk(tokens, max_tokens // self._pool.page_size))
+
+    @property
+    def has_checkpoints(self) -> bool:
+        return self._num_checkpoints > 0
+
+    def checkpoint_of(self, pages: Sequence[int]) -> int | None:
+        """Return the line of the state after these pages, which `match` has returned."""
+        return self._nodes[pages[-1]].checkpoint if pages and self._needs_states else None
+
+    def has_checkpoint(self, tokens: Sequence[int], num_tokens: int) -> bool:
+        """Return whether there is a state after the first `num_tokens` of `tokens`, which are whole pages."""
+        node = self._node_after(tokens, num_tokens)
+        return node is not None and node.checkpoint is not None
+
+    def take_checkpoint(self) -> int | None:
+        """Return a line for a new checkpoint: a free one, or that of the checkpoint that was not used for the longest
+        time, which is no more. Return None if all lines wait for their states."""
+        if not self._free_checkpoints:
+            if not self._with_checkpoint:
+                return None
+            self._drop_checkpoint(min(self._with_checkpoint, key=lambda node: node.last_used))
+        return self._free_checkpoints.pop()
+
+    def return_checkpoint(self, line: int) -> None:
+        """Take a line back that `take_checkpoint` has returned, and that holds no state."""
+        self._free_checkpoints.append(line)
+
+    def add_checkpoint(self, tokens: Sequence[int], num_tokens: int, line: int) -> None:
+        """Keep the state after the first `num_tokens` of `tokens`. If their last page is not in the index, the line is
+        free again."""
+        node = self._node_after(tokens, num_tokens)
+        if node is None or node.checkpoint is not None:
+            self.return_checkpoint(line)
+            return
+        node.checkpoint = line
+        self._with_checkpoint[node] = None
+
+    def _node_after(self, tokens: Sequence[int], num_tokens: int) -> _Node | None:
+        nodes = list(self._walk(tokens, num_tokens // self._pool.page_size))
+        return nodes[-1] if len(nodes) * self._pool.page_size == num_tokens and nodes else None
+
+    def _drop_checkpoint(self, node: _Node) -> None:
+        if node.checkpoint is not None:
+            self._free_checkpoints.append(node.checkpoint)
+            node.checkpoint = None
+            del self._with_checkpoint[node]
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int], num_computed: int, num_cached: int = 0) -> None:
         """Add the full pages among the first `num_computed` slots of a sequence.
@@ -113,8 +179,11 @@ class PrefixIndex:
 
     def forget(self, tokens: Sequence[int], pages: Sequence[int], num_cached: int) -> None:
         """Remove a sequence's pages from the index, except those of its first `num_cached` slots, and all pages that
-        other sequences have added below them."""
+        other sequences have added below them. States that it may have computed are no more, either."""
         node = self._root
+        for number, known in enumerate(list(self._walk(tokens, len(pages)))):
+            if number * self._pool.page_size >= num_cached:
+                self._drop_checkpoint(known)
         for number, page in enumerate(pages):
             key = self.key(tokens, number)
             child = node.children.get(key) if key is not None else None
@@ -134,6 +203,7 @@ class PrefixIndex:
         for node in dropped:  # the list grows in the loop
             dropped.extend(node.children.values())
             del self._nodes[node.page]
+            self._drop_checkpoint(node)
             self._num_idle -= self._pool.refs(node.page) == 1
             if node.is_queued:
                 queued.add(node.page)
@@ -166,6 +236,7 @@ class PrefixIndex:
             assert parent is not None
             del parent.children[node.key]
             del self._nodes[page]
+            self._drop_checkpoint(node)
             self._pool.release([page])
             self._num_idle -= 1
             freed += 1
@@ -189,6 +260,9 @@ class PrefixIndex:
         return list(self._nodes)
 
     def check_integrity(self) -> None:
+        lines = [node.checkpoint for node in self._with_checkpoint] + self._free_checkpoints
+        assert len(set(lines)) == len(lines) == self._num_checkpoints, "a checkpoint is lost, or there twice"
+        assert all(self._nodes.get(node.page) is node for node in self._with_checkpoint), "a checkpoint of no page"
         queued = {page: last_used for last_used, page in self._heap}
         assert len(queued) == len(self._heap), "a page waits twice for eviction"
         assert queued.keys() <= self._nodes.keys(), "a page that is gone waits for eviction"

@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specbatch.batch import NUM_FIELDS, Field, PagedBatch, PrefixGroups
+from specbatch.batch import NUM_FIELDS, Field, PagedBatch, PrefixGroups, StateSpans
 from specbatch.cache.prefix_groups import GroupLimits, GroupTable
 from specbatch.cache.rule_table import RuleTable
 
@@ -179,4 +179,5 @@ class BatchView:
             mask_TW,
             None if mask_TW is None else spans.mask_starts_B,
             groups=self.groups,
+            states=StateSpans(self.req_idx_B, is_prompt=False),
         )

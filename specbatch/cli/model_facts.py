@@ -62,7 +62,7 @@ def _sizes(config: ModelConfig) -> Facts:
 
 def _weights(model: Checkpoint) -> Facts:
     config = model.config
-    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * _BYTES
+    token_bytes = 2 * len(config.cached_layers) * config.num_kv_heads * config.head_dim * _BYTES
     facts = []
     if config.is_native:
         weights = PassWeights.of_all(config)
@@ -71,6 +71,8 @@ def _weights(model: Checkpoint) -> Facts:
         facts.append(("weights", f"{billions}; {weights.total * _BYTES / GIB:.1f} GiB in bfloat16"))
     if model.quantization is not None:
         facts.append(("quantised", model.quantization.describe()))
+    if config.delta is not None:
+        facts.append(("state", f"{config.delta.matrix_bytes / 2**20:.1f} MiB a row in float32, of a hybrid's layers"))
     return [*facts, ("KV cache", f"{token_bytes / 1024:.1f} KiB a token in bfloat16")]
 
 

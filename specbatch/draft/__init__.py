@@ -29,6 +29,7 @@ class DraftParts:
     net: DraftNet | None = None  # None: the method has no draft network
     ngram_match: tuple[int, int] = (2, 5)  # the shortest and the longest match, in tokens
     coupled: bool = False  # sampled chains are drawn with the target's random numbers, see `chain`
+    has_states: bool = False  # the target is a hybrid: plain rounds have no room for further nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class MethodEntry:
     net: type[ModelNet | EagleNet] | None = None  # the class of the draft network, which speculation.draft names
     default_num_steps: int = 3
     chains_only: bool = False  # topk must be 1
+    in_target: bool = False  # the draft network is a part of the target's checkpoint, and speculation.draft is null
 
 
 def _from_network(shape: DraftShape, parts: DraftParts) -> DraftMethod:
@@ -54,12 +56,17 @@ def _ngram(shape: DraftShape, parts: DraftParts) -> DraftMethod:
     return NgramDraft(shape, *parts.ngram_match, parts.ops)
 
 
+def _room(parts: DraftParts) -> int:
+    return 1 if parts.has_states else MAX_ROOM
+
+
 METHODS: dict[str, MethodEntry] = {
-    "none": MethodEntry(lambda shape, parts: NoDraft(room=MAX_ROOM)),
+    "none": MethodEntry(lambda shape, parts: NoDraft(room=_room(parts))),
     "ngram": MethodEntry(_ngram, default_num_steps=5, chains_only=True),
     "draft_model": MethodEntry(_from_network, ModelNet),
     "eagle": MethodEntry(_from_network, EagleNet),
     "eagle3": MethodEntry(_from_network, EagleNet),
+    "mtp": MethodEntry(_from_network, EagleNet, default_num_steps=1, chains_only=True, in_target=True),
 }
 
 
@@ -68,5 +75,5 @@ def make_method(name: str, shape: DraftShape | None, parts: DraftParts) -> Draft
 
     `shape` is None for rounds that draft nothing; other rounds of the schedule may draft."""
     if shape is None:
-        return NoDraft(parts.net, room=MAX_ROOM if name == "none" else 1)
+        return NoDraft(parts.net, room=_room(parts) if name == "none" else 1)
     return METHODS[name].make(shape, parts)

@@ -19,6 +19,7 @@ from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.models.decoder import CausalModel, Trunk
 from specbatch.models.eagle_head import EagleHead
+from specbatch.models.hybrids.mtp_head import MtpHead
 
 
 class DraftNet(Protocol):
@@ -108,12 +109,12 @@ class ModelNet:
 
 
 class EagleNet:
-    """An EAGLE-1/2 or EAGLE-3 head."""
+    """An EAGLE-1/2 or EAGLE-3 head, or the layer for multi-token prediction of the target's checkpoint."""
 
     draft_kv_offset = 0
     decoder: CausalModel | None = None
 
-    def __init__(self, head: EagleHead, cache: KVCache) -> None:
+    def __init__(self, head: EagleHead | MtpHead, cache: KVCache) -> None:
         self.cache = cache
         self.aux_layers, self.reads_hidden = head.aux_layers, head.reads_hidden
         self._head = head

@@ -109,7 +109,11 @@ class Engine:
         self._sizes, self._max_batch_size = sizes, sizes.max_batch_size
         net = self._round.method.net
         pool = PagePool(sizes.num_pages, sizes.page_size)
-        prefix = PrefixIndex(pool, 1 - net.draft_kv_offset if net is not None else 0) if prefix_cache else None
+        states = self._round.states
+        prefix = None
+        if prefix_cache:
+            checkpoints = None if states is None else states.checkpoints
+            prefix = PrefixIndex(pool, 1 - net.draft_kv_offset if net is not None else 0, checkpoints)
         lookahead = max(round_.method.num_lookahead for round_ in rounds)
         self._scheduler = Scheduler(
             pool, prefix, lookahead, self._start, sizes.max_batch_size, sizes.prefill_chunk_tokens,
@@ -134,7 +138,7 @@ class Engine:
             trunks,
             shrinks=self._shrinks,
         )
-        self._table = TableWriter(self._state, self._transfers, sizes.max_batch_size, self._round.vocab_size)
+        self._table = TableWriter(self._state, self._transfers, sizes.max_batch_size, self._round.vocab_size, states)
         self._groups = BatchGroups(self._state.groups, sizes.page_size, sizes.max_batch_size)
         self._lanes = None if executor.lanes is None else Lanes(executor.lanes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED  # nodes that a grammar may add to a draft tree
@@ -425,7 +429,7 @@ class Engine:
             s.record(self._stats)
             s.seq.num_computed_tokens = s.end
             # The next owner of these pages reads them after this chunk.
-            self._scheduler.share(s.seq)
+            self._scheduler.share(s.seq, s.checkpoint)
         first_tokens: list[Sequence | None] = []
         for seq in ready:
             # A request that is computed again after a preemption has its root already.

@@ -23,6 +23,7 @@ from torch import Tensor
 from specbatch.batch import NO_TOKEN, Committed, Edits, Field, LogitsIndices
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.cache.states import StateCache
 from specbatch.counts import EngineStats
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.engine.acceptance import Acceptance, Verified, of_nodes, with_forced
@@ -169,6 +170,11 @@ class Round:
     def routing(self) -> RoutingCounter | None:
         """The counter of experts in rounds that have one lane; None: the target has no experts."""
         return self._target.routing
+
+    @property
+    def states(self) -> StateCache | None:
+        """The states of a hybrid."""
+        return self._cache.states
 
     @property
     def vocab_size(self) -> int:

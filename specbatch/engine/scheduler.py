@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
@@ -20,6 +21,13 @@ from specbatch.engine.sequence import Sequence
 
 # The fewest pages that are evicted at once, so that there is room for the next few requests, too.
 EVICT_PAGES = 64
+
+
+class Checkpoint(NamedTuple):
+    """A copy of a hybrid's state to make: after which tokens of the sequence, and its line."""
+
+    num_tokens: int
+    line: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,7 @@ class PrefillSpan:
     end: int
     is_new: bool  # the sequence's first piece after its (first) admission
     num_cached: int  # tokens found in the prefix cache, for a first piece
+    checkpoint: Checkpoint | None = None  # None: no state is kept
 
     def record(self, stats: EngineStats) -> None:
         """Add the span to the counts of computed and of cached tokens."""
@@ -117,6 +126,8 @@ class Scheduler:
             if not self._admit(seq):
                 break
             self.waiting.remove(seq)
+            if self._prefix is not None and self._prefix.has_checkpoints:
+                seq.num_shared = self._num_shared(seq)
             self.running.append(seq)
             self._prefilling.append(seq)
             cached = seq.num_computed_tokens
@@ -143,8 +154,33 @@ class Scheduler:
 
     def _take(self, plan: list[PrefillSpan], seq: Sequence, budget: int, *, is_new: bool, num_cached: int) -> int:
         end = min(seq.num_prefill_tokens, seq.num_computed_tokens + budget)
-        plan.append(PrefillSpan(seq, seq.num_computed_tokens, end, is_new, num_cached))
+        checkpoint = self._next_checkpoint(seq, seq.num_computed_tokens, end)
+        plan.append(PrefillSpan(seq, seq.num_computed_tokens, end, is_new, num_cached, checkpoint))
         return end - seq.num_computed_tokens
+
+    def _num_shared(self, seq: Sequence) -> int:
+        """Return the tokens, in whole pages, that `seq` has in common with computed prompts or with the next waiting
+        one: where others will need the state."""
+        assert self._prefix is not None
+        known = self._prefix.num_known(seq.tokens, seq.max_cached)
+        if not self.waiting:
+            return known
+        other, number = self.waiting[0], 0
+        num_pages = min(seq.max_cached, other.max_cached) // self._pool.page_size
+        while number < num_pages and self._prefix.key(seq.tokens, number) == self._prefix.key(other.tokens, number):
+            number += 1
+        return max(known, number * self._pool.page_size)
+
+    def _next_checkpoint(self, seq: Sequence, start: int, end: int) -> Checkpoint | None:
+        """Choose after which tokens of a piece the state is kept: what the prompt shares with others, or all of its
+        whole pages if it shares nothing. None: after none of them."""
+        if self._prefix is None or not self._prefix.has_checkpoints:
+            return None
+        num_tokens = seq.num_shared or seq.max_cached // self._pool.page_size * self._pool.page_size
+        if not start < num_tokens <= end or self._prefix.has_checkpoint(seq.tokens, num_tokens):
+            return None
+        line = self._prefix.take_checkpoint()
+        return None if line is None else Checkpoint(num_tokens, line)
 
     def _prefix_paths(self, seq: Sequence, span: PrefillSpan) -> list[int]:
         """Return a key for each page that `span` fills: a hash over all tokens up to the page's end."""
@@ -186,6 +222,7 @@ class Scheduler:
             return False
         seq.pages = cached + self._pool.allocate(wanted)
         seq.num_computed_tokens = len(cached) * self._pool.page_size
+        seq.checkpoint = None if self._prefix is None else self._prefix.checkpoint_of(cached)
         # After a preemption, pages that it shares may be its own from before.
         seq.num_cached = min(seq.num_cached, seq.num_computed_tokens) if seq.was_admitted else seq.num_computed_tokens
         self._on_start(seq)
@@ -200,10 +237,13 @@ class Scheduler:
         self._prefix.evict(max(missing, EVICT_PAGES))
         return self._pool.num_free >= num_pages
 
-    def share(self, seq: Sequence) -> None:
-        """Offer a sequence's full pages to later rows. The target's and the draft's entries in them are complete."""
+    def share(self, seq: Sequence, checkpoint: Checkpoint | None = None) -> None:
+        """Offer a sequence's full pages to later rows. The target's and the draft's entries in them are complete.
+        `checkpoint`: the state that was kept with them."""
         if self._prefix is not None:
             self._prefix.insert(seq.tokens, seq.pages, seq.num_computed_tokens, seq.num_cached)
+            if checkpoint is not None:
+                self._prefix.add_checkpoint(seq.tokens, *checkpoint)
 
     def _short_of_pages(self) -> list[tuple[Sequence, int]]:
         """Requests whose pages do not suffice for the next round, if each round under way commits as many tokens as it
@@ -245,6 +285,8 @@ class Scheduler:
         """Pieces of prompts were not computed, for want of memory: their requests wait again, in their order, and next
         time the chunk is half as long at most, `least` tokens or more."""
         for span in reversed(spans):
+            if span.checkpoint is not None and self._prefix is not None:
+                self._prefix.return_checkpoint(span.checkpoint.line)
             span.seq.was_admitted = not span.is_new
             self._put_back(span.seq)
         half = sum(span.end - span.start for span in spans) // 2

@@ -43,6 +43,8 @@ class Sequence:
     rounds_in_flight: int = 0
     req_idx: int = -1  # its line in the request table, while running
     was_admitted: bool = False  # before a preemption, perhaps
+    checkpoint: int | None = None  # the line that the state of a hybrid starts from; None: from nothing
+    num_shared: int = 0  # tokens, in whole pages, that other prompts of a hybrid are known to begin with
     num_cached: int = 0  # slots whose entries others had computed, all before its own
     num_uncached: int | None = None  # while it waits: tokens to compute, as the prefix cache was when it was asked
     is_finished: bool = False

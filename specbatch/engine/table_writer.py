@@ -16,6 +16,7 @@ from torch import Tensor
 from specbatch.batch import ANY_TOKEN, MAX_STOP_IDS, NUM_FIELDS, Field
 from specbatch.cache.request_table import RequestTable
 from specbatch.cache.rule_table import RuleTable
+from specbatch.cache.states import StateCache
 from specbatch.engine.rules import Rules
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
@@ -23,10 +24,17 @@ from specbatch.engine.transfers import Transfers
 
 class TableWriter:
     """The writer of the device tables. `num_requests`: the number of request indices of `state`, without the
-    padding's."""
+    padding's. `states`: the states of a hybrid."""
 
-    def __init__(self, state: RequestTable, transfers: Transfers, num_requests: int, vocab_size: int) -> None:
-        self._state = state
+    def __init__(
+        self,
+        state: RequestTable,
+        transfers: Transfers,
+        num_requests: int,
+        vocab_size: int,
+        states: StateCache | None = None,
+    ) -> None:
+        self._state, self._states = state, states
         self._transfers = transfers
         self._page_table = np.zeros(state.page_table_SP.shape, dtype=np.int32)
         self._num_pages_of = [0] * num_requests  # number of pages in the table for each request index
@@ -68,6 +76,9 @@ class TableWriter:
                 self._state.predicted_SL[seq.req_idx, : len(seq.predicted)].copy_(tokens)
         req_idx = self._transfers.upload(np.array([seq.req_idx for seq in self._started], dtype=np.int64))
         self._state.ints_SF.index_copy_(0, req_idx, self._transfers.upload(ints))
+        if self._states is not None:
+            for seq in self._started:
+                self._states.start(seq.req_idx, seq.checkpoint)
         self._state.floats_S3.index_copy_(0, req_idx, self._transfers.upload(floats).to(self._state.floats_S3.dtype))
         self._started.clear()
 

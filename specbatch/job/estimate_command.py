@@ -192,6 +192,8 @@ def _bytes_of_rounds(run: Any, context: float) -> Callable[[int], float]:
         shape = schedule.at(batch)
         num_tokens = batch * (1 if shape is None else shape.num_draft_tokens)
         kv_bytes = batch * context * run.rows.token_bytes
+        if target.config.delta is not None:
+            kv_bytes += 2 * batch * target.config.delta.matrix_bytes  # states are read and written
         return round_bytes(weights, run.dtype.itemsize, num_tokens, kv_bytes, expert_itemsize=run.expert_itemsize)
 
     return of

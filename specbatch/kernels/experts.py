@@ -16,8 +16,8 @@ from specbatch.kernels.activations import Activation
 class ExpertWeights(NamedTuple):
     """Gated feed-forwards of one size. Of `gate_up_XFE`, (X, 2 I, E), the first I rows of an expert are its gate. The
     biases are None if experts have none. The dtype of a weight says its format. uint8 is MXFP4, with two inputs a byte,
-    see `kernels/torch/mxfp4.py`. float8_e4m3fn is FP8, whose scales are float32: one for each GROUP of a row's inputs,
-    or one for a row. Other weights have no scales.
+    see `kernels/torch/parts/mxfp4.py`. float8_e4m3fn is FP8, whose scales are float32: one for each GROUP of a row's
+    inputs, or one for a row. Other weights have no scales.
 
     Ranks can divide the experts of a layer. Then this one has those from `first` on, of `total` experts, and choices of
     other experts add nothing here. `total` None: all experts are here."""

@@ -1,4 +1,4 @@
-"""The sizes of MXFP4, the format of weights that `kernels/torch/mxfp4.py` describes."""
+"""The sizes of MXFP4, the format of weights that `kernels/torch/parts/mxfp4.py` describes."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from specbatch.cache.states import StateSizes
 from specbatch.errors import ModelError
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import Routing, Scoring
@@ -57,6 +58,74 @@ class MoeConfig:
     def experts(self, block: str) -> list[str]:
         """Return the beginnings of the experts' names. `block`: the module's name with a dot."""
         return [f"{block}experts.{number}" for number in range(self.num_experts)]
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """The layers of a hybrid that have a Gated DeltaNet (Yang et al. 2024) in place of attention."""
+
+    layers: tuple[bool, ...]  # True: the layer has a Gated DeltaNet; False: attention
+    num_key_heads: int
+    num_value_heads: int  # a multiple of the key heads; each of these serves as many consecutive value heads
+    key_dim: int  # dimensions of a key head
+    value_dim: int
+    conv_size: int  # inputs of the short convolution: those of a token and of the ones before it
+
+    @property
+    def keys_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: all queries, keys and values of a token."""
+        return 2 * self.keys_size + self.values_size
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Return the projections of a layer's input, in the order in which they are computed, with their outputs."""
+        return {
+            "in_proj_q": self.keys_size,
+            "in_proj_k": self.keys_size,
+            "in_proj_v": self.values_size,
+            "in_proj_z": self.values_size,
+            "in_proj_b": self.num_value_heads,
+            "in_proj_a": self.num_value_heads,
+        }
+
+    @property
+    def matrix_bytes(self) -> int:
+        """The bytes of the matrices of a request's state, without the inputs that are kept: a round reads and writes
+        them."""
+        return 4 * sum(self.layers) * self.num_value_heads * self.key_dim * self.value_dim
+
+    def state_sizes(self, max_nodes: int) -> StateSizes:
+        """Return the sizes of the states. `max_nodes`: the most nodes of a round's chain."""
+        return StateSizes(
+            sum(self.layers),
+            self.num_value_heads,
+            self.value_dim,
+            self.key_dim,
+            self.conv_channels,
+            self.conv_size,
+            max_nodes,
+        )
+
+    def tensors(self, prefix: str, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of a layer's tensors. `prefix`: the module's name with a dot."""
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{prefix}{name}.weight": (size, hidden_size) for name, size in self.parts.items()
+        }
+        return shapes | {
+            f"{prefix}conv1d.weight": (self.conv_channels, 1, self.conv_size),
+            f"{prefix}dt_bias": (self.num_value_heads,),
+            f"{prefix}A_log": (self.num_value_heads,),
+            f"{prefix}norm.weight": (self.value_dim,),
+            f"{prefix}out_proj.weight": (hidden_size, self.values_size),
+        }
 
 
 @dataclass(frozen=True)
@@ -118,6 +187,8 @@ class ModelConfig:
     qk_norm_last: bool = False  # the norms of queries and keys are after RoPE
     num_mtp_layers: int = 0  # layers after the last one that predict further tokens; they are not loaded
     moe: MoeConfig | None = None  # None: no layer has experts
+    delta: DeltaConfig | None = None  # None: all layers have attention
+    gated_attention: bool = False  # the output of attention is multiplied by the sigmoid of a gate
     # Names and shapes of the tensors of a model that transformers computes, which has none of the traits of layers
     # above; None: the traits say what tensors there are.
     tensors: tuple[tuple[str, tuple[int, ...]], ...] | None = None
@@ -126,6 +197,15 @@ class ModelConfig:
     def is_native(self) -> bool:
         """Return whether a family computes the model. Otherwise transformers does."""
         return self.tensors is None
+
+    def has_delta(self, layer: int) -> bool:
+        """Return whether the layer has a Gated DeltaNet in place of attention."""
+        return self.delta is not None and self.delta.layers[layer]
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers that have keys and values, in the order of the KV cache."""
+        return tuple(layer for layer in range(self.num_layers) if not self.has_delta(layer))
 
     def rope_of(self, layer: int) -> RopeConfig:
         """Return the rotary embedding of a layer."""
@@ -177,6 +257,8 @@ class ModelConfig:
             is_parallel=False,
             wide_norms=False,
             moe=None,
+            delta=None,
+            gated_attention=False,
             tensors=None,
         )
 
@@ -209,7 +291,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if c.learned_positions:
         shapes["model.embed_positions.weight"] = (c.learned_positions, c.hidden_size)
     for layer in range(c.num_layers):
-        shapes |= layer_tensors(c, f"model.layers.{layer}.", has_experts=c.moe is not None and c.moe.layers[layer])
+        has_experts = c.moe is not None and c.moe.layers[layer]
+        shapes |= layer_tensors(c, f"model.layers.{layer}.", has_experts=has_experts, has_delta=c.has_delta(layer))
     shapes |= _norm_tensors(c, "model.norm")
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
@@ -224,18 +307,27 @@ def _norm_tensors(config: ModelConfig, name: str) -> dict[str, tuple[int, ...]]:
 
 
 def layer_tensors(
-    config: ModelConfig, prefix: str, input_size: int | None = None, *, has_experts: bool = False
+    config: ModelConfig,
+    prefix: str,
+    input_size: int | None = None,
+    *,
+    has_experts: bool = False,
+    has_delta: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of one layer's tensors, as `expected_tensors` does for the model. `input_size`: the
     size of the attention's input; None: the hidden size."""
     c, q_size, kv_size = config, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     input_size = input_size or c.hidden_size
-    linears: Linears = {
-        "self_attn.q_proj": (q_size, input_size, c.qkv_bias),
-        "self_attn.k_proj": (kv_size, input_size, c.qkv_bias),
-        "self_attn.v_proj": (kv_size, input_size, c.qkv_bias),
-        "self_attn.o_proj": (c.hidden_size, q_size, c.output_bias),
-    }
+    linears: Linears = {}
+    if not has_delta:
+        linears = {
+            "self_attn.q_proj": (q_size, input_size, c.qkv_bias),
+            "self_attn.k_proj": (kv_size, input_size, c.qkv_bias),
+            "self_attn.v_proj": (kv_size, input_size, c.qkv_bias),
+            "self_attn.o_proj": (c.hidden_size, q_size, c.output_bias),
+        }
+        if c.gated_attention:
+            linears["self_attn.gate_proj"] = (q_size, input_size, c.qkv_bias)
     other: dict[str, tuple[int, ...]] = {}
     if has_experts:
         assert c.moe is not None
@@ -247,13 +339,16 @@ def layer_tensors(
         if not c.gated_mlp:
             del linears["mlp.gate_proj"]
     shapes = _norm_tensors(c, f"{prefix}{c.norms[0]}")
+    if has_delta:
+        assert c.delta is not None
+        shapes |= c.delta.tensors(f"{prefix}linear_attn.", c.hidden_size)
     for name, (size_out, size_in, has_bias) in linears.items():
         shapes[f"{prefix}{name}.weight"] = (size_out, size_in)
         if has_bias:
             shapes[f"{prefix}{name}.bias"] = (size_out,)
-    if c.attention_sinks:
+    if c.attention_sinks and not has_delta:
         shapes[f"{prefix}self_attn.sinks"] = (c.num_heads,)
-    if c.qk_norm:
+    if c.qk_norm and not has_delta:
         sizes = {"q": q_size, "k": kv_size} if c.qk_norm_whole else dict.fromkeys("qk", c.head_dim)
         shapes |= {f"{prefix}self_attn.{name}_norm.weight": (size,) for name, size in sizes.items()}
     for name in c.norms[1:]:

@@ -136,9 +136,9 @@ class PagedModel:
         return out if out.dtype == torch.float64 else out.float()
 
     def new_cache(self, num_slots: int, dtype: torch.dtype) -> KVCache:
-        c = self.config
-        scales = self._kv_scales if dtype == torch.float8_e4m3fn else ()
-        return KVCache(c.num_layers, num_slots, c.num_kv_heads, c.head_dim, dtype, self.device, scales)
+        c, layers = self.config, self.config.cached_layers
+        scales = [self._kv_scales[i] for i in layers] if dtype == torch.float8_e4m3fn and self._kv_scales else ()
+        return KVCache(len(layers), num_slots, c.num_kv_heads, c.head_dim, dtype, self.device, scales)
 
 
 class Decoder(PagedModel):

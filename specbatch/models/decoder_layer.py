@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -79,10 +79,12 @@ class Attention:
     backend, output."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: WeightLoader, prefix: str, rotary: Rotary) -> None:
-        self.layer, self._rotary = layer, rotary
+        self.layer, self._rotary = config.cached_layers.index(layer), rotary
         self.window = config.sliding_windows[layer]
         self.num_heads, self._num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._qkv = weights.linear(*(f"{prefix}{name}_proj" for name in "qkv"), has_bias=config.qkv_bias)
+        names = ("q", "k", "v", "gate") if config.gated_attention else ("q", "k", "v")
+        self._qkv = weights.linear(*(f"{prefix}{name}_proj" for name in names), has_bias=config.qkv_bias)
+        self._qkv_size = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self._out = weights.summed_linear(f"{prefix}o_proj", has_bias=config.output_bias)
         norms: list[RMSNorm | None] = [None, None]
         if config.qk_norm:
@@ -107,7 +109,21 @@ class Attention:
 
     def queries(self, x_TI: Tensor, step: ForwardPass, norm: RMSNorm | None) -> Tensor:
         """Queries (T, H, D) of norm(x); its keys and values are in the cache then."""
-        return step.write(self, self._qkv(x_TI) if norm is None else self._qkv.with_norm(x_TI, norm))
+        return step.write(self, self._projected(x_TI, norm))
+
+    def queries_and_gate(self, x_TI: Tensor, step: ForwardPass, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+        """Return the same queries, and the projection (T, Z) whose sigmoid the output is multiplied by."""
+        projected_TZ = self._projected(x_TI, norm)
+        q_THD = step.write(self, projected_TZ[:, : self._qkv_size])
+        return q_THD, projected_TZ[:, self._qkv_size :]
+
+    def gated(self, attended_THD: Tensor, gate_TZ: Tensor) -> Tensor:
+        """Return the output of attention, (T, H, D), multiplied by its gate."""
+        out_THD: Tensor = self._ops.sigmoid_mul(attended_THD, gate_TZ)
+        return out_THD
+
+    def _projected(self, x_TI: Tensor, norm: RMSNorm | None) -> Tensor:
+        return self._qkv(x_TI) if norm is None else self._qkv.with_norm(x_TI, norm)
 
     @property
     def takes_normed(self) -> bool:
@@ -115,10 +131,10 @@ class Attention:
         return self._qkv.takes_normed
 
     def start_output(
-        self, attended_THD: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
+        self, mixed: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
     ) -> Callable[[], Residual]:
-        """Launch residual + the output projection. The residual may be overwritten."""
-        return self._out.start_with_residual(attended_THD.flatten(1), residual_TE, next_norm)
+        """Launch residual + the output projection of what was attended (T, H, D). The residual may be overwritten."""
+        return self._out.start_with_residual(mixed.flatten(1), residual_TE, next_norm)
 
     def output(self, attended_THD: Tensor) -> Tensor:
         """Return the output projection (T, E)."""
@@ -183,6 +199,21 @@ class Attention:
             norms_last=self._norms_last,
         )
         return q
+
+
+class FirstHalf(Protocol):
+    """The part of a layer before its MLP: attention, or what takes its place."""
+
+    @property
+    def takes_normed(self) -> bool:
+        """See `Layer`."""
+        ...
+
+    def start_output(
+        self, mixed: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None = None
+    ) -> Callable[[], Residual]:
+        """Launch residual + the output projection. The residual may be overwritten."""
+        ...
 
 
 class MLP:
@@ -315,16 +346,23 @@ class PreNormLayer(DecoderLayer):
         *,
         input_norm: bool = True,
     ) -> None:
-        eps, is_wide = config.rms_norm_eps, config.wide_norms
-        self._input_norm = weights.norm(f"{prefix}input_layernorm", eps, is_wide=is_wide) if input_norm else None
-        self.attention = Attention(config, layer, weights, f"{prefix}self_attn.", rotary)
-        self._post_norm = weights.norm(f"{prefix}post_attention_layernorm", eps, is_wide=is_wide)
+        eps, offset, is_wide = config.rms_norm_eps, config.norm_offset, config.wide_norms
+        self._input_norm = None
+        if input_norm:
+            self._input_norm = weights.norm(f"{prefix}input_layernorm", eps, offset, is_wide=is_wide)
+        if not config.has_delta(layer):
+            self.attention = Attention(config, layer, weights, f"{prefix}self_attn.", rotary)
+        self._post_norm = weights.norm(f"{prefix}post_attention_layernorm", eps, offset, is_wide=is_wide)
         self.mixture = mixture_of(config, layer, weights, prefix)
         self._mlp = self.mixture or MLP(config, weights, f"{prefix}mlp.")
 
     @property
+    def half(self) -> FirstHalf:
+        return self.attention
+
+    @property
     def first_norm(self) -> RMSNorm | None:
-        return self._input_norm if self.attention.takes_normed else None
+        return self._input_norm if self.half.takes_normed else None
 
     def queries(self, x_TI: Tensor, step: ForwardPass) -> Tensor:
         return self.attention.queries(x_TI, step, self._input_norm)
@@ -337,11 +375,11 @@ class PreNormLayer(DecoderLayer):
         counts: Sequence[int] | None = None,
     ) -> Stages[Residual]:
         if self.mixture is not None and self.mixture.travels:
-            x = self.attention.start_output(attended_THD, residual_TE)()
+            x = self.half.start_output(attended_THD, residual_TE)()
             del attended_THD
             return Residual((yield from self.mixture.travel(x.normed(self._post_norm), counts, x.x_TE)))
         post_norm = self._post_norm if self._mlp.takes_normed else None
-        projected = self.attention.start_output(attended_THD, residual_TE, post_norm)
+        projected = self.half.start_output(attended_THD, residual_TE, post_norm)
         del attended_THD
         yield
         computed = self._mlp.start(projected(), self._post_norm, next_norm)

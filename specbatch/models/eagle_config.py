@@ -1,7 +1,8 @@
 """The description of an EAGLE head: its kind, its traits, and the tensors of its checkpoint.
 
 EAGLE-1/2 (Li et al. 2024; names as in yuhuili/EAGLE-LLaMA3-Instruct-8B) and EAGLE-3 (Li et al. 2025; names as in
-yuhuili/EAGLE3-LLaMA3.1-Instruct-8B). `eagle_head.py` computes them.
+yuhuili/EAGLE3-LLaMA3.1-Instruct-8B). `eagle_head.py` computes them. The layer for multi-token prediction ("mtp") that
+a hybrid's checkpoint brings along is described in the same way; `hybrids/mtp_head.py` computes it.
 
 Shape suffixes: W draft vocabulary, V vocabulary of the target.
 """
@@ -9,7 +10,7 @@ Shape suffixes: W draft vocabulary, V vocabulary of the target.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,7 +20,7 @@ from specbatch.errors import ModelError
 from specbatch.models.checks import tensor_problems
 from specbatch.models.config import ModelConfig, layer_tensors
 
-EagleKind = Literal["eagle", "eagle3"]
+EagleKind = Literal["eagle", "eagle3", "mtp"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,21 @@ class EagleConfig:
         return self.kind == "eagle3" and not self.lacks_lm_head
 
 
+def mtp_config(target: ModelConfig) -> EagleConfig:
+    """Return the description of the layer that predicts further tokens in the checkpoint of a hybrid: a layer of the
+    target with attention, between norms and a projection."""
+    layer = replace(
+        target,
+        num_layers=1,
+        sliding_windows=(None,),
+        num_mtp_layers=0,
+        delta=None,
+        moe=None if target.moe is None else replace(target.moe, layers=(True,)),
+    )
+    size, vocab = target.hidden_size, target.vocab_size
+    return EagleConfig("mtp", layer, size, vocab, has_fc_bias=False, has_embedding=False, has_vocab_map=False)
+
+
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """`EagleConfig.aux_layers` of a head that names none: those of the public code."""
     return 2, num_layers // 2, num_layers - 3
@@ -52,7 +68,7 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 def layer_prefix(kind: EagleKind) -> str:
     """Return the prefix of the names of the layer's tensors."""
-    return "midlayer." if kind == "eagle3" else "layers.0."
+    return {"eagle3": "midlayer.", "eagle": "layers.0.", "mtp": "model.layers.0."}[kind]
 
 
 def eagle_config(
@@ -126,6 +142,11 @@ def _aux_layers(given: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
 def expected_eagle_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a head's checkpoint."""
     c = head.decoder
+    if head.kind == "mtp":
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        own: dict[str, tuple[int, ...]] = {f"mtp.{name}.weight": (c.hidden_size,) for name in norms}
+        own["mtp.fc.weight"] = (c.hidden_size, 2 * c.hidden_size)
+        return own | layer_tensors(c, layer_prefix("mtp"), has_experts=c.moe is not None)
     prefix = layer_prefix(head.kind)
     if head.kind == "eagle":
         shapes = {"fc.weight": (c.hidden_size, 2 * c.hidden_size)} | layer_tensors(c, prefix)

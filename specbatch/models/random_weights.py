@@ -26,7 +26,7 @@ from specbatch.errors import ModelError
 from specbatch.kernels.mxfp4 import MXFP4_GROUP
 from specbatch.models.catalog import RANDOM_PREFIX, random_name
 from specbatch.models.config import BackendName, ModelConfig, expected_tensors
-from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, expected_eagle_tensors
+from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, expected_eagle_tensors, mtp_config
 from specbatch.models.families.registry import parse_hf_config
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
@@ -58,6 +58,7 @@ def _published() -> dict[str, dict[str, Any]]:
         "original_max_position_embeddings": 8192,
     }
     tied = {"tie_word_embeddings": True}
+    qwen35 = _family("qwen3_5_text", 248320, 1e-6, 10000000.0, bos=248044, eos=248044) | {"partial_rotary_factor": 0.25}
     return {
         # meta-llama/Meta-Llama-3-8B
         "llama-3-8b": llama3 | _sizes(4096, 14336, 32, 32, 8, 8192),
@@ -69,6 +70,9 @@ def _published() -> dict[str, dict[str, Any]]:
         "llama-3-70b-8l": llama3 | _sizes(8192, 28672, 8, 64, 8, 8192),
         # Qwen/Qwen3-8B
         "qwen3-8b": qwen3 | _sizes(4096, 12288, 36, 32, 8, 40960),
+        # Qwen/Qwen3.5-4B and Qwen/Qwen3.5-9B, without their parts for images
+        "qwen3.5-4b": qwen35 | _sizes(2560, 9216, 32, 16, 4, 262144) | tied | {"head_dim": 256},
+        "qwen3.5-9b": qwen35 | _sizes(4096, 12288, 32, 16, 4, 262144) | {"head_dim": 256},
         # Qwen/Qwen3-30B-A3B
         "qwen3-30b-a3b": _family("qwen3_moe", 151936, 1e-6, 1000000.0, bos=151643, eos=151645)
         | _sizes(2048, 6144, 48, 32, 4, 40960)
@@ -118,6 +122,10 @@ def _published() -> dict[str, dict[str, Any]]:
         "tiny-gpt-oss": _gpt_oss(8, 8)
         | _sizes(64, 32, 8, 4, 2, 4096)
         | {"vocab_size": 512, "eos_token_id": 0, "num_experts_per_tok": 2},
+        "tiny-hybrid": tiny
+        | _sizes(64, 128, 8, 4, 2, 4096)
+        | {"model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
         "tiny": tiny | _sizes(64, 128, 8, 4, 2, 4096),
     }
 
@@ -344,6 +352,19 @@ def open_random_eagle_head(
     config = eagle_config(kind, layer, draft_vocab_size, shapes, target, aux_layers)
     maps = _vocab_maps(draft_vocab_size, vocab_size) if is_reduced else {}
     return EagleCheckpoint(config, RandomSource(shapes, dtype, device, maps))
+
+
+def open_random_mtp(target: ModelConfig, dtype: torch.dtype, device: torch.device) -> EagleCheckpoint:
+    """Return the layer for multi-token prediction of a hybrid with random weights. Raise ModelError for other
+    models."""
+    if target.delta is None:
+        raise ModelError(
+            f"speculation.method mtp is for hybrids such as {RANDOM_PREFIX}qwen3.5-4b, and model.target is a "
+            f"{target.model_type}",
+            hint="use another speculation.method",
+        )
+    head = mtp_config(target)
+    return EagleCheckpoint(head, RandomSource(expected_eagle_tensors(head), dtype, device))
 
 
 def _vocab_maps(draft_vocab_size: int, vocab_size: int) -> dict[str, Tensor]:

@@ -124,7 +124,7 @@ class WeightLoader:
 
     def linear(self, *names: str, has_bias: bool = False) -> Linear:
         """One layer; several names: layers of the same input, their outputs concatenated."""
-        if self._is_quantised(*names):
+        if self.is_quantised(*names):
             return self._quantised(names, has_bias)
         weights = [self.tensor(f"{name}.weight") for name in names]
         biases = [self.tensor(f"{name}.bias") for name in names] if has_bias else []
@@ -146,7 +146,7 @@ class WeightLoader:
         """A layer that reads the heads, or the inner features of an MLP, which may be divided among ranks."""
         if self._shard is None or self._shard.division == "requests":
             return self.linear(name, has_bias=has_bias)
-        group, is_quantised = self._shard.group, self._is_quantised(name)
+        group, is_quantised = self._shard.group, self.is_quantised(name)
         part = self._quantised((name,), has_bias, group) if is_quantised else self.linear(name, has_bias=has_bias)
         return SummedLinear(part, group)
 
@@ -177,7 +177,7 @@ class WeightLoader:
         return GatheredLinear(linear, self._shard.group, self._shard.vocab, vocab_size)
 
     def gated_linear(self, gate: str, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
-        if self._is_quantised(gate, up):
+        if self.is_quantised(gate, up):
             if self.device.type == "cuda" or isinstance(self._quantization, IntegerQuantization):
                 both = self.linear(gate, up, has_bias=has_bias)
                 if isinstance(both, IntegerLinear) and not has_bias:
@@ -190,10 +190,10 @@ class WeightLoader:
 
     def activated_linear(self, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
         """Make the first half of a feed-forward without a gate."""
-        is_fp8 = self._is_quantised(up) and not isinstance(self._quantization, IntegerQuantization)
+        is_fp8 = self.is_quantised(up) and not isinstance(self._quantization, IntegerQuantization)
         if is_fp8 and self.device.type != "cuda":
             return Fp8ActivatedLinear(self.linear(up, has_bias=has_bias), activation)
-        if not self._is_quantised(up) and is_packable(weight := self.tensor(f"{up}.weight")):
+        if not self.is_quantised(up) and is_packable(weight := self.tensor(f"{up}.weight")):
             return PackedActivatedLinear(weight, self.tensor(f"{up}.bias") if has_bias else None, activation)
         return ActivatedLinear(self.linear(up, has_bias=has_bias), self._ops, activation)
 
@@ -242,7 +242,7 @@ class WeightLoader:
     def _are_in_fp8(self, names: Sequence[tuple[str, str, str]]) -> bool:
         """Return whether the weights of these experts stay in FP8. Raise ModelError if only some are in FP8."""
         layers = [name for expert in names for name in expert]
-        covered = [layer for layer in layers if self._is_quantised(layer)]
+        covered = [layer for layer in layers if self.is_quantised(layer)]
         if covered and len(covered) < len(layers):
             left = next(layer for layer in layers if layer not in covered)
             raise ModelError(
@@ -267,7 +267,7 @@ class WeightLoader:
     def _covers(self, layer: str) -> bool:
         return self._quantization is not None and self._quantization.covers(layer)
 
-    def _is_quantised(self, *names: str) -> bool:
+    def is_quantised(self, *names: str) -> bool:
         """Return whether one of these layers computes with a quantised weight. If not, they are ordinary ones."""
         return self._quantization is not None and any(map(self._quantization.keeps, names))
 

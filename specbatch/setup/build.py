@@ -33,6 +33,7 @@ from specbatch.models.decoder import CausalModel, Decoder
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import PackedReader, TensorSource
+from specbatch.models.hybrids.mtp_head import MtpHead
 from specbatch.models.linears.invariant import InvariantGemm
 from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.packed import is_packable
@@ -204,7 +205,8 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     net = _build_net(run, target, num_positions, gemm, group) if run.draft is not None else None
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
     coupled = run.config.engine.deterministic
-    parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match, coupled)
+    has_states = run.target.config.delta is not None
+    parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match, coupled, has_states)
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
     page_size, eos = run.engine.page_size, _eos_token_ids(run)
     return parts, RoundParts(
@@ -218,6 +220,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         cascade=run.engine.cascade,
         group=group,
         first_part=None if group is None else local_config(run.target.config, 0, group.size, run.division),
+        num_checkpoints=run.num_checkpoints,
     )
 
 
@@ -341,7 +344,8 @@ def _build_net(
             head = replace(head, decoder=shard.config)
         weights = WeightLoader(tensors, run.dtype, run.device, gemm, shard)
         attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)
-        model = EagleHead(head, weights, target, attention, num_positions)
+        made = MtpHead if head.kind == "mtp" else EagleHead
+        model = made(head, weights, target, attention, num_positions)
         return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(

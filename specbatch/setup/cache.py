@@ -50,6 +50,8 @@ class CacheRequest:
     measured: tuple[int, int] | None
     num_ranks: int = 1  # processes that each hold such a part of the target
     saved: int = 0  # bytes that the weights take less, where layers are quantised
+    state_bytes: int = 0  # bytes of the state of one request of a hybrid; 0: it has none
+    keeps_states: bool = True  # the prefix cache has checkpoints of states, for a hybrid
 
     @property
     def weights(self) -> int:
@@ -60,6 +62,24 @@ class CacheRequest:
         """Bytes free for one rank. A rank on CUDA has a GPU of its own; on a CPU they share the memory."""
         free = available_memory(self.device)
         return free if self.device.type == "cuda" else free // self.num_ranks
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints of states: at most one for each request, and a tenth of what weights and requests' states leave
+        of the memory."""
+        if not self.state_bytes or not self.keeps_states:
+            return 0
+        left = int(self.available * self.memory_fraction) - self.weights - self._states_of_requests
+        return max(0, min(self.rows.max_batch_size, left // 10 // self.state_bytes))
+
+    @property
+    def states(self) -> int:
+        """Bytes of all states: those of requests, padding's and the checkpoints."""
+        return self._states_of_requests + self.num_checkpoints * self.state_bytes
+
+    @property
+    def _states_of_requests(self) -> int:
+        return (self.rows.max_batch_size + 1) * self.state_bytes
 
     def of_batch(self, max_batch_size: int) -> CacheRequest:
         return replace(self, rows=replace(self.rows, max_batch_size=max_batch_size))
@@ -99,7 +119,14 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
 
     Raises ConfigError where it does not fit into memory, or does not hold one request.
     """
-    available, weights, rows = wanted.available, wanted.weights, wanted.rows
+    available, weights, rows = wanted.available, wanted.weights + wanted.states, wanted.rows
+    if wanted.state_bytes:
+        count, mib = wanted.num_checkpoints, wanted.state_bytes / 2**20
+        notes.append(
+            f"model.target: a hybrid, whose state takes {mib:.3g} MiB a row: {(rows.max_batch_size + 1) * mib:,.0f} "
+            f"MiB for {rows.max_batch_size} rows and padding, and {count * mib:,.0f} MiB for {count} checkpoints of "
+            "states of the prefix cache; they count as weights"
+        )
     kib = f"{rows.token_bytes / 1024:g}"
     if wanted.given_tokens is not None:
         plan = given_cache(wanted.given_tokens, rows)
@@ -131,7 +158,8 @@ def _likely(wanted: CacheRequest, available: int) -> tuple[CachePlan, int]:
     assert wanted.measured is not None, "of a GPU"
     (nodes, chunk), rows = wanted.measured, wanted.rows
     working = estimated_working_bytes(wanted.models[0].config, rows.max_batch_size, nodes, chunk, wanted.dtype.itemsize)
-    return plan_cache(bytes_for_cache(available, wanted.memory_fraction, wanted.weights, working), rows), working
+    held = wanted.weights + wanted.states
+    return plan_cache(bytes_for_cache(available, wanted.memory_fraction, held, working), rows), working
 
 
 def row_notes(plan: CachePlan, rows: Rows) -> list[str]:

@@ -44,19 +44,24 @@ class CachedModel:
         return CachedModel(config, config.num_layers, copies * config.vocab_size)
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return KVCache.bytes_per_slot(self.num_layers, self.config.num_kv_heads, self.config.head_dim, dtype)
+        num_layers = self.num_layers if self.config.delta is None else len(self.config.cached_layers)
+        return KVCache.bytes_per_slot(num_layers, self.config.num_kv_heads, self.config.head_dim, dtype)
 
     def num_parameters(self) -> int:
         """Roughly: without biases, norms and the routers of experts. All experts count, not only those of a token."""
         c = self.config
         if c.tensors is not None:  # with the embedding and the LM head
             return sum(math.prod(shape) for _, shape in c.tensors)
-        attention = c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+        attention = self.num_layers * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+        if c.delta is not None:  # gated queries, and layers without attention
+            num_deltas = sum(c.delta.layers)
+            attention = (self.num_layers - num_deltas) * c.head_dim * (3 * c.num_heads + 2 * c.num_kv_heads)
+            attention += num_deltas * (sum(c.delta.parts.values()) + c.delta.values_size)
         inner = self.num_layers * c.intermediate_size
         if (moe := c.moe) is not None:
             of_experts = moe.num_experts * moe.expert_size + moe.shared_size
             inner = sum(of_experts if has_experts else c.intermediate_size for has_experts in moe.layers)
-        return c.hidden_size * (self.num_layers * attention + 3 * inner + self.vocab_rows)
+        return c.hidden_size * (attention + 3 * inner + self.vocab_rows)
 
 
 @dataclass(frozen=True, slots=True)

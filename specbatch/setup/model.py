@@ -10,6 +10,7 @@ from itertools import permutations
 import torch
 
 from specbatch.config import Config
+from specbatch.engine.prefill.models import PromptGraphMode
 from specbatch.errors import ConfigError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
 from specbatch.kernels.quantised import GROUP
@@ -27,6 +28,7 @@ from specbatch.models.linears.sharded import check_group_borders, local_config
 from specbatch.models.random_weights import RandomSource
 from specbatch.parallel.shares import Division
 from specbatch.setup.device import DTYPE_NAMES
+from specbatch.setup.engine import EngineSettings
 from specbatch.setup.memory import GIB, available_memory
 
 _TESTED = (1, 2)  # numbers of GPUs that have run as one
@@ -148,6 +150,47 @@ def for_rows(target: Checkpoint, max_model_len: int | None, notes: list[str]) ->
             + (f"; set {short} if no row is longer: transformers computes such rows so" if which == "long" else "")
         )
     return replace(target, config=config)
+
+
+def engine_of_hybrid(config: Config, engine: EngineSettings, target: Checkpoint) -> EngineSettings:
+    """Return the settings for a target some of whose layers have states: prompts have no graphs of pieces, kernels are
+    not compiled ahead, and there is one lane. Raise ConfigError for options that do not run with states."""
+    section, on_cuda = config.engine, engine.attention != "torch"
+    refused = {
+        f"engine.tensor_parallel: {section.tensor_parallel}": section.tensor_parallel > 1,
+        "engine.deterministic on CUDA": section.deterministic and on_cuda,
+        "engine.compile: auto": section.compile == "auto",
+        "engine.two_batch_overlap: on": section.two_batch_overlap == "on",
+        f"model.quantization: {config.model.quantization}": config.model.quantization == "int4",
+        f"prefill.graphs: {config.prefill.graphs}": config.prefill.graphs in ("piecewise", "both"),
+    }
+    for option, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(
+                f"{option} does not run with a hybrid ({target.config.model_type}), whose layers have states",
+                hint="leave it out",
+            )
+    prompt_graphs: PromptGraphMode = "whole" if engine.prompt_graphs in ("whole", "both") else "off"
+    return replace(engine, prompt_graphs=prompt_graphs, compiles_ahead=False, lane_mode="off")
+
+
+def check_chains(target: Checkpoint, topk: int) -> None:
+    """Raise ConfigError for draft trees of a hybrid: the state of a layer moves along one chain of tokens."""
+    if target.config.delta is not None and topk > 1:
+        raise ConfigError(
+            f"speculation.topk: {topk} drafts trees, and the states of a hybrid ({target.config.model_type}) move "
+            "along chains",
+            hint="set speculation.topk: 1; with a larger num_steps, a node of a chain costs as little as one of a tree",
+        )
+
+
+def check_draft_is_no_hybrid(draft: Checkpoint) -> None:
+    """Raise ConfigError for a hybrid as a draft model: its state would have to go back after each round."""
+    if draft.config.delta is not None:
+        raise ConfigError(
+            f"speculation.draft is a hybrid ({draft.config.model_type}), which does not run as a draft model",
+            hint="use speculation.method: mtp or ngram, or a draft model whose layers all have attention",
+        )
 
 
 def check_norms(name: str, model: Checkpoint, config: Config, division: Division = "tensors") -> None:

@@ -10,21 +10,24 @@ from transformers import PreTrainedTokenizerBase
 
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
+from specbatch.draft import METHODS
+from specbatch.engine.constrained.tree import MAX_FORCED
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
-from specbatch.models.catalog import random_name
+from specbatch.models.catalog import builtin_head, random_name
 from specbatch.models.checks import first_names
 from specbatch.models.config import BackendName, ModelConfig
 from specbatch.models.download import resolve_model
 from specbatch.models.eagle_config import EagleKind
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint, with_adapter
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
+from specbatch.models.formats.mtp_files import has_mtp, open_mtp
 from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenizer_difference, load_tokenizer
 from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights
-from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model
+from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model, open_random_mtp
 from specbatch.parallel.shares import Division
 from specbatch.setup.backend import LACKS, engine_of_transformers
 from specbatch.setup.cache import (
@@ -44,8 +47,11 @@ from specbatch.setup.lanes import Job as LaneJob
 from specbatch.setup.lanes import lane_limits
 from specbatch.setup.memory import CachedModel, CachePlan, Rows
 from specbatch.setup.model import (
+    check_chains,
+    check_draft_is_no_hybrid,
     check_experts,
     check_norms,
+    engine_of_hybrid,
     for_rows,
     part_of_a_rank,
     quantization_name,
@@ -93,6 +99,7 @@ class ResolvedRun:
     # The facts that the bits of a deterministic run depend on and that do not identify the job.
     bits_depend_on: dict[str, str]
     notes: list[str] = field(default_factory=list)  # notes on how each `auto` was decided
+    num_checkpoints: int = 0  # checkpoints of states, of a hybrid
 
     @property
     def expert_itemsize(self) -> float:
@@ -112,7 +119,12 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     Raises ConfigError or ModelError. Downloads the models where they are not there yet.
     """
     notes: list[str] = []
-    speculation = resolve_speculation(config.speculation, config.model.target, notes, config.engine.deterministic)
+    wanted_method, coupled = config.speculation, config.engine.deterministic
+    # The target's checkpoint decides if `auto` has no head of its own: it is opened first.
+    is_open = wanted_method.method == "auto" and wanted_method.draft is None
+    is_open = is_open and builtin_head(config.model.target) is None
+    if not is_open:
+        speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled)
     device = resolve_device(config.engine.device, notes)
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = resolve_engine(config, device, dtype, notes)
@@ -120,11 +132,16 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if config.engine.deterministic:
         check_kv_dtype(device, kv_dtype)
     on_cuda = device.type == "cuda"
-    check_simulation(speculation, on_cuda)
-    if speculation.section.simulate_acceptance is not None:
-        notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
+    if not is_open:
+        check_simulation(speculation, on_cuda)
     backend = config.model.backend
     target, tokenizer = _open_model(config.model.target, backend, dtype, device, progress)
+    if is_open:
+        found = has_mtp(target)
+        speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled, has_mtp=found)
+        check_simulation(speculation, on_cuda)
+    if speculation.section.simulate_acceptance is not None:
+        notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     if not target.config.is_native:
         engine = engine_of_transformers(config, engine)
         notes.append(f"model.backend: transformers ({target.config.model_type}; {target.description}); {LACKS}")
@@ -132,6 +149,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(f"model.backend: native ({target.config.model_type})")
     if config.model.adapter is not None:
         target = with_adapter(target, resolve_model(config.model.adapter, progress=progress))
+    if target.config.delta is not None:
+        engine = engine_of_hybrid(config, engine, target)
     target = for_rows(target, config.model.max_model_len, notes)
     config = replace(config, sampling=resolve_sampling(config, target, notes))
     as_chat = runs_prompts_as_chat(config.data, tokenizer)
@@ -167,6 +186,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         speculation = replace(speculation, section=section)
     elif draft is not None:
         check_experts("speculation.draft", draft, config, device)
+        check_draft_is_no_hybrid(draft)
         if draft.config.is_native != target.config.is_native:
             whose = "native" if draft.config.is_native else "transformers"
             notes.append(f"model.backend: {whose} for speculation.draft ({draft.config.model_type})")
@@ -177,6 +197,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     topk = max((shape.topk for shape in shapes), default=1)
     if topk > 1:
         _check_topk(topk, draft)
+        check_chains(target, topk)
 
     if engine.attention == "flashinfer":
         check_flashinfer(target.config, kv_dtype, target.kv_scales)
@@ -210,13 +231,20 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     num_ranks, fraction = config.engine.tensor_parallel, engine.memory_fraction
     saved = saved_bytes(quantization, held, device, dtype)
     saved += 0 if mxfp4 is None else saved_by_mxfp4(held, dtype)
-    wanted = CacheRequest(models, rows, dtype, device, given, fraction, measured, num_ranks, saved)
+    state_bytes = 0
+    if (delta := target.config.delta) is not None:
+        max_nodes = max((shape.num_draft_tokens for shape in shapes), default=1) + (0 if on_cuda else MAX_FORCED)
+        state_bytes = delta.state_sizes(max_nodes).line_bytes(dtype)
+    keeps_states = config.engine.prefix_cache
+    wanted = CacheRequest(
+        models, rows, dtype, device, given, fraction, measured, num_ranks, saved, state_bytes, keeps_states
+    )
     # FlashInfer's masks grow with the batch, and rounds that are no graphs are bound by the host.
     if engine.attention == "triton" and "max_batch_size" in engine.left_open:
         wanted = with_default_batch(wanted, config.sampling.max_tokens, notes)
         engine = replace(engine, max_batch_size=wanted.rows.max_batch_size)
     cache = resolve_cache(wanted, notes)
-    max_length = cache.capacity
+    max_length, num_checkpoints = cache.capacity, wanted.num_checkpoints
     heads = target.config
     costs = CascadeCosts(heads.num_heads, heads.head_dim, 2 * heads.num_kv_heads * heads.head_dim * kv_dtype.itemsize)
     limits = resolve_cascade(
@@ -270,7 +298,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         weights_as = weights_as.removesuffix(" dequantised")
     description = {"target": f"{config.model.target} ({target.config.model_type}, {weights_as})"}
     if draft is not None:
-        ref = speculation.section.draft
+        in_target = METHODS[speculation.method].in_target
+        ref = config.model.target if in_target else speculation.section.draft
         description["draft"] = f"{ref} ({speculation.method}{_random_weights(ref)})"
     return ResolvedRun(
         resolved,
@@ -293,6 +322,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         low_acceptance(speculation.section, draft),
         bits_depend_on(device) if config.engine.deterministic else {},
         notes,
+        num_checkpoints,
     )
 
 
@@ -340,6 +370,8 @@ def _open_draft(
     device: torch.device,
     progress: Callable[[str, int, int], None] | None,
 ) -> Checkpoint | EagleCheckpoint | None:
+    if speculation.method == "mtp":
+        return open_random_mtp(target.config, dtype, device) if target.path is None else open_mtp(target)
     if speculation.draft is None:
         return None
     if speculation.method == "draft_model":

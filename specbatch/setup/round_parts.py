@@ -9,8 +9,10 @@ import torch
 from specbatch.cache.pages import KVCache
 from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.cache.request_table import RequestTable
+from specbatch.cache.states import StateCache
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
+from specbatch.engine.constrained.tree import MAX_FORCED
 from specbatch.engine.overlap.lanes import LaneLimits, LaneSizes
 from specbatch.engine.overlap.two_lanes import TwoLanes
 from specbatch.engine.round import Round
@@ -42,7 +44,8 @@ class RoundParts:
     """The parts of which rounds are made. `methods`: the draft methods, all with the same draft network or with none.
     `simulate`, `fixed_shapes`: see `Round`. `group`: the ranks that share the target. `first_part`: the sizes of the
     part that the first of them holds. `lanes`: the sizes from which there are two lanes; None: there is one everywhere.
-    `cascade`: see `RequestTable`; rounds with two lanes have none."""
+    `cascade`: see `RequestTable`; rounds with two lanes have none. `num_checkpoints`: checkpoints of states, for a
+    hybrid."""
 
     target: CausalModel
     methods: ByBatch[DraftMethod]
@@ -55,6 +58,7 @@ class RoundParts:
     cascade: GroupLimits | None = None
     group: Group | None = None
     first_part: ModelConfig | None = None
+    num_checkpoints: int = 0
 
     @property
     def largest_part(self) -> ModelConfig:
@@ -68,6 +72,12 @@ class RoundParts:
     @property
     def num_lookahead(self) -> int:
         return max(method.num_lookahead for method in self.methods.items)
+
+    @property
+    def max_nodes(self) -> int:
+        """The most nodes of a round's chain, with those that a grammar adds where shapes are not fixed."""
+        is_fixed = self.device.type != "cpu" if self.fixed_shapes is None else self.fixed_shapes
+        return max(method.num_nodes for method in self.methods.items) + (0 if is_fixed else MAX_FORCED)
 
     def make(self, max_batch_size: int, max_length: int, num_slots: int) -> Rounds:
         """Make the rounds and caches. `max_length`: the length of the longest row. `num_slots`: the slots of each
@@ -87,6 +97,9 @@ class RoundParts:
             self.cascade,
         )
         ops, cache = ops_for(self.device, dtype), self.target.new_cache(num_slots, self.kv_dtype)
+        if (delta := self.target.config.delta) is not None:
+            state_sizes = delta.state_sizes(self.max_nodes)
+            cache.states = StateCache(state_sizes, max_batch_size, self.num_checkpoints, dtype, self.device)
         sizes = None if least is None else LaneSizes.up_to(max_batch_size, least)
         two_lanes = None
         if self.lanes is not None:

@@ -49,9 +49,11 @@ class Speculation:
         return max(num_lookahead(shape, draft_kv_offset) for shape in self.schedule.items)
 
 
-def decide_method(section: SpeculationSection, target: str, notes: list[str]) -> SpeculationSection:
-    """`section` with method auto decided: the head that comes with specbatch for this target, else `ngram`, which needs
-    no network. A line of `notes` names it."""
+def decide_method(
+    section: SpeculationSection, target: str, notes: list[str], *, has_mtp: bool = False
+) -> SpeculationSection:
+    """`section` with method auto decided: the head that comes with specbatch for this target, the layer for multi-token
+    prediction if its checkpoint has one, else `ngram`, which needs no network. A line of `notes` names it."""
     if section.method != "auto":
         return section
     if section.draft is not None:
@@ -60,6 +62,9 @@ def decide_method(section: SpeculationSection, target: str, notes: list[str]) ->
             hint="set speculation.method to draft_model, eagle or eagle3",
         )
     head = builtin_head(target)
+    if head is None and has_mtp:
+        notes.append("speculation.method: mtp (the target's checkpoint has a layer for multi-token prediction)")
+        return replace(section, method="mtp")
     if head is None:
         notes.append("speculation.method: ngram (no draft head for this target comes with specbatch)")
         return replace(section, method="ngram")
@@ -68,11 +73,12 @@ def decide_method(section: SpeculationSection, target: str, notes: list[str]) ->
 
 
 def resolve_speculation(
-    section: SpeculationSection, target: str, notes: list[str], coupled: bool = False
+    section: SpeculationSection, target: str, notes: list[str], coupled: bool = False, *, has_mtp: bool = False
 ) -> Speculation:
     """Decide the method and the draft shapes, and check them. `target`: the value of model.target. Decisions are added
-    to `notes`. `coupled`: see `DraftParts`."""
-    section = decide_method(section, target, notes)
+    to `notes`. `coupled`: see `DraftParts`. `has_mtp`: the target's checkpoint has a layer for multi-token
+    prediction."""
+    section = decide_method(section, target, notes, has_mtp=has_mtp)
     if section.method == "none":
         section = replace(
             section, num_steps=None, num_draft_tokens=None, topk=1, draft=None, schedule=None, aux_layers=None
@@ -84,7 +90,12 @@ def resolve_speculation(
             hint="leave speculation.aux_layers out, or set speculation.method to eagle3",
         )
     entry = METHODS[section.method]
-    if entry.net is None:
+    if entry.in_target and section.draft is not None:
+        raise ConfigError(
+            f"speculation.draft is set, and speculation.method {section.method} drafts with a layer of the target",
+            hint="leave speculation.draft out",
+        )
+    if entry.net is None or entry.in_target:
         section = replace(section, draft=None)
     elif section.draft is None:
         raise ConfigError(
@@ -159,7 +170,7 @@ def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | EagleChe
     little in some texts, and random weights guess."""
     if METHODS[speculation.method].net is None or speculation.simulate_acceptance is not None:
         return None
-    if random_name(speculation.draft) is not None:
+    if random_name(speculation.draft) is not None or METHODS[speculation.method].in_target:
         return None
     causes = ["the rows are sampled at a high temperature"]
     if speculation.method == "draft_model":

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from specbatch.batch import ALL_EDITS, LogitsIndices, PagedBatch
+from specbatch.batch import ALL_EDITS, LogitsIndices, PagedBatch, StateSpans
 from specbatch.engine.executor import GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.prefill.admission_batching import ChunkCost
@@ -195,6 +195,7 @@ def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None)
         torch.from_numpy(ends).to(device),
         length,
         host_query_starts=ends,
+        states=StateSpans(torch.full((num_seqs,), state.padding, dtype=torch.int64, device=device), is_prompt=True),
     )
     last = index[-state.padding :] if num_prompts is None else index[length - 1 :: length]
     ready = torch.full_like(last, state.padding)

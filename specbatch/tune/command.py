@@ -206,6 +206,12 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
     engine = replace(config.engine, prefix_cache=False)
     first = resolve(replace(config, speculation=speculation, engine=engine))
     method = first.config.speculation.method
+    if first.target.config.delta is not None:
+        raise ConfigError(
+            f"tune does not support hybrids ({first.target.config.model_type}): it repeats one round, and their states "
+            "move from round to round",
+            hint="try a few values of speculation.num_steps with generate",
+        )
     if not first.speculation.has_network and method != "ngram":
         raise ConfigError(
             f"tune does not support speculation.method {method}: it tunes ngram and methods with a draft network",

@@ -100,6 +100,22 @@ def test_operations_run_out(method: str, shape: DraftShape | None, params: Sampl
     check_shortages(method, shape, params, runs=1, padded=False, cpu=True)
 
 
+@pytest.mark.parametrize("cpu", [False, True])
+@pytest.mark.parametrize("runs", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_operations_of_a_hybrid_run_out(runs: int, cpu: bool) -> None:
+    """Some layers have replayed the last round then, and others not. Checkpoints that were not written are not used."""
+    settings: dict[str, Any] = {**SETTINGS, "family": "qwen3.5", "num_layers": 3}
+    make = tiny_engine if cpu else tiny_device_engine
+    expected = run(tiny_engine("none", **settings, prefix_cache=False), PROMPTS, GREEDY)
+    whole = Shortage()
+    run_short(make("ngram", CHAIN, **settings), PROMPTS, GREEDY, whole)
+    for first in random.Random(runs).sample(range(1, whole.count), runs):
+        mode = Shortage({first, first + 90})
+        done = run_short(make("ngram", CHAIN, **settings), PROMPTS, GREEDY, mode)
+        assert [done[i].token_ids for i in range(len(expected))] == [c.token_ids for c in expected]
+        assert mode.raised > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True], ids=["as they are", "padded"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

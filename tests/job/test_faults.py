@@ -79,12 +79,12 @@ def rows() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "method", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "draft_model"))]
+    "method", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "draft_model", "mtp"))]
 )
 def test_kill_9_crash_and_resume_give_the_same_bytes(
     method: str, tmp_path: Path, model_folders: tuple[Path, Path]
 ) -> None:
-    target, draft = model_folders
+    target, draft = model_folders if method != "mtp" else ("random:tiny-hybrid", None)
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
     settings = [f"model.target={target}", f"speculation.method={method}", "engine.device=cpu"]
     # So small that rows are preempted, at other moments after a resume than in the run that nothing disturbs.
@@ -105,7 +105,7 @@ def test_kill_9_crash_and_resume_give_the_same_bytes(
     stats = json.loads((tmp_path / "whole.stats.json").read_text())
     assert stats["rows"]["failed"] == 1
     assert stats["session"]["preemptions"] > 0
-    if method != "none":
+    if method in ("ngram", "draft_model"):
         assert stats["speculation"]["accepted"] > 20, stats["speculation"]
 
     rng = random.Random(method)

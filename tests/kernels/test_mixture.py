@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from specbatch.kernels import torch as reference
 from specbatch.kernels.experts import ExpertWeights, Routing
-from specbatch.kernels.torch.mxfp4 import dequantise, quantise
+from specbatch.kernels.torch.parts.mxfp4 import dequantise, quantise
 from specbatch.kernels.triton.mixture import ops
 from specbatch.kernels.triton.mixture.tile import ExpertTile, fitting, tiles_for
 from tests.kernels.test_gemm import DEVICES, assert_close, normal

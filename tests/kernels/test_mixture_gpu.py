@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from specbatch.kernels import ops_for
 from specbatch.kernels import torch as reference
 from specbatch.kernels.experts import ExpertWeights, Routing
-from specbatch.kernels.torch.mxfp4 import quantise
+from specbatch.kernels.torch.parts.mxfp4 import quantise
 from specbatch.kernels.triton.mixture import ops as triton_ops
 from specbatch.kernels.triton.mixture.tile import ExpertTile
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.mxfp4 import MXFP4_GROUP
-from specbatch.kernels.torch.mxfp4 import MAX_SCALE, VALUES, dequantise, quantise
+from specbatch.kernels.torch.parts.mxfp4 import MAX_SCALE, VALUES, dequantise, quantise
 from specbatch.kernels.triton.parts.launch import launch
 from specbatch.kernels.triton.parts.mxfp4 import load_mxfp4, load_mxfp4_bfloat16
 from tests.kernels.batches import CUDA, DEVICE

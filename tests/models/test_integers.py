@@ -209,7 +209,8 @@ def test_speculation_changes_nothing(tmp_path: Path) -> None:
     integer_checkpoint(tmp_path, FORMATS["packed, zeros, act-order"], **SIZES)
     plain = texts(tmp_path, "speculation.method=none")
     assert plain == texts(tmp_path, "speculation.method=ngram", "engine.max_batch_size=1")
-    assert plain == texts(tmp_path, "speculation.method=draft_model", f"speculation.draft={tmp_path}")
+    for draft in (tmp_path, write_checkpoint(tmp_path / "other")):  # the other one's drafts are rejected
+        assert plain == texts(tmp_path, "speculation.method=draft_model", f"speculation.draft={draft}")
     assert plain == texts(tmp_path, "model.quantization=none")
     assert len({tuple(text) for text in plain}) == 3
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.batch import LogitsIndices, PagedBatch
+from specbatch.batch import LogitsIndices, PagedBatch, StateSpans
 from specbatch.engine.scheduler import PrefillSpan
 from specbatch.engine.sequence import Sequence
 
@@ -45,6 +45,8 @@ class ChunkFields(NamedTuple, Generic[F]):
     ready_index_R: F  # index of each among the B sequences
     lengths_R: F  # number of tokens of each prompt once the chunk is computed
     roots_R: F  # the root of a request that is computed again; -1: to be chosen
+    checkpoint_at_B: F  # tokens after which the state is copied to a checkpoint; -1: there is none
+    checkpoint_line_B: F  # the line of the checkpoint
 
     def flat(self) -> tuple[F, ...]:
         return (*self.target, *self.draft, *self[2:])
@@ -59,7 +61,7 @@ class ChunkFields(NamedTuple, Generic[F]):
 
 _NUM_TOKEN_FIELDS = len(TokenFields._fields)
 _NUM_IN_BOTH = 2 * _NUM_TOKEN_FIELDS
-_IS_INT32 = tuple(name in ("starts_B", "query_starts") for name in TokenFields._fields) * 2 + (False,) * 5
+_IS_INT32 = tuple(name in ("starts_B", "query_starts") for name in TokenFields._fields) * 2 + (False,) * 7
 _ALIGNMENT = 16  # bytes, of each array: for an address at less, Triton compiles its kernels anew
 _WORD = 8  # bytes of an int64
 
@@ -140,6 +142,8 @@ class PackedPrompts:
         self.ready_index: list[int] = []
         self.lengths: list[int] = []
         self.roots: list[int] = []
+        self.checkpoint_at: list[int] = []
+        self.checkpoint_lines: list[int] = []
         self.scored: list[ScoredToken] = []
 
     @property
@@ -166,7 +170,8 @@ class PackedPrompts:
 
     def fields(self) -> ChunkFields[Ints]:
         target, draft = self.target.fields(), self.draft.fields()
-        return ChunkFields(target, draft, self.req_idx, self.ready, self.ready_index, self.lengths, self.roots)
+        of_requests = self.req_idx, self.ready, self.ready_index, self.lengths, self.roots
+        return ChunkFields(target, draft, *of_requests, self.checkpoint_at, self.checkpoint_lines)
 
     def arrays(self) -> ChunkArrays:
         fields = self.fields().flat()
@@ -183,12 +188,13 @@ class PackedPrompts:
         assert self.num_tokens + has_padding <= shape.num_tokens, "no token is left to pad with"
         tokens, count = shape.num_tokens, shape.num_sequences
         of_tokens = TokenFields(tokens, tokens, tokens, count, count + 1, count)
-        sizes = ChunkFields(of_tokens, of_tokens, count, count, count, count, count).flat()
+        sizes = ChunkFields(of_tokens, of_tokens, *(count,) * 7).flat()
 
         def fill(tokens: PackedTokens) -> TokenFields[int]:
             return TokenFields(0, 0, -1, 0, tokens.query_starts[-1], shape.num_tokens - 1)
 
-        fills = ChunkFields(fill(self.target), fill(self.draft), padding, padding, len(self.req_idx), 1, 0).flat()
+        of_requests = padding, padding, len(self.req_idx), 1, 0
+        fills = ChunkFields(fill(self.target), fill(self.draft), *of_requests, -1, padding).flat()
         return ChunkArrays(_joined(self.fields().flat(), sizes, fills), sizes, None)
 
 
@@ -206,6 +212,9 @@ class PromptPacker:
         for span in spans:
             seq = span.seq
             packed.req_idx.append(seq.req_idx)
+            at, line = (-1, -1) if span.checkpoint is None else span.checkpoint
+            packed.checkpoint_at.append(at)
+            packed.checkpoint_lines.append(line)
             row = len(target.tokens) - span.start - 1
             wanted = range(max(span.start + 1, seq.scored_tokens.start), min(span.end + 1, seq.scored_tokens.stop))
             packed.scored += [ScoredToken(seq, i, row + i) for i in wanted if i not in seq.prompt_logprobs]
@@ -246,6 +255,8 @@ class PromptPacker:
             return batch, LogitsIndices.of(batch, of.logits_indices_R, last_R, tables_RP)
 
         target, logits_indices = layout(fields.target, fields.lengths_R - 1, of_target)
+        checkpoints = fields.checkpoint_at_B, fields.checkpoint_line_B
+        target = replace(target, states=StateSpans(fields.req_idx_B, True, *checkpoints))
         draft = draft_selected = None
         if self._draft_kv_offset is not None:
             last_R = fields.lengths_R - 1 + self._draft_kv_offset

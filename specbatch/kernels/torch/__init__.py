@@ -3,6 +3,7 @@
 from specbatch.kernels.torch.acceptance import accept_chain
 from specbatch.kernels.torch.attention import attend
 from specbatch.kernels.torch.beam import beam_expand, beam_start
+from specbatch.kernels.torch.delta import delta_prompts, delta_rounds, gated_norm, sigmoid_mul
 from specbatch.kernels.torch.edits import edit_logits
 from specbatch.kernels.torch.fp8 import act_mul_quantised, quantise, rms_norm_quantised, scaled_linear
 from specbatch.kernels.torch.gemm import gated_linear, linear, norm_gated_linear, norm_linear
@@ -44,12 +45,15 @@ __all__ = [
     "beam_expand",
     "beam_start",
     "commit_round",
+    "delta_prompts",
+    "delta_rounds",
     "distribution",
     "draft_topk",
     "draw",
     "edit_logits",
     "fused_experts",
     "gated_linear",
+    "gated_norm",
     "integer_gated_linear",
     "integer_linear",
     "layer_norm",
@@ -71,6 +75,7 @@ __all__ = [
     "sample",
     "scaled_linear",
     "select_nodes",
+    "sigmoid_mul",
     "soft_capped",
     "span_layout",
     "tree_mask_bits",

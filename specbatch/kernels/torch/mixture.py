@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.kernels.experts import ExpertWeights, Routing
-from specbatch.kernels.torch import mxfp4
 from specbatch.kernels.torch.fp8 import dequantise_fp8
 from specbatch.kernels.torch.model import act_mul, rms_norm
+from specbatch.kernels.torch.parts import mxfp4
 
 
 def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> tuple[Tensor, Tensor]:

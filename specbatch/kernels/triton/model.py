@@ -294,6 +294,7 @@ def _rotary_write(
     q_norm_ptr,
     k_norm_ptr,
     eps,
+    stride_qkv,
     stride_kv_head,
     k_inverse,
     v_inverse,
@@ -321,7 +322,7 @@ def _rotary_write(
     all_heads: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     pair_ok = pairs < half
     ok = (heads < all_heads)[:, None] & pair_ok[None, :]
-    head = (token * all_heads + heads)[:, None] * D
+    head = token * stride_qkv + heads[:, None] * D
     x1 = tl.load(qkv_ptr + head + dim1[None, :], mask=ok, other=0.0)
     x2 = tl.load(qkv_ptr + head + dim2[None, :], mask=ok, other=0.0)
     dtype = qkv_ptr.dtype.element_ty
@@ -420,6 +421,7 @@ def rotary_write(
         q_norm_D if has_norm else cos_PR,
         k_norm_D if has_norm else cos_PR,
         eps,
+        qkv_TZ.stride(0),
         kv_2KSD.stride(1),
         1 / k_scale,
         1 / v_scale,

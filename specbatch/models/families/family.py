@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder_layer import DecoderLayer, PreNormLayer
 from specbatch.models.families.hf_config import HfConfig
 from specbatch.models.layers import Rotary
 from specbatch.models.weight_loader import WeightLoader
+
+HeadKind = Literal["query", "delta"]
 
 
 class MakeLayer(Protocol):
@@ -28,7 +30,8 @@ class TensorNames:
     modules: names in files by canonical ones. Names in layers begin after the layer's number.
     joined: modules of the files that have the rows of several ones, one after the other.
     layers: the beginning of the names of layers.
-    joins_heads: the rows of `joined` projections alternate by head (GPT-NeoX).
+    joins_heads: those of `joined` whose rows alternate by head, with the kind of the heads: "query", or "delta" for key
+    heads of a Gated DeltaNet. Other modules of `joined` have the rows of one after those of another.
     transposed: modules of the files whose weights are (in, out) (GPT-2).
     optional: a beginning that all names but that of the LM head have, or none has.
     """
@@ -36,7 +39,7 @@ class TensorNames:
     modules: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layers: str = "model.layers."
-    joins_heads: bool = False
+    joins_heads: Mapping[str, HeadKind] = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
     optional: str = ""
 

@@ -207,7 +207,7 @@ GPT_NEOX = Family(
         },
         {"attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")},
         layers="gpt_neox.layers.",
-        joins_heads=True,
+        joins_heads={"attention.query_key_value": "query"},
     ),
 )
 # Names of keys in files by ours.

@@ -26,7 +26,7 @@ def _read_qwen3(config: HfConfig) -> ModelConfig:
 
 def _read_qwen2_moe(config: HfConfig) -> ModelConfig:
     activation = config.activation("hidden_act", only=_ACTIVATIONS)
-    moe = _experts(config, shared_size=config.size("shared_expert_intermediate_size"))
+    moe = sparse_experts(config, shared_size=config.size("shared_expert_intermediate_size"))
     has_bias = config.flag("qkv_bias", default=True)
     return config.model_config(
         _windows_of_qwen2_moe(config),
@@ -40,7 +40,7 @@ def _read_qwen2_moe(config: HfConfig) -> ModelConfig:
 
 def _read_qwen3_moe(config: HfConfig) -> ModelConfig:
     windows = config.one_window(config.num_layers(), _window(config)[0])
-    return _qwen3(config, windows, num_kv_heads=4, moe=_experts(config))
+    return _qwen3(config, windows, num_kv_heads=4, moe=sparse_experts(config))
 
 
 def _read_mellum(config: HfConfig) -> ModelConfig:
@@ -83,8 +83,9 @@ def _qwen3(config: HfConfig, windows: tuple[int | None, ...], **differing: Any) 
     )
 
 
-def _experts(config: HfConfig, shared_size: int = 0) -> MoeConfig:
-    """Read which layers have experts: each `decoder_sparse_step`-th, without those of `mlp_only_layers`."""
+def sparse_experts(config: HfConfig, shared_size: int = 0, *, norm_topk_prob: bool = False) -> MoeConfig:
+    """Read which layers have experts: each `decoder_sparse_step`-th, without those of `mlp_only_layers`.
+    `norm_topk_prob`: the value of a file that has none."""
     step = config.optional_size("decoder_sparse_step") or 1
     dense = config.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list):
@@ -94,7 +95,7 @@ def _experts(config: HfConfig, shared_size: int = 0) -> MoeConfig:
         ("num_experts", "num_local_experts"),
         config.size("moe_intermediate_size"),
         tuple(i not in numbers and (i + 1) % step == 0 for i in range(config.num_layers())),
-        norm_topk_prob=config.flag("norm_topk_prob"),
+        norm_topk_prob=config.flag("norm_topk_prob", default=norm_topk_prob),
         shared_size=shared_size,
     )
 

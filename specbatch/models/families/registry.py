@@ -36,6 +36,7 @@ from specbatch.models.families.pre_norms import (
     SMOLLM3,
 )
 from specbatch.models.families.qwen import MELLUM, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from specbatch.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from specbatch.models.families.sigmoid_router import DOTS1, GLM4_MOE, HY_V3, MINIMAX_M2, SOLAR_OPEN
 
 FAMILIES: Mapping[str, Family] = {
@@ -46,6 +47,9 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": MIXTRAL,
     "qwen2_moe": QWEN2_MOE,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
     "mellum": MELLUM,
     "olmo2": OLMO2,
     "olmo3": OLMO3,

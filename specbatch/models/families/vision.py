@@ -62,6 +62,8 @@ VISION_MODELS: Mapping[str, VisionModel] = {
         "qwen3",
         {"max_position_embeddings": 128000, "rope_theta": 500000.0, "num_key_value_heads": 32},
     ),
+    "qwen3_5": VisionModel("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": VisionModel("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
 }
 # Keys of a configuration without `text_config` that belong to other parts.
 _OTHER_PARTS = frozenset(
@@ -94,11 +96,11 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     text["tie_word_embeddings"] = any(ties) if ties else name in _TIED
     for section in ("rope_scaling", "rope_parameters"):
         if text.get(section):
-            text[section] = _plain_rope(mapping(text[section], f"config.json: {section}"))
+            text[section] = plain_rope(mapping(text[section], f"config.json: {section}"))
     return {key: value for key, value in text.items() if key != "architectures"}
 
 
-def _plain_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+def plain_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of a rotary embedding without those of its parts for images."""
     plain = {key: value for key, value in rope.items() if key not in ("mrope_section", "mrope_interleaved")}
     return {key: "default" if value == "mrope" else value for key, value in plain.items()}

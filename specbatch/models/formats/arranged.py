@@ -18,9 +18,10 @@ from specbatch.errors import ModelError
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.families.family import TensorNames
 from specbatch.models.formats.stacked_experts import StackedSource
-from specbatch.models.formats.tensor_files import SafetensorsSource, TensorSource, TorchBinSource
+from specbatch.models.formats.tensor_files import RenamedSource, SafetensorsSource, TensorSource, TorchBinSource
 
-Files = SafetensorsSource | TorchBinSource | StackedSource
+Files = SafetensorsSource | TorchBinSource | RenamedSource | StackedSource
+_SCALES = ("weight_scale_inv", "weight_scale")  # scales of rows and blocks, which hybrids divide with their weights
 _EMBEDDING = "model.embed_tokens.weight"
 # Beginnings of the names of a text part, in files with other parts.
 _TEXT_PARTS = {
@@ -84,7 +85,7 @@ class ArrangedSource(TensorSource):
             if is_divided and rows != total:
                 raise ModelError(f"{found} is {list(shapes[found])}, expected {total} rows")
             heads = _num_heads(name, config) if config.is_interleaved else 0
-            groups = config.num_heads if names.joins_heads and is_divided else 1
+            groups = _num_groups(_split_file(file_module, names), names, config) if is_divided else 1
             last = before + (shape[0] if is_divided else rows)
             parts[name] = _Rows(found, before, last, heads, groups, is_transposed)
         return parts
@@ -99,12 +100,19 @@ class ArrangedSource(TensorSource):
             if part.heads or part.last - part.first != (_outputs_first(shapes[part.stored], part) or (0,))[0]
         }
         canonical = {file: module for module, file in modules.items()}
-        parts = {}
+        parts: dict[str, _Rows] = {}
         for short, name in stored.items():
             if name in used:
                 continue
             module, _, kind = short.rpartition(".")
             ours = canonical.get(module, module)
+            if (
+                config.delta is not None
+                and kind in _SCALES
+                and (divided := self._divided(name, module_of=name.rpartition(".")[0]))
+            ):
+                parts |= divided
+                continue
             # The weight itself may be packed, under another name.
             is_reordered = config.is_interleaved and _num_heads(f"{ours}.weight", config)
             if name.rpartition(".")[0] in changed or is_reordered:
@@ -121,6 +129,25 @@ class ArrangedSource(TensorSource):
                 )
             parts[canonical_name] = _Rows(name, 0, shapes[name][0] if shapes[name] else 0)
         return parts
+
+    def _divided(self, scales: str, module_of: str) -> dict[str, _Rows]:
+        """Divide the scales of a weight that is divided, if each scale belongs to rows of one part. Otherwise return
+        nothing. `module_of`: the weight's module in the files."""
+        shapes, stored = self._files.shapes(), f"{module_of}.weight"
+        own = {name: part for name, part in self._parts.items() if part.stored == stored}
+        if len(own) < 2 or len(shapes[scales]) != 2 or shapes[stored][0] % shapes[scales][0]:
+            return {}
+        rows, kind = shapes[stored][0] // shapes[scales][0], scales.rpartition(".")[2]  # rows of a scale
+        if any(
+            part.heads or part.first % (rows * part.groups) or part.last % (rows * part.groups) for part in own.values()
+        ):
+            return {}
+        return {
+            f"{name.rpartition('.')[0]}.{kind}": _Rows(
+                scales, part.first // rows, part.last // rows, groups=part.groups
+            )
+            for name, part in own.items()
+        }
 
     @property
     def kind(self) -> str:
@@ -216,6 +243,17 @@ def _prefix(prefix: str, names: TensorNames) -> str:
     return prefix.replace("model.layers.", names.layers, 1)
 
 
+def _num_groups(inner: str, names: TensorNames, config: ModelConfig) -> int:
+    """Return the number of equal parts of a module of the files, each with rows of all the modules that it joins."""
+    kind = names.joins_heads.get(inner)
+    if kind is None:
+        return 1
+    if kind == "query":
+        return config.num_heads
+    assert config.delta is not None
+    return config.delta.num_key_heads
+
+
 def _num_heads(name: str, config: ModelConfig) -> int:
     """Return the number of heads whose rows a tensor has; 0 if they do not rotate."""
     inner = _split(name)[1].rpartition(".")[0]
@@ -224,7 +262,7 @@ def _num_heads(name: str, config: ModelConfig) -> int:
 
 
 def arranged(
-    files: SafetensorsSource | TorchBinSource | StackedSource,
+    files: Files,
     config: ModelConfig,
     names: TensorNames | None,
     *,

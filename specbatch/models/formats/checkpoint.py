@@ -114,10 +114,21 @@ def open_checkpoint(path: Path, backend: BackendName = "auto") -> Checkpoint:
         config = dataclasses.replace(config, tie_word_embeddings=False)
     if isinstance(quantization, IntegerQuantization):
         quantization = quantization.of_files(tensors.shapes())
+    if config.delta is not None and isinstance(quantization, Quantization):
+        quantization = _of_scales(quantization, config, tensors)
     _check_tensors(path, config, tensors, quantization)
     kv_scales = read_kv_scales(tensors, config.num_layers) if has_fp8_cache(raw, modelopt) else ()
     text_of = None if text is None else str(whole)
     return Checkpoint(path, config, tensors, _describe(tensors), quantization, kv_scales, generation, ignored, text_of)
+
+
+def _of_scales(quantization: Quantization, config: ModelConfig, tensors: TensorSource) -> Quantization:
+    """Return the quantization of the layers that have scales. In a hybrid's config.json, layers that are not quantised
+    have the names of the files, some of which join several layers."""
+    found, names = tensors.shapes(), expected_tensors(config)
+    layers = [name.removesuffix(".weight") for name, shape in names.items() if len(shape) == 2]
+    without = tuple(layer for layer in layers if f"{layer}.{quantization.scale}" not in found)
+    return dataclasses.replace(quantization, ignored=without)
 
 
 def _canonical(files: SafetensorsSource | TorchBinSource, config: ModelConfig, is_text_part: bool) -> TensorSource:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specbatch.errors import ModelError
 from specbatch.kernels.mxfp4 import MXFP4_GROUP
-from specbatch.kernels.torch.mxfp4 import MAX_SCALE, dequantise
+from specbatch.kernels.torch.parts.mxfp4 import MAX_SCALE, dequantise
 from specbatch.models.checks import shown
 from specbatch.models.formats.tensor_files import SafetensorsSource, TensorSource, TorchBinSource
 
@@ -96,7 +96,7 @@ class GptOssExperts(TensorSource):
         return (whole.T if whole.dim() == 2 else whole)[part.outputs].contiguous()
 
     def packed(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return the values (N, B) and the scales (N, G) of a weight in MXFP4, see `kernels/torch/mxfp4.py`."""
+        """Return the values (N, B) and the scales (N, G) of a weight in MXFP4, see `kernels/torch/parts/mxfp4.py`."""
         part = self._slices[name]
         blocks = self._load(part.stored, part.expert)[part.outputs]
         scales = self._load(_scales_of(part.stored), part.expert)[part.outputs]

@@ -17,7 +17,7 @@ from torch import Tensor
 from specbatch.errors import ModelError
 from specbatch.models.checks import shown
 from specbatch.models.config import ModelConfig
-from specbatch.models.formats.tensor_files import SafetensorsSource, TensorSource, TorchBinSource
+from specbatch.models.formats.tensor_files import RenamedSource, SafetensorsSource, TensorSource, TorchBinSource
 
 _MEMORY_BLOCK = "mlp"  # the name of the block of experts in the memory of transformers, for all families
 
@@ -34,7 +34,7 @@ class _Slice(NamedTuple):
 class StackedSource(TensorSource):
     """The tensors of `files` under their canonical names, one for each expert."""
 
-    def __init__(self, files: SafetensorsSource | TorchBinSource, config: ModelConfig) -> None:
+    def __init__(self, files: SafetensorsSource | TorchBinSource | RenamedSource, config: ModelConfig) -> None:
         """Raise ModelError if a tensor has another shape than the configuration says, or is there in both forms."""
         self._files = files
         self._slices: dict[str, _Slice] = {}
@@ -77,8 +77,8 @@ class StackedSource(TensorSource):
 
 
 def unstacked(
-    files: SafetensorsSource | TorchBinSource, config: ModelConfig
-) -> SafetensorsSource | TorchBinSource | StackedSource:
+    files: SafetensorsSource | TorchBinSource | RenamedSource, config: ModelConfig
+) -> SafetensorsSource | TorchBinSource | RenamedSource | StackedSource:
     """Return the tensors with one for each expert, whatever the files have."""
     return StackedSource(files, config) if _stacks(config).keys() & files.shapes().keys() else files
 

@@ -31,7 +31,7 @@ class TensorSource(Protocol):
 
 
 class PackedReader(Protocol):
-    """A reader of weights in MXFP4, see `kernels/torch/mxfp4.py`."""
+    """A reader of weights in MXFP4, see `kernels/torch/parts/mxfp4.py`."""
 
     def packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the values and the scales of a weight by its canonical name."""
@@ -157,6 +157,33 @@ class TorchBinSource:
 
     def close(self) -> None:
         self._tensors.clear()
+
+
+class RenamedSource:
+    """Some tensors of `files` under other names. `names`: those in the files, by the new ones."""
+
+    def __init__(self, files: SafetensorsSource | TorchBinSource, names: Mapping[str, str]) -> None:
+        self._files, self._names = files, names
+        self.kind = files.kind
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        dtypes = self._files.dtypes
+        return {name: dtypes[stored] for name, stored in self._names.items()}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = self._files.shapes()
+        return {name: shapes[stored] for name, stored in self._names.items()}
+
+    def load(self, name: str) -> torch.Tensor:
+        return self._files.load(self._names[name])
+
+    def load_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
+        """Read rows `first` to `last` of entry number `index` of a tensor with two or more dimensions."""
+        return self._files.load_rows(self._names[name], index, first, last)
+
+    def close(self) -> None:
+        self._files.close()
 
 
 def _is_plain(name: object, value: object) -> bool:

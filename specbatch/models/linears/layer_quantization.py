@@ -16,6 +16,8 @@ QUANTIZED_HINT = (
     "use the unquantised checkpoint, one in FP8 (compressed-tensors, ModelOpt or fp8), one in integers of 4 or 8 bits "
     "(AWQ gemm, GPTQ, compressed-tensors pack-quantized), or a GGUF file"
 )
+# Inputs of a Gated DeltaNet. Those of its gates have few outputs, and are not quantised.
+_DELTA_INPUTS = tuple(f".in_proj_{part}" for part in "qkvz")
 Same = TypeVar("Same", bound="LayerQuantization")
 
 
@@ -31,7 +33,7 @@ class LayerQuantization:
     def covers(self, layer: str) -> bool:
         """`layer`: such as "model.layers.0.mlp.up_proj". All layers of experts are linear ones; some have names such as
         "w1"."""
-        is_linear = layer.endswith("_proj") or ".experts." in layer
+        is_linear = layer.endswith(("_proj", *_DELTA_INPUTS)) or ".experts." in layer
         if not (is_linear or (self.lm_head and layer == "lm_head")):
             return False
         return not any(_matches(pattern, layer) for pattern in self.ignored)

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specbatch.config_load import load_config
 from specbatch.errors import ModelError
-from specbatch.kernels.torch.mxfp4 import dequantise
+from specbatch.kernels.torch.parts.mxfp4 import dequantise
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.gpt_oss_experts import GptOssExperts
 from specbatch.models.linears.experts import stack_quantised

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""Tiles of a weight in MXFP4 inside GEMM kernels (Triton). `kernels/torch/mxfp4.py` has the layout.
+"""Tiles of a weight in MXFP4 inside GEMM kernels (Triton). `kernels/torch/parts/mxfp4.py` has the layout.
 
 Shape suffixes as there.
 """

@@ -1,0 +1,318 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+"""The kernels of `ops.py`. Shape suffixes as there."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from specbatch.kernels.triton.parts.launch import await_former
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _unit_rows(x):
+    """Return rows divided by their lengths."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def node_conv_kernel(
+    qkv, gates, mixed, conv, inputs, kept_gates, lengths, lines, starts, query_starts, slots, stride_qkv, stride_gates,
+    LENGTHS: tl.constexpr, G: tl.constexpr, G_POWER: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    NUM_KEPT: tl.constexpr, MAX_NODES: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute the convolution for nodes of the last round that are replayed, and for new ones. Keep what new ones put
+    into the layer. Grid: (B, 2 * MAX_NODES, blocks of channels). Line r < MAX_NODES of `mixed` is the r-th replayed
+    node, the others are new ones."""
+    b, row = tl.program_id(0), tl.program_id(1)
+    channels = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    ok = channels < C
+    await_former(PDL)
+    first = tl.load(query_starts + b).to(tl.int64)
+    count = tl.load(query_starts + b + 1).to(tl.int64) - first
+    if tl.load(slots + first) < 0:
+        return
+    line = tl.load(lines + b)
+    start = tl.load(starts + b)
+    if row < MAX_NODES:
+        pending = tl.minimum(tl.maximum(start - tl.load(lengths + line * LENGTHS), 0), MAX_NODES)
+        if row >= pending:
+            return
+        position = start - pending + row
+    else:
+        if row - MAX_NODES >= count:
+            return
+        position = start + row - MAX_NODES
+    kept = inputs + line * NUM_KEPT * C
+    dtype = qkv.dtype.element_ty
+    total = tl.zeros((BLOCK_C,), tl.float32)
+    for w in tl.static_range(W):
+        at = position - (W - 1) + w + 0 * channels  # as a row, for masks
+        old = tl.load(kept + (at % NUM_KEPT) * C + channels, mask=ok & (at >= 0) & (at < start), other=0.0)
+        fresh = tl.load(qkv + (first + at - start) * stride_qkv + channels, mask=ok & (at >= start), other=0.0)
+        weight = tl.load(conv + channels * W + w, mask=ok, other=0.0)
+        total += (old.to(tl.float32) + fresh.to(tl.float32)) * weight.to(tl.float32)
+    result = _silu(total.to(dtype).to(tl.float32))
+    tl.store(mixed + (b.to(tl.int64) * 2 * MAX_NODES + row) * C + channels, result, mask=ok)
+    if row >= MAX_NODES:  # no program of this launch reads these places
+        token, place = first + row - MAX_NODES, position % NUM_KEPT
+        own = tl.load(qkv + token * stride_qkv + channels, mask=ok)
+        tl.store(kept + place * C + channels, own, mask=ok)
+        if tl.program_id(2) == 0:
+            numbers = tl.arange(0, G_POWER)
+            own_gates = tl.load(gates + token * stride_gates + numbers, mask=numbers < G)
+            tl.store(kept_gates + (line * NUM_KEPT + place) * G + numbers, own_gates, mask=numbers < G)
+
+
+@triton.jit
+def _node(
+    state, mixed, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H: tl.constexpr,
+):  # fmt: skip
+    """Move a state over a node, whose line of the convolution is `mixed`."""
+    k = tl.load(mixed + keys, mask=key_ok, other=0.0).to(tl.float32)
+    v = tl.load(mixed + values, mask=value_ok, other=0.0).to(tl.float32)
+    k = k * tl.rsqrt(tl.sum(tl.sum(k * k, 0), 0) + 1e-6)
+    rate = 1.0 / (1.0 + tl.exp(-tl.load(gates + head).to(tl.float32)))
+    gate = tl.load(gates + H + head).to(tl.float32)
+    state = state * tl.exp(decay_of_head * _softplus(gate + bias))
+    known = tl.sum(tl.sum(state * k[:, None, :], 0), 1)
+    return state + ((v - known) * rate)[None, :, None] * k[:, None, :]
+
+
+@triton.jit
+def round_kernel(
+    mixed, kept_gates, out, decays, biases, states, lengths, lines, starts, query_starts, slots,
+    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, K_PARTS: tl.constexpr, K_PART: tl.constexpr,
+    V: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, NUM_KEPT: tl.constexpr,
+    MAX_NODES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Replay accepted nodes and compute new ones, for a part of one head of one sequence. Grid: (B, H, PARTS). The
+    state is read and written once, if there is something to replay.
+
+    A tile of the state has keys as K_PARTS x K_PART, so that a thread holds several dimensions of a key, and few
+    numbers cross threads in a sum."""
+    b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = part * PART + tl.arange(0, PART)
+    value_ok = rows < V
+    dims = tl.arange(0, K_PARTS)[:, None] * K_PART + tl.arange(0, K_PART)[None, :]
+    key_ok = dims < K
+    await_former(PDL)
+    line = tl.load(lines + b)
+    start = tl.load(starts + b)
+    first = tl.load(query_starts + b).to(tl.int64)
+    count = tl.load(query_starts + b + 1).to(tl.int64) - first
+    if tl.load(slots + first) < 0:
+        for t in range(count):
+            tl.store(out + ((first + t) * H + head) * V + rows, tl.zeros((PART,), tl.float32), mask=value_ok)
+        return
+    key_head = head // (H // KEY_HEADS)
+    queries, keys = key_head * K + dims, (KEY_HEADS + key_head) * K + dims
+    values = 2 * KEY_HEADS * K + head * V + rows
+    tile = states + (line * H + head) * V * K + rows[None, :, None] * K + dims[:, None, :]
+    tile_ok = value_ok[None, :, None] & key_ok[:, None, :]
+    state = tl.load(tile, mask=tile_ok, other=0.0)
+    length = lengths + (line * H + head) * PARTS + part
+    pending = tl.minimum(tl.maximum(start - tl.load(length), 0), MAX_NODES)
+    decay_of_head, bias = tl.load(decays + head), tl.load(biases + head)
+    mixed += b.to(tl.int64) * 2 * MAX_NODES * C
+    kept_gates += line * NUM_KEPT * 2 * H
+    for r in range(pending):
+        gates = kept_gates + ((start - pending + r) % NUM_KEPT) * 2 * H
+        state = _node(
+            state, mixed + r * C, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H,
+        )  # fmt: skip
+    if pending > 0:
+        tl.store(tile, state, mask=tile_ok)
+        tl.store(length, start)
+    for t in range(count):
+        own = mixed + (MAX_NODES + t) * C
+        gates = kept_gates + ((start + t) % NUM_KEPT) * 2 * H
+        state = _node(state, own, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H)
+        q = tl.load(own + queries, mask=key_ok, other=0.0).to(tl.float32)
+        q = q * (tl.rsqrt(tl.sum(tl.sum(q * q, 0), 0) + 1e-6) * (K**-0.5))
+        result = tl.sum(tl.sum(state * q[:, None, :], 0), 1)
+        tl.store(out + ((first + t) * H + head) * V + rows, result, mask=value_ok)
+
+
+@triton.jit
+def conv_kernel(
+    qkv, mixed, conv, inputs, lines, starts, query_starts, sequences, stride_qkv, num_tokens, num_sequences,
+    C: tl.constexpr, W: tl.constexpr, NUM_KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Compute the convolution of a block of packed tokens of prompts, for a block of channels. Tokens of no sequence
+    get 0. Grid: (blocks of tokens, blocks of channels)."""
+    tokens = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_token, channel_ok = tokens < num_tokens, channels < C
+    sequence = tl.load(sequences + tokens, mask=is_token, other=num_sequences)
+    has_sequence = is_token & (sequence < num_sequences)
+    first = tl.load(query_starts + sequence, mask=has_sequence, other=0).to(tl.int64)
+    start = tl.load(starts + sequence, mask=has_sequence, other=0).to(tl.int64)
+    line = tl.load(lines + sequence, mask=has_sequence, other=0)
+    total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    dtype = qkv.dtype.element_ty
+    for w in tl.static_range(W):
+        token = tokens - (W - 1) + w
+        at = start + token - first
+        is_new = (has_sequence & (token >= first))[:, None] & channel_ok[None, :]
+        is_old = (has_sequence & (token < first) & (at >= 0))[:, None] & channel_ok[None, :]
+        fresh = tl.load(qkv + token[:, None] * stride_qkv + channels[None, :], mask=is_new, other=0.0)
+        place = (line * NUM_KEPT + at % NUM_KEPT) * C
+        old = tl.load(inputs + place[:, None] + channels[None, :], mask=is_old, other=0.0)
+        weight = tl.load(conv + channels * W + w, mask=channel_ok, other=0.0).to(tl.float32)
+        total += (old.to(tl.float32) + fresh.to(tl.float32)) * weight[None, :]
+    result = _silu(total.to(dtype).to(tl.float32))
+    ok = is_token[:, None] & channel_ok[None, :]
+    tl.store(mixed + tokens[:, None] * C + channels[None, :], result, mask=ok)
+
+
+@triton.jit
+def prompt_kernel(
+    mixed, gates, out, decays, biases, states, lengths, lines, starts, query_starts, slots, checkpoint_at,
+    checkpoint_lines, stride_gates,
+    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, V: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Move the state of a part of one head over a piece of a prompt, in chunks of tokens. Grid: (B, H, PARTS). Within a
+    chunk, the values that tokens add to the state solve a triangular system, see `kernels/torch/delta.py`."""
+    b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(query_starts + b).to(tl.int64)
+    count = tl.load(query_starts + b + 1).to(tl.int64) - first
+    if count == 0:
+        return
+    line = tl.load(lines + b)
+    start = tl.load(starts + b)
+    rows = part * PART + tl.arange(0, PART)
+    row_ok = rows < V
+    key_head = head // (H // KEY_HEADS)
+    dims = tl.arange(0, K_POWER)
+    dim_ok = dims < K
+    queries, keys = key_head * K + dims, (KEY_HEADS + key_head) * K + dims
+    values = 2 * KEY_HEADS * K + head * V + rows
+    place = head * V * K + rows[:, None] * K + dims[None, :]
+    tile_ok = row_ok[:, None] & dim_ok[None, :]
+    state = tl.load(states + line * H * V * K + place, mask=tile_ok, other=0.0)
+    length = head * PARTS + part
+    cut = count
+    if HAS_CHECKPOINTS:
+        at = tl.load(checkpoint_at + b) - start
+        if (at > 0) & (at <= count):
+            cut = at
+    decay_of_head, bias = tl.load(decays + head), tl.load(biases + head)
+    steps = tl.arange(0, CHUNK)
+    done = count * 0
+    while done < count:
+        end = tl.where(done < cut, tl.minimum(done + CHUNK, cut), tl.minimum(done + CHUNK, count))
+        has = done + steps < end
+        tokens = first + done + steps
+        q = tl.load(mixed + tokens[:, None] * C + queries[None, :], mask=has[:, None] & dim_ok[None, :], other=0.0)
+        k = tl.load(mixed + tokens[:, None] * C + keys[None, :], mask=has[:, None] & dim_ok[None, :], other=0.0)
+        v = tl.load(mixed + tokens[:, None] * C + values[None, :], mask=has[:, None] & row_ok[None, :], other=0.0)
+        q, k = _unit_rows(q.to(tl.float32)) * (K**-0.5), _unit_rows(k.to(tl.float32))
+        gate = tl.load(gates + tokens * stride_gates + H + head, mask=has, other=0.0).to(tl.float32)
+        rate = tl.load(gates + tokens * stride_gates + head, mask=has, other=0.0).to(tl.float32)
+        rate = tl.where(has, 1.0 / (1.0 + tl.exp(-rate)), 0.0)
+        log_decay = tl.where(has, decay_of_head * _softplus(gate + bias), 0.0)
+        sums = tl.cumsum(log_decay, 0)
+        causal = steps[:, None] >= steps[None, :]
+        between = tl.where(causal, tl.exp(tl.where(causal, sums[:, None] - sums[None, :], 0.0)), 0.0)
+        system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * rate[:, None]
+        system = tl.where(steps[:, None] > steps[None, :], system, 0.0)
+        before = tl.exp(sums)[:, None]
+        added = rate[:, None] * (v.to(tl.float32) - before * tl.dot(k, tl.trans(state), input_precision=PRECISION))
+        for i in range(1, CHUNK):  # forward substitution: line i depends on those before it
+            row = tl.sum(tl.where(steps[:, None] == i, system, 0.0), 0)
+            correction = tl.sum(row[:, None] * added, 0)
+            added = tl.where(steps[:, None] == i, added - correction[None, :], added)
+        result = before * tl.dot(q, tl.trans(state), input_precision=PRECISION)
+        result += tl.dot(tl.dot(q, tl.trans(k), input_precision=PRECISION) * between, added, input_precision=PRECISION)
+        tl.store(out + (tokens[:, None] * H + head) * V + rows[None, :], result, mask=has[:, None] & row_ok[None, :])
+        total = tl.sum(log_decay, 0)
+        rest = added * tl.exp(total - sums)[:, None]
+        state = state * tl.exp(total) + tl.dot(tl.trans(rest), k, input_precision=PRECISION)
+        done = end
+        if HAS_CHECKPOINTS:  # noqa: SIM102  (`at` is not there otherwise)
+            if (done == at) & (at > 0):
+                kept = tl.load(checkpoint_lines + b)
+                tl.store(states + kept * H * V * K + place, state, mask=tile_ok)
+                tl.store(lengths + kept * H * PARTS + length, start + done.to(tl.int32))
+    if tl.load(slots + first) >= 0:
+        tl.store(states + line * H * V * K + place, state, mask=tile_ok)
+        tl.store(lengths + line * H * PARTS + length, start + count.to(tl.int32))
+
+
+@triton.jit
+def keep_kernel(
+    qkv, inputs, lines, starts, query_starts, slots, checkpoint_at, checkpoint_lines, stride_qkv,
+    C: tl.constexpr, NUM_KEPT: tl.constexpr, BLOCK_C: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr,
+):  # fmt: skip
+    """Keep the last inputs of a piece of a prompt, and those before its checkpoint. Grid: (B, NUM_KEPT, blocks of
+    channels). It runs after the convolution, which reads the former ones."""
+    b, row = tl.program_id(0), tl.program_id(1)
+    channels = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    ok = channels < C
+    first = tl.load(query_starts + b).to(tl.int64)
+    count = tl.load(query_starts + b + 1).to(tl.int64) - first
+    if count == 0:
+        return
+    if tl.load(slots + first) < 0:
+        return
+    start = tl.load(starts + b).to(tl.int64)
+    place = inputs + (tl.load(lines + b) * NUM_KEPT + row) * C + channels
+    old = tl.load(place, mask=ok, other=0.0)
+    if HAS_CHECKPOINTS:
+        at = tl.load(checkpoint_at + b)
+        if (at > start) & (at <= start + count):
+            token = at - 1 - (at - 1 - row + NUM_KEPT) % NUM_KEPT - start + 0 * channels  # as a row, for masks
+            fresh = tl.load(qkv + (first + token) * stride_qkv + channels, mask=ok & (token >= 0), other=0.0)
+            kept = inputs + (tl.load(checkpoint_lines + b) * NUM_KEPT + row) * C + channels
+            tl.store(kept, tl.where(token >= 0, fresh, old), mask=ok)
+    last = start + count - 1
+    token = last - (last - row + NUM_KEPT) % NUM_KEPT - start + 0 * channels
+    fresh = tl.load(qkv + (first + token) * stride_qkv + channels, mask=ok & (token >= 0), other=0.0)
+    tl.store(place, tl.where(token >= 0, fresh, old), mask=ok)
+
+
+@triton.jit
+def norm_kernel(
+    x, gate, weight, out, eps, stride_gate,
+    H: tl.constexpr, V: tl.constexpr, V_POWER: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute rms_norm(x) * silu(gate) for some heads of a token. Grid: (T, blocks of heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    dims = tl.arange(0, V_POWER)
+    ok = (heads < H)[:, None] & (dims < V)[None, :]
+    offsets = heads[:, None] * V + dims[None, :]
+    dtype = x.dtype.element_ty
+    await_former(PDL)
+    values = tl.load(x + token * H * V + offsets, mask=ok, other=0.0).to(tl.float32)
+    normed = (values * tl.rsqrt(tl.sum(values * values, 1) / V + eps)[:, None]).to(dtype).to(tl.float32)
+    scale = tl.load(weight + dims, mask=dims < V, other=0.0).to(tl.float32)
+    scaled = (normed * scale[None, :]).to(dtype).to(tl.float32)
+    gates = tl.load(gate + token * stride_gate + offsets, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + token * H * V + offsets, scaled * _silu(gates), mask=ok)
+
+
+@triton.jit
+def gate_kernel(x, gate, out, stride_gate, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Multiply a part of a token's features by the sigmoid of its gates. Grid: (T, parts)."""
+    token = tl.program_id(0).to(tl.int64)
+    features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = features < SIZE
+    await_former(PDL)
+    gates = tl.load(gate + token * stride_gate + features, mask=ok, other=0.0).to(tl.float32)
+    values = tl.load(x + token * SIZE + features, mask=ok, other=0.0)
+    factors = (1.0 / (1.0 + tl.exp(-gates))).to(values.dtype)
+    tl.store(out + token * SIZE + features, values * factors, mask=ok)

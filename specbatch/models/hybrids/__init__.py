@@ -1,0 +1,1 @@
+"""Hybrids: models of which some layers have a state in place of attention."""
