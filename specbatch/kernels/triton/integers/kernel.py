@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specbatch.kernels.triton.parts.elementwise import gate_and_up
+from specbatch.kernels.triton.integers.parts import store_sums
 from specbatch.kernels.triton.parts.integers import unpack_bytes, unpack_nibbles
 from specbatch.kernels.triton.parts.launch import await_former
-from specbatch.kernels.triton.skinny.parts import load_weights, prefetch_rows, rounded
+from specbatch.kernels.triton.skinny.parts import load_weights, prefetch_rows
 
 _GROUP_TILES = tl.constexpr(8)  # tiles of tokens whose inputs stay in L2 while weights are read
 
@@ -108,7 +108,6 @@ def integer_kernel(
     # The operand has rows of gate, then the same rows of up.
     local = tl.arange(0, BLOCK_O)
     rows = row + local % OUTPUTS
-    ok_o = rows < OUT
     rows = (rows if OUT % OUTPUTS == 0 else tl.minimum(rows, OUT - 1)) + local // OUTPUTS * OUT
     w_ptrs = words + rows.to(tl.int64)[:, None] * ROW + tl.arange(0, STEP)[None, :]
     if PREFETCH > 0:
@@ -183,25 +182,10 @@ def integer_kernel(
                 s3 = n3
     if GROUPS == 1:
         acc = acc * _scale_of(scales, 0, rows, WIDTH, GROUP, GROUPS)[:, None]
-    wide_tokens = tokens.to(tl.int64)[None, :]
-    if SPLITS > 1:
-        at = (split * M + wide_tokens) * WIDTH + rows[:, None]
-        tl.store(partial + at, acc, mask=ok_o[:, None] & ok_m[None, :])
-    else:
-        outs = row + tl.arange(0, OUTPUTS)
-        at = wide_tokens * OUT + outs[:, None]
-        mask = (outs < OUT)[:, None] & ok_m[None, :]
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, BLOCK_M)), (1, 2, 0)))
-            tl.store(y + at, gate_and_up(gate, up, ACTIVATION, dtype), mask=mask)
-        else:
-            b = acc
-            r = acc
-            if HAS_BIAS:
-                b = tl.load(bias + outs, mask=outs < OUT, other=0.0)[:, None]
-            if HAS_RESIDUAL:
-                r = tl.load(residual + at, mask=mask, other=0.0)
-            tl.store(y + at, rounded(acc, b, r, HAS_BIAS, HAS_RESIDUAL, dtype), mask=mask)
+    store_sums(
+        acc, y, bias, residual, partial, row, tokens, split, M, OUT, BLOCK_M, BLOCK_O, SPLITS, GATED, ACTIVATION,
+        HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
 
 
 @triton.jit
