@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specbatch.kernels.triton.integers.parts import store_sums
+from specbatch.kernels.triton.integers.parts import prefetch_groups, store_sums
 from specbatch.kernels.triton.parts.integers import unpack_nibbles
 from specbatch.kernels.triton.parts.launch import await_former
 from specbatch.kernels.triton.skinny.parts import load_weights, normalised, prefetch_rows, row_scale
@@ -21,20 +21,20 @@ from specbatch.kernels.triton.skinny.parts import load_weights, normalised, pref
 
 @triton.jit
 def _load_pairs(w_ptrs, unit, half: tl.constexpr, mask, MASKED: tl.constexpr):
-    """Load pairs of words of half a unit, (BLOCK_O / 8, WARPS, 128)."""
-    return load_weights(w_ptrs + (unit * (32) + half * (16))[None, :, None], mask, MASKED)
+    """Load pairs of words of half a unit, (BLOCK_O / 8 * WARPS, 128). `unit`: that of each line."""
+    return load_weights(w_ptrs + (unit * 32 + half * 16)[:, None], mask, MASKED)
 
 
 @triton.jit
 def _words_of(pairs):
-    """Return pairs of words (N, K, 128) as words (N, K, 256). No bit moves."""
+    """Return pairs of words (N, 128) as words (N, 256). No bit moves."""
     words = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
-    return tl.reshape(words, (pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]))
+    return tl.reshape(words, (pairs.shape[0], 2 * pairs.shape[1]))
 
 
 @triton.jit
 def _w_operand(part, WARPS: tl.constexpr, BLOCK_O: tl.constexpr):
-    """Return a part of half a unit, (BLOCK_O / 8, WARPS, 256), as an operand (WARPS, BLOCK_O, 32)."""
+    """Return a part of half a unit, (BLOCK_O / 8 * WARPS, 256), as an operand (WARPS, BLOCK_O, 32)."""
     # The dimensions are rows / 8, warp, row, lane of a row, and bits of the word: half of the operand's inputs, half of
     # 16 inputs, input of a pair.
     apart = tl.reshape(part, (BLOCK_O // 8, WARPS, 8, 4, 2, 2, 2))
@@ -86,6 +86,18 @@ def _rows_of(local, row, OUT: tl.constexpr, OUTPUTS: tl.constexpr):
 
 
 @triton.jit
+def _fixed(w):
+    """Return the operand. Triton does not look past this function for the types from which numbers were made: it would
+    arrange operands by them."""
+    if _IS_COMPILED:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [w], dtype=w.dtype, is_pure=False, pack=2)
+    return w
+
+
+_IS_COMPILED = tl.constexpr(isinstance(_fixed, triton.JITFunction))  # the interpreter has no assembler
+
+
+@triton.jit
 def _of_group(
     pointer, unit, first: tl.constexpr, row, OUT: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK_O: tl.constexpr, LOCAL: tl.constexpr,
@@ -111,6 +123,7 @@ def _add(
 ):  # fmt: skip
     """Add operands to the sums of their group. After the last ones of SUB inputs, add these to `acc`."""
     BLOCK_O: tl.constexpr = w.shape[1]
+    w = _fixed(w)
     is_first: tl.constexpr = first % SUB == 0
     sums = tl.dot(w, v) if is_first else tl.dot(w, v, sums)
     if HAS_ZEROS:
@@ -151,18 +164,25 @@ def direct_kernel(
     OUTPUTS: tl.constexpr = BLOCK_O // 2 if GATED else BLOCK_O
     row = tl.program_id(0) * OUTPUTS
     split = tl.program_id(1)
-    lanes = tl.arange(0, 256)
-    # The operand has rows of gate, then the same rows of up.
+    # Tiles have two dimensions, of which neighbours in the first are for neighbouring warps.
     # Pairs of words are loaded as one number, which takes one register.
-    pairs = tl.arange(0, 128)
-    rows = _rows_of(tl.arange(0, BLOCK_O // 8)[:, None] * 8 + pairs[None, :] // 16, row, OUT, OUTPUTS)
-    w_ptrs = words.to(tl.pointer_type(tl.int32), bitcast=True)
-    w_ptrs += (rows.to(tl.int64) * (ROW // 2) + pairs[None, :] % 16)[:, None, :]
-    unit = split * STEPS * WARPS + tl.arange(0, WARPS)
-    safe = tl.minimum(unit, UNITS - 1) if RAGGED else unit
+    line = tl.arange(0, BLOCK_O // 8 * WARPS)
+    pair = tl.arange(0, 128)
+    rows = _rows_of((line // WARPS)[:, None] * 8 + (pair // 16)[None, :], row, OUT, OUTPUTS)
+    w_ptrs = words.to(tl.pointer_type(tl.int32), bitcast=True) + rows.to(tl.int64) * (ROW // 2) + (pair % 16)[None, :]
+    start = split * STEPS * WARPS
+    w_unit = start + line % WARPS
+    if RAGGED:
+        w_unit = tl.minimum(w_unit, UNITS - 1)
     if AHEAD:
-        w0 = _load_pairs(w_ptrs, safe, 0, None, False)
-        w1 = _load_pairs(w_ptrs, safe, 1, None, False)
+        w0 = _load_pairs(w_ptrs, w_unit, 0, None, False)
+        w1 = _load_pairs(w_ptrs, w_unit, 1, None, False)
+    if PDL:
+        group = split * STEPS * WARPS * 256 // GROUP
+        COUNT: tl.constexpr = (STEPS * WARPS * 256 + GROUP - 1) // GROUP
+        prefetch_groups(scales, row, group, OUT, GROUPS, OUTPUTS, GATED, COUNT, 32 * WARPS)
+        if HAS_ZEROS:
+            prefetch_groups(zeros, row, group, OUT, GROUPS, OUTPUTS, GATED, COUNT, 32 * WARPS)
     if PREFETCH > 0:
         begin = (split * STEPS + (1 if AHEAD else 0)) * WARPS * 64
         prefetch_rows(words, row, OUT, ROW, begin, OUTPUTS, PREFETCH, 32 * WARPS)
@@ -173,21 +193,28 @@ def direct_kernel(
     if NORM:
         scale = row_scale(x, IN, eps, NORM_BLOCK)
     # A token past M repeats the last one, and is not stored.
-    tokens = tl.arange(0, BLOCK_M // 8)[:, None] * 8 + lanes[None, :] // 32
-    x_ptrs = x + (tl.minimum(tokens, M - 1).to(tl.int64) * stride_x + lanes[None, :] % 32)[:, None, :]
+    x_line = tl.arange(0, BLOCK_M // 8 * WARPS)
+    lane = tl.arange(0, 256)
+    tokens = (x_line // WARPS)[:, None] * 8 + (lane // 32)[None, :]
+    x_ptrs = x + tl.minimum(tokens, M - 1).to(tl.int64) * stride_x + (lane % 32)[None, :]
     acc = tl.zeros((WARPS, BLOCK_O, BLOCK_M), tl.float32)
     s = acc
     xs = acc
-    z = tl.full((1, 1, 1), 8, tl.uint8)
+    z = tl.full((1, 1), 8, tl.uint8)
     for step in tl.range(STEPS, num_stages=1):
+        unit = start + tl.arange(0, WARPS)
+        safe = tl.minimum(unit, UNITS - 1) if RAGGED else unit
         if not AHEAD:
-            w0 = _load_pairs(w_ptrs, safe, 0, None, False)
-            w1 = _load_pairs(w_ptrs, safe, 1, None, False)
-        after = unit + WARPS
-        if AHEAD:
-            more = after < (UNITS if RAGGED else tl.where(step + 1 < STEPS, UNITS, 0))
-            next0 = _load_pairs(w_ptrs, after, 0, more[None, :, None], True)
-            next1 = _load_pairs(w_ptrs, after, 1, more[None, :, None], True)
+            w_unit = start + line % WARPS
+            if RAGGED:
+                w_unit = tl.minimum(w_unit, UNITS - 1)
+            w0 = _load_pairs(w_ptrs, w_unit, 0, None, False)
+            w1 = _load_pairs(w_ptrs, w_unit, 1, None, False)
+        else:
+            w_unit = start + WARPS + line % WARPS
+            more = (w_unit < tl.where(step + 1 < STEPS, UNITS, 0))[:, None]
+            next0 = _load_pairs(w_ptrs, w_unit, 0, more, True)
+            next1 = _load_pairs(w_ptrs, w_unit, 1, more, True)
         p0, p1, p2, p3 = unpack_nibbles(_words_of(w0), z, z, z, z, dtype)
         q0, q1, q2, q3 = unpack_nibbles(_words_of(w1), z, z, z, z, dtype)
         p0, q0 = _w_operand(p0, WARPS, BLOCK_O), _w_operand(q0, WARPS, BLOCK_O)
@@ -207,8 +234,9 @@ def direct_kernel(
                 acc, s, xs, w, v, scales, zeros, safe, row, 128, OUT, OUTPUTS, WIDTH, GROUP, GROUPS, SUB, HAS_ZEROS
             )
         else:
-            inputs = (unit * 256)[None, :, None] + (lanes % 32)[None, None, :]
-            ptrs = x_ptrs + (unit * 256)[None, :, None]
+            x_unit = start + x_line % WARPS
+            inputs = (x_unit * 256)[:, None] + (lane % 32)[None, :]
+            ptrs = x_ptrs + (x_unit * 256)[:, None]
             v = _x_operand(ptrs, inputs, 0, IN, WARPS, BLOCK_M, MASKED)
             acc, s, xs = _add(
                 acc, s, xs, p0, v, scales, zeros, safe, row, 0, OUT, OUTPUTS, WIDTH, GROUP, GROUPS, SUB, HAS_ZEROS
@@ -244,8 +272,7 @@ def direct_kernel(
         if AHEAD:
             w0 = next0
             w1 = next1
-        unit = after
-        safe = tl.minimum(unit, UNITS - 1) if RAGGED else unit
+        start += WARPS
     store_sums(
         tl.sum(acc, 0), y, bias, residual, partial, row, tl.arange(0, BLOCK_M), split, M, OUT, BLOCK_M, BLOCK_O, SPLITS,
         GATED, ACTIVATION, HAS_BIAS, HAS_RESIDUAL,

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""The shared end of the kernels of `ops.py`. Shape suffixes as there."""
+"""The shared parts of the kernels of `ops.py`: their first loads and their end. Shape suffixes as there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,30 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.triton.parts.elementwise import gate_and_up
-from specbatch.kernels.triton.skinny.parts import rounded
+from specbatch.kernels.triton.skinny.parts import prefetch_rows, rounded
+
+
+@triton.jit
+def prefetch_groups(
+    pointer, row, group, OUT: tl.constexpr, GROUPS: tl.constexpr, OUTPUTS: tl.constexpr, GATED: tl.constexpr,
+    COUNT: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Load scales or zero points into L2: those of OUTPUTS outputs from `row` on, of gate and of up if GATED, for up to
+    COUNT groups from `group` on. Their loads would otherwise be the latest of a step. Nothing is loaded if memory is
+    not aligned for the instruction."""
+    WIDTH: tl.constexpr = 2 * OUT if GATED else OUT
+    SIZE: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
+    ROWS: tl.constexpr = COUNT if COUNT < THREADS else THREADS
+    if (
+        GROUPS > 1
+        and OUT % OUTPUTS == 0
+        and WIDTH * SIZE % 16 == 0
+        and OUT * SIZE % 16 == 0
+        and OUTPUTS * SIZE % 16 == 0
+    ):
+        prefetch_rows(pointer, group, GROUPS, WIDTH, row, ROWS, OUTPUTS, THREADS)
+        if GATED:
+            prefetch_rows(pointer, group, GROUPS, WIDTH, row + OUT, ROWS, OUTPUTS, THREADS)
 
 
 @triton.jit
