@@ -114,7 +114,7 @@ def direct_candidates(gemm: Gemm, tokens: int) -> Iterator[DirectTile]:
         yield DirectTile(8, 16, 4)
         yield DirectTile(8, 16, 16)
         yield DirectTile(8, 16, 8, prefetch=1024)
-        yield DirectTile(8, 16, 8, ahead=False, registers=96)
+        yield DirectTile(8, 16, 8, ahead=False, registers=80)
         yield DirectTile(8, 16, 4, ahead=False, registers=96)
         yield DirectTile(8, 32, 4, registers=168)
         yield DirectTile(8, 32, 8, registers=168)

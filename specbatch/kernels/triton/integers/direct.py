@@ -130,12 +130,11 @@ def _add(
         ones = tl.full(w.shape, 1.0, w.dtype)
         x_sums = tl.dot(ones, v) if is_first else tl.dot(ones, v, x_sums)
     if (first + w.shape[2]) % SUB == 0:
-        start: tl.constexpr = (first + w.shape[2]) - SUB
         total = sums
         if HAS_ZEROS:
-            z = _of_group(zeros, unit, start, row, OUT, OUTPUTS, WIDTH, GROUP, GROUPS, BLOCK_O, 0)
+            z = _of_group(zeros, unit, first, row, OUT, OUTPUTS, WIDTH, GROUP, GROUPS, BLOCK_O, 0)
             total -= x_sums * (z - 8.0)[:, :, None]
-        scale = _of_group(scales, unit, start, row, OUT, OUTPUTS, WIDTH, GROUP, GROUPS, BLOCK_O, 0)
+        scale = _of_group(scales, unit, first, row, OUT, OUTPUTS, WIDTH, GROUP, GROUPS, BLOCK_O, 0)
         acc += total * scale[:, :, None]
     return acc, sums, x_sums
 
