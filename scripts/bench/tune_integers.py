@@ -3,11 +3,11 @@
     python scripts/bench/tune_integers.py -o tune_integers.json [--budget 150] [--shape llama-3-8b] [--bits 8]
     python scripts/bench/tune_integers.py --table tune_integers.json
 
-First each form of weights (bits, groups, zero points) is checked: our kernels against float64. Then, for each GEMM of a
-layer and each number of tokens: microseconds in CUDA-graph replay over copies of the weight that together exceed L2, of
-bfloat16 as it is used now, of the library with a weight that is dequantised before, and of our tiles; and each one's
-error against float64. Norms, residuals and gates are computed with the GEMMs, as in a model. The numbers of tokens for
-which the time matters most are first.
+For each GEMM of a layer and each number of tokens: microseconds in CUDA-graph replay over copies of the weight that
+together exceed L2, of bfloat16 as it is used now, of the library with a weight that is dequantised before, and of our
+tiles; and each one's error against float64. Norms, residuals and gates are computed with the GEMMs, as in a model. The
+numbers of tokens for which the time matters most are first. After two of them, each form of weights (bits, groups, zero
+points) is checked: our kernels against float64.
 
 Every measurement is one JSON line, written at once; a short table of them comes last. What fails is a line with
 "error" and no time. `--table` prints the table of `specbatch/kernels/triton/integers/tile.py` from the file. Stops by
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,6 @@ from specbatch.kernels.triton.integers import ops
 from specbatch.kernels.triton.integers.tile import DirectTile, IntegerTile, Tile
 from specbatch.models.random_weights import geometries
 
-Op = Literal["linear", "residual", "norm", "norm_gated"]  # as of `Gemm`
-
 
 class Form(NamedTuple):
     """A form of weights. `group` None: one scale for each output."""
@@ -53,11 +51,12 @@ class Form(NamedTuple):
     zeros: bool
 
 
-ROWS = (1, 16, 64, 256, 4, 512, 32, 128, 8, 1024, 2048)  # the most important ones are first
+ROWS = [1, 16, 64, 256, 4, 512, 32, 128, 8, 1024, 2048]  # the most important ones are first
+FIRST = 2  # how many of them come before the check of all forms, each of whose kernels has to be compiled
 DEVICE, DTYPE = "cuda", torch.bfloat16
 ROTATION_BYTES = 280e6  # bytes of all copies of a weight; L2 holds 60 MB
 CHECKED = 64  # tokens whose results are compared with float64
-EPS = 1e-5  # of norms
+EPS = 1e-5  # the epsilon of norms
 LARGEST_ERROR = 8e-3  # results that are rounded to bfloat16 have an error of 1.7e-3, gated ones of about twice that
 # What is checked: forms of weights, a size that is no multiple of tiles, and tiles. None: the weight is dequantised.
 FORMS = [Form(bits, group, z) for bits in (4, 8) for group in (32, 64, 128, 256, None) for z in (False, True)]
@@ -137,7 +136,7 @@ def direct_candidates(gemm: Gemm, tokens: int) -> Iterator[DirectTile]:
         yield DirectTile(32, 16, 8, ahead=False, registers=168)
 
 
-def checked_ops(form: Form) -> tuple[Op, ...]:
+def checked_ops(form: Form) -> tuple[str, ...]:
     return ("residual", "norm", "norm_gated") if form.group == 128 else ("residual",)
 
 
@@ -174,7 +173,7 @@ def start_compiling() -> None:
     ops.dependent_launch = lambda tensor: True
 
 
-def compile_task(size: tuple[int, int], form: Form, tile: Tile | None, op: Op, is_single: bool) -> None:
+def compile_task(size: tuple[int, int], form: Form, tile: Tile | None, op: str, is_single: bool) -> None:
     """Compile what multiplies with a tile, or dequantises. `is_single`: one token, whose norm can be fused."""
     (num_out, num_in), bits = size, form.bits
     groups = 1 if form.group is None else math.ceil(num_in / form.group)
@@ -190,20 +189,20 @@ def compile_task(size: tuple[int, int], form: Form, tile: Tile | None, op: Op, i
     multiply(x, weight, norm, torch.empty(tokens, num_out, dtype=DTYPE), tile, op)
 
 
-def multiply(x: Tensor, weight: IntegerWeight, norm: Tensor, residual: Tensor, tile: Tile, op: Op) -> Tensor:
+def multiply(x: Tensor, weight: IntegerWeight, norm: Tensor, residual: Tensor, tile: Tile, op: str) -> Tensor:
     added = residual[: len(x)] if op == "residual" else None
     activation: Any = "silu" if op == "norm_gated" else None
     return ops.multiply(x, weight, None, added, tile, activation, (norm, EPS) if op.startswith("norm") else None)
 
 
-def by_library(x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, op: Op) -> Tensor:
+def by_library(x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, op: str) -> Tensor:
     """Return the result of the GEMM in bfloat16 as it is used now. A sum is written over the residual, or not."""
     if op == "norm_gated":
         return norm_gated_linear(x, norm, EPS, weight)
     return norm_linear(x, norm, EPS, weight) if op == "norm" else linear(x, weight, None, residual[: len(x)])
 
 
-def exact_result(x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, op: Op) -> Tensor:
+def exact_result(x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, op: str) -> Tensor:
     """Return the result in float64."""
     wide = x.double()
     if op.startswith("norm"):
@@ -233,15 +232,17 @@ class Bench:
     def out_of_time(self) -> bool:
         return time.monotonic() > self._deadline
 
-    def compile(self, gemms: list[Gemm], rows: list[int]) -> None:
-        for form in FORMS:
-            for tile, op in itertools.compute(CHECKED_TILES, checked_ops(form)):
-                if fits(tile, form.bits):
-                    self._start(CHECKED_SIZE, form, tile, op, op.startswith("norm"))
+    def compile_tiles(self, gemms: list[Gemm], rows: list[int]) -> None:
         for tokens in rows:
             for gemm in gemms:
                 for tile in (None, *candidates(gemm, tokens, self._form.bits)):
                     self._start(gemm.weight_shape, self._form, tile, gemm.op, tokens == 1)
+
+    def compile_checks(self) -> None:
+        for form in FORMS:
+            for tile, op in itertools.product(CHECKED_TILES, checked_ops(form)):
+                if fits(tile, form.bits):
+                    self._start(CHECKED_SIZE, form, tile, op, op.startswith("norm"))
 
     def _start(self, *task: Any) -> None:
         if task not in self._compiled:
@@ -263,7 +264,7 @@ class Bench:
             exact, errors = dequantise_integers(weight, torch.float64), {}
             x, residual = normal(CHECKED_ROWS, CHECKED_SIZE[1]), normal(CHECKED_ROWS, CHECKED_SIZE[0])
             norm = normal(CHECKED_SIZE[1])
-            for tile, op in itertools.compute(CHECKED_TILES, checked_ops(form)):
+            for tile, op in itertools.product(CHECKED_TILES, checked_ops(form)):
                 if not fits(tile, form.bits):
                     continue
                 self._await(CHECKED_SIZE, form, tile, op, op.startswith("norm"))
@@ -412,12 +413,17 @@ def main() -> None:
         return
     bench = Bench(args.output, time.monotonic() + args.budget, Form(args.bits, 128, False))
     all_gemms = {name: list(Geometry.of(geometries()[name]).layer.values()) for name in args.shape or ["llama-3-8b"]}
-    for gemms in all_gemms.values():
-        bench.compile(gemms, args.rows)
+    first, others = args.rows[:FIRST], args.rows[FIRST:]
+    every = list(itertools.chain(*all_gemms.values()))
+    bench.compile_tiles(every, first)
+    bench.compile_checks()
+    bench.compile_tiles(every, others)
     try:
         with torch.no_grad():
-            bench.check()
-            for tokens in args.rows:
+            for tokens in (*first, None, *others):
+                if tokens is None:
+                    bench.check()
+                    continue
                 for name, gemms in all_gemms.items():
                     for gemm in gemms:
                         bench.gemm(name, gemm, tokens)

@@ -13,7 +13,7 @@ from specbatch.kernels.integers import UNIT
 
 # Above this number of tokens a weight is dequantised to memory, and the library multiplies.
 MAX_TOKENS = 1024
-_MAX_DIRECT_TOKENS = 16  # of a `DirectTile` for sizes that were not measured
+_MAX_DIRECT_TOKENS = 16  # the most tokens of a `DirectTile` for sizes that were not measured
 _WIDE = 8192  # a GEMM with more outputs has enough programs
 _MIN_STEP = 16  # tensor cores multiply 16 inputs at once
 _SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
