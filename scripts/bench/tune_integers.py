@@ -1,12 +1,13 @@
 """Times the GEMMs with weights of whole numbers on a GPU against those of bfloat16, and finds the best tiles.
 
-    python scripts/bench/tune_integers.py -o tune_integers.json [--budget 180] [--shape llama-3-8b] [--bits 8]
+    python scripts/bench/tune_integers.py -o tune_integers.json [--budget 150] [--shape llama-3-8b] [--bits 8]
     python scripts/bench/tune_integers.py --table tune_integers.json
 
-First each form of weights (bits, groups, zero points) is checked: our kernels against float64. Then, for each GEMM of a
-layer and each number of tokens: microseconds in CUDA-graph replay over copies of the weight that together exceed L2, of
-bfloat16 as it is used now, of the library with a weight that is dequantised before, and of our tiles; and each one's
-error against float64.
+For each GEMM of a layer and each number of tokens: microseconds in CUDA-graph replay over copies of the weight that
+together exceed L2, of bfloat16 as it is used now, of the library with a weight that is dequantised before, and of our
+tiles; and each one's error against float64. Norms, residuals and gates are computed with the GEMMs, as in a model. The
+numbers of tokens for which the time matters most are first. After two of them, each form of weights (bits, groups, zero
+points) is checked: our kernels against float64.
 
 Every measurement is one JSON line, written at once; a short table of them comes last. What fails is a line with
 "error" and no time. `--table` prints the table of `specbatch/kernels/triton/integers/tile.py` from the file. Stops by
@@ -24,9 +25,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,12 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from specbatch.kernels.integers import UNIT, IntegerWeight
 from specbatch.kernels.torch.integers import dequantise_integers, pack_integers
-from specbatch.kernels.triton.gemm import gated_linear, linear
+from specbatch.kernels.triton.gemm import linear, norm_gated_linear, norm_linear
 from specbatch.kernels.triton.integers import ops
-from specbatch.kernels.triton.integers.tile import IntegerTile
+from specbatch.kernels.triton.integers.tile import DirectTile, IntegerTile, Tile
 from specbatch.models.random_weights import geometries
-
-Kind = Literal["plain", "residual", "gated"]
 
 
 class Form(NamedTuple):
@@ -52,10 +51,12 @@ class Form(NamedTuple):
     zeros: bool
 
 
-ROWS = (1, 16, 64, 256, 4, 512, 32, 128, 8, 1024, 2048)  # the most important ones are first
+ROWS = [1, 16, 64, 256, 4, 512, 32, 128, 8, 1024, 2048]  # the most important ones are first
+FIRST = 2  # how many of them come before the check of all forms, each of whose kernels has to be compiled
 DEVICE, DTYPE = "cuda", torch.bfloat16
 ROTATION_BYTES = 280e6  # bytes of all copies of a weight; L2 holds 60 MB
 CHECKED = 64  # tokens whose results are compared with float64
+EPS = 1e-5  # the epsilon of norms
 LARGEST_ERROR = 8e-3  # results that are rounded to bfloat16 have an error of 1.7e-3, gated ones of about twice that
 # What is checked: forms of weights, a size that is no multiple of tiles, and tiles. None: the weight is dequantised.
 FORMS = [Form(bits, group, z) for bits in (4, 8) for group in (32, 64, 128, 256, None) for z in (False, True)]
@@ -66,34 +67,32 @@ CHECKED_TILES = (
     IntegerTile(64, 64, 64, 4, 4, splits=2),
     IntegerTile(16, 128, 32, 4, 8),
     IntegerTile(128, 128, 32, 4, 8, scale_sums=False),
+    DirectTile(8, 16, 8),
+    DirectTile(8, 32, 4, ahead=False, registers=168),
+    DirectTile(16, 32, 2, registers=168, splits=2),
+    DirectTile(32, 32, 8, ahead=False, registers=255),
 )
 
 
-def candidates(gemm: Gemm, tokens: int) -> Iterator[IntegerTile]:
+def candidates(gemm: Gemm, tokens: int, bits: int = 4) -> Iterator[Tile]:
     """Yield the tiles that are tried."""
     outputs = gemm.weight_shape[0]
     splits = (1,) if outputs > 8192 else (1, 2) if outputs > 4096 else (1, 2, 4)
+    if bits == 4 and tokens <= 32:
+        yield from direct_candidates(gemm, tokens)
     if tokens <= 8:
-        for block_o, warps in ((16, 1), (32, 2), (64, 4)):
-            yield from (IntegerTile(8, block_o, 64, stages, warps) for stages in (4, 6))
-            yield IntegerTile(8, block_o, 64, 6, warps, prefetch=512)
-        yield IntegerTile(8, 16, 64, 8, 1, prefetch=1024)
-        yield IntegerTile(8, 16, 64, 6, 1, scale_sums=False)
-        yield IntegerTile(8, 64, 64, 5, 4, scale_sums=False)
+        yield IntegerTile(8, 64, 64, 4, 4)
         yield from (IntegerTile(8, 64, 64, 5, 4, splits=s, prefetch=256) for s in splits[1:])
     elif tokens <= 32:
         block_m = 16 if tokens <= 16 else 32
-        yield IntegerTile(block_m, 32, 64, 5, 2)
-        yield IntegerTile(block_m, 32, 64, 5, 2, prefetch=512)
         yield IntegerTile(block_m, 128, 64, 4, 4)
         yield IntegerTile(block_m, 128, 64, 4, 8)
         yield from (IntegerTile(block_m, 64, 64, 4, 4, splits=s) for s in splits)
-        yield from (IntegerTile(block_m, 64, 32, 6, 4, splits=s) for s in splits)
     elif tokens <= 64:
         yield from (IntegerTile(64, 64, 64, 4, 4, splits=s) for s in splits)
-        yield from (IntegerTile(64, 64, 32, 5, 4, splits=s) for s in splits)
         yield from (IntegerTile(64, 128, 64, 4, 8, splits=s) for s in splits)
-        yield from (IntegerTile(64, 128, 32, 4, 4, splits=s, scale_sums=False) for s in splits)
+        yield from (IntegerTile(64, 128, 64, 3, 4, splits=s) for s in splits)
+        yield from (IntegerTile(64, 256, 32, 4, 8, splits=s) for s in splits)
         yield from (IntegerTile(64, 128, 32, 6, 8, splits=s, scale_sums=False) for s in splits)
         yield from (IntegerTile(64, 64, 64, 4, 4, splits=s, scale_sums=False) for s in splits)
     else:
@@ -108,18 +107,55 @@ def candidates(gemm: Gemm, tokens: int) -> Iterator[IntegerTile]:
         yield IntegerTile(128, 128, 32, 4, 8, splits=splits[-1])
 
 
-def kind_of(gemm: Gemm) -> Kind:
-    return "gated" if gemm.op == "norm_gated" else "plain"
+def direct_candidates(gemm: Gemm, tokens: int) -> Iterator[DirectTile]:
+    if tokens <= 8:
+        yield DirectTile(8, 16, 8)
+        yield DirectTile(8, 16, 4)
+        yield DirectTile(8, 16, 16)
+        yield DirectTile(8, 16, 8, prefetch=1024)
+        yield DirectTile(8, 16, 8, ahead=False, registers=80)
+        yield DirectTile(8, 16, 4, ahead=False, registers=96)
+        yield DirectTile(8, 32, 4, registers=168)
+        yield DirectTile(8, 32, 8, registers=168)
+        yield DirectTile(8, 32, 4, ahead=False)
+        if tokens == 1 and gemm.op.startswith("norm"):
+            yield DirectTile(8, 16, 8, fuse_norm=False)
+            yield DirectTile(8, 32, 4, registers=168, fuse_norm=False)
+    elif tokens <= 16:
+        yield DirectTile(16, 32, 8, registers=168)
+        yield DirectTile(16, 32, 4, registers=168)
+        yield DirectTile(16, 16, 8, registers=168)
+        yield DirectTile(16, 16, 16)
+        yield DirectTile(16, 64, 4, ahead=False, registers=255)
+        yield DirectTile(16, 64, 8, ahead=False, registers=255)
+        if gemm.weight_shape[0] <= 8192:
+            yield DirectTile(16, 64, 4, ahead=False, registers=255, splits=2)
+    else:
+        yield DirectTile(32, 32, 8, ahead=False, registers=255)
+        yield DirectTile(32, 32, 4, ahead=False, registers=255)
+        yield DirectTile(32, 16, 8, ahead=False, registers=168)
 
 
-def checked_kinds(form: Form) -> tuple[Kind, ...]:
-    return ("residual", "gated") if form.group == 128 else ("residual",)
+def checked_ops(form: Form) -> tuple[str, ...]:
+    return ("residual", "norm", "norm_gated") if form.group == 128 else ("residual",)
 
 
-def name_of(tile: IntegerTile) -> str:
-    sizes = f"m{tile.block_m} o{tile.block_o} s{tile.step} n{tile.num_stages} w{tile.num_warps}"
-    more = [f"split{tile.splits}"] * (tile.splits > 1) + ["weights"] * (not tile.scale_sums)
-    return " ".join([sizes, *more, *[f"pre{tile.prefetch}"] * (tile.prefetch > 0)])
+def fits(tile: Tile | None, bits: int) -> bool:
+    """Return whether a tile can multiply weights of this number of bits."""
+    return bits == 4 or not isinstance(tile, DirectTile)
+
+
+def name_of(tile: Tile) -> str:
+    """Return the first letters of what is unusual about a tile, and its sizes."""
+    if isinstance(tile, DirectTile):
+        name = f"direct m{tile.block_m} o{tile.block_o} w{tile.num_warps} r{tile.registers}"
+        more = ["late"] * (not tile.ahead) + ["norm before"] * (not tile.fuse_norm)
+    else:
+        name = f"m{tile.block_m} o{tile.block_o} s{tile.step} n{tile.num_stages} w{tile.num_warps}"
+        more = ["weights"] * (not tile.scale_sums)
+    return " ".join(
+        [name, *[f"split{tile.splits}"] * (tile.splits > 1), *more, *[f"pre{tile.prefetch}"] * bool(tile.prefetch)]
+    )
 
 
 def random_weight(size: tuple[int, int], form: Form, device: str = DEVICE) -> IntegerWeight:
@@ -137,7 +173,8 @@ def start_compiling() -> None:
     ops.dependent_launch = lambda tensor: True
 
 
-def compile_task(size: tuple[int, int], form: Form, tile: IntegerTile | None, kind: Kind) -> None:
+def compile_task(size: tuple[int, int], form: Form, tile: Tile | None, op: str, is_single: bool) -> None:
+    """Compile what multiplies with a tile, or dequantises. `is_single`: one token, whose norm can be fused."""
     (num_out, num_in), bits = size, form.bits
     groups = 1 if form.group is None else math.ceil(num_in / form.group)
     words = torch.empty(num_out, math.ceil(num_in / UNIT) * UNIT * bits // 16, dtype=torch.int16)
@@ -147,15 +184,33 @@ def compile_task(size: tuple[int, int], form: Form, tile: IntegerTile | None, ki
     if tile is None:
         ops.dequantised(weight, DTYPE)
         return
-    residual = torch.empty(tile.block_m, num_out, dtype=DTYPE) if kind == "residual" else None
-    x = torch.empty(tile.block_m, num_in, dtype=DTYPE)
-    ops.multiply(x, weight, None, residual, tile, "silu" if kind == "gated" else None)
+    tokens = 1 if is_single else tile.block_m
+    x, norm = torch.empty(tokens, num_in, dtype=DTYPE), torch.empty(num_in, dtype=DTYPE)
+    multiply(x, weight, norm, torch.empty(tokens, num_out, dtype=DTYPE), tile, op)
 
 
-def exact_result(x: Tensor, weight: Tensor, kind: Kind) -> Tensor:
-    """Return the result in float64, without a residual."""
-    y = x.double() @ weight.double().T
-    if kind != "gated":
+def multiply(x: Tensor, weight: IntegerWeight, norm: Tensor, residual: Tensor, tile: Tile, op: str) -> Tensor:
+    added = residual[: len(x)] if op == "residual" else None
+    activation: Any = "silu" if op == "norm_gated" else None
+    return ops.multiply(x, weight, None, added, tile, activation, (norm, EPS) if op.startswith("norm") else None)
+
+
+def by_library(x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, op: str) -> Tensor:
+    """Return the result of the GEMM in bfloat16 as it is used now. A sum is written over the residual, or not."""
+    if op == "norm_gated":
+        return norm_gated_linear(x, norm, EPS, weight)
+    return norm_linear(x, norm, EPS, weight) if op == "norm" else linear(x, weight, None, residual[: len(x)])
+
+
+def exact_result(x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor, op: str) -> Tensor:
+    """Return the result in float64."""
+    wide = x.double()
+    if op.startswith("norm"):
+        wide = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + EPS) * norm.double()
+    y = wide @ weight.double().T
+    if op == "residual":
+        y += residual[: len(x)].double()
+    if op != "norm_gated":
         return y
     gate, up = y.chunk(2, dim=1)
     return torch.nn.functional.silu(gate) * up
@@ -177,15 +232,17 @@ class Bench:
     def out_of_time(self) -> bool:
         return time.monotonic() > self._deadline
 
-    def compile(self, gemms: list[Gemm], rows: list[int]) -> None:
-        for form in FORMS:
-            for tile in CHECKED_TILES:
-                for kind in checked_kinds(form):
-                    self._start(CHECKED_SIZE, form, tile, kind)
+    def compile_tiles(self, gemms: list[Gemm], rows: list[int]) -> None:
         for tokens in rows:
             for gemm in gemms:
-                for tile in (None, *candidates(gemm, tokens)):
-                    self._start(gemm.weight_shape, self._form, tile, kind_of(gemm))
+                for tile in (None, *candidates(gemm, tokens, self._form.bits)):
+                    self._start(gemm.weight_shape, self._form, tile, gemm.op, tokens == 1)
+
+    def compile_checks(self) -> None:
+        for form in FORMS:
+            for tile, op in itertools.product(CHECKED_TILES, checked_ops(form)):
+                if fits(tile, form.bits):
+                    self._start(CHECKED_SIZE, form, tile, op, op.startswith("norm"))
 
     def _start(self, *task: Any) -> None:
         if task not in self._compiled:
@@ -206,17 +263,20 @@ class Bench:
             weight = random_weight(CHECKED_SIZE, form)
             exact, errors = dequantise_integers(weight, torch.float64), {}
             x, residual = normal(CHECKED_ROWS, CHECKED_SIZE[1]), normal(CHECKED_ROWS, CHECKED_SIZE[0])
-            for tile, kind in itertools.product(CHECKED_TILES, checked_kinds(form)):
-                self._await(CHECKED_SIZE, form, tile, kind)
+            norm = normal(CHECKED_SIZE[1])
+            for tile, op in itertools.product(CHECKED_TILES, checked_ops(form)):
+                if not fits(tile, form.bits):
+                    continue
+                self._await(CHECKED_SIZE, form, tile, op, op.startswith("norm"))
                 if tile is None:
                     found, expected = ops.dequantised(weight, DTYPE), exact
                 else:
-                    n = min(CHECKED_ROWS, 2 * tile.block_m - 1)
-                    added = residual[:n] if kind == "residual" else None
-                    found = ops.multiply(x[:n], weight, None, added, tile, "silu" if kind == "gated" else None)
-                    expected = exact_result(x[:n], exact, kind) + (0 if added is None else added)
+                    most = tile.block_m if isinstance(tile, DirectTile) else 2 * tile.block_m - 1
+                    n = 1 if op.startswith("norm") else min(CHECKED_ROWS, most)
+                    found = multiply(x[:n], weight, norm, residual, tile, op)
+                    expected = exact_result(x[:n], exact, norm, residual, op)
                 error = float((found.double() - expected).norm() / expected.norm())
-                errors["dequantised" if tile is None else f"{name_of(tile)} {kind}"] = float(f"{error:.1e}")
+                errors["dequantised" if tile is None else f"{name_of(tile)} {op}"] = float(f"{error:.1e}")
                 worst = max(worst, math.inf if math.isnan(error) else error)
             self.say(check=str(form), errors=errors)
         self.say(check="all", largest=worst, passed=worst < LARGEST_ERROR)
@@ -237,17 +297,24 @@ class Bench:
     def _gemm_of(
         self, shape_name: str, gemm: Gemm, x: Tensor, wide: list[Tensor], weights: list[IntegerWeight], exact: Tensor
     ) -> None:
-        tokens, size = x.shape[0], gemm.weight_shape
-        kind = kind_of(gemm)
-        expected = exact_result(x[:CHECKED], exact, kind)
-        now = gated_linear if kind == "gated" else linear
+        tokens, size, op = x.shape[0], gemm.weight_shape, gemm.op
+        norm, residual = normal(gemm.num_in), normal(tokens, size[0])
+        first_residual = residual.clone()
+        expected = exact_result(x[:CHECKED], exact, norm, residual, op)
         what = {"shape": shape_name, "gemm": gemm.name, "weight": size, "tokens": tokens}
         calls = len(weights) if tokens <= 64 else min(len(weights), 8)
 
-        def timed(how: str, multiply: Callable[[int], Tensor], calls: int) -> float:
+        def library(weight: Tensor) -> Tensor:
+            return by_library(x, weight, norm, residual, op)
+
+        def by_tile(tile: Tile) -> Callable[[int], Tensor]:
+            return lambda i: multiply(x, weights[i], norm, residual, tile, op)
+
+        def timed(how: str, compute: Callable[[int], Tensor], calls: int) -> float:
+            residual.copy_(first_residual)  # the library writes sums over it
             try:
-                error = float((multiply(0)[:CHECKED].double() - expected).norm() / expected.norm())
-                seconds = replay_time(lambda: [multiply(i) for i in range(calls)], num_replays=5) / calls
+                error = float((compute(0)[:CHECKED].double() - expected).norm() / expected.norm())
+                seconds = replay_time(lambda: [compute(i) for i in range(calls)], num_replays=5) / calls
                 line: dict[str, Any] = {"us": round(seconds * 1e6, 2), "rounding": float(f"{error:.2e}")}
                 if not error < LARGEST_ERROR:
                     line = {"error": f"the result is wrong: {error}"}
@@ -256,26 +323,31 @@ class Bench:
             self.say(**what, how=how, **line)
             return float(line.get("us", math.inf))
 
-        timed("bf16", lambda i: now(x, wide[i % len(wide)]), min(calls, len(wide)))
-        best: tuple[float, IntegerTile | None] = math.inf, None
+        timed("bf16", lambda i: library(wide[i % len(wide)]), min(calls, len(wide)))
+        best: tuple[float, Tile | None] = math.inf, None
         if tokens >= 64:
-            by_library = timed("dequantise", lambda i: now(x, ops.dequantised(weights[i], DTYPE)), calls)
-            best = by_library, None
-        for tile in candidates(gemm, tokens):
+            best = timed("dequantise", lambda i: library(ops.dequantised(weights[i], DTYPE)), calls), None
+        for tile in candidates(gemm, tokens, self._form.bits):
             if self.out_of_time():
                 break
             try:
-                self._await(size, self._form, tile, kind)
+                self._await(size, self._form, tile, op, tokens == 1)
             except Exception as error:
                 self.say(**what, how=name_of(tile), error=f"{type(error).__name__}: {str(error)[:300]}")
                 continue
-            us = timed(name_of(tile), _by_tile(x, weights, tile, kind), calls)
+            us = timed(name_of(tile), by_tile(tile), calls)
             best = min(best, (us, tile), key=lambda one: one[0])
-        self.say(**what, how="best", us=best[0], tile=None if best[1] is None else asdict(best[1]))
+        self.say(**what, how="best", us=best[0], tile=None if best[1] is None else fields_of(best[1]))
 
 
-def _by_tile(x: Tensor, weights: list[IntegerWeight], tile: IntegerTile, kind: Kind) -> Callable[[int], Tensor]:
-    return lambda i: ops.multiply(x, weights[i], None, None, tile, "silu" if kind == "gated" else None)
+def fields_of(tile: Tile) -> dict[str, Any]:
+    return {"kind": type(tile).__name__, **asdict(tile)}
+
+
+def tile_of(found: dict[str, Any]) -> Tile:
+    """Return the tile of `fields_of`."""
+    sizes = {name: value for name, value in found.items() if name != "kind"}
+    return DirectTile(**sizes) if found.get("kind") == "DirectTile" else IntegerTile(**sizes)
 
 
 def print_summary(path: Path) -> None:
@@ -286,7 +358,7 @@ def print_summary(path: Path) -> None:
     for best in (line for line in lines if line.get("how") == "best"):
         same = {line.get("how"): line for line in lines if [line.get(k) for k in _CELL] == [best[k] for k in _CELL]}
         times = [same.get(how, {}).get("us", math.nan) for how in ("bf16", "dequantise", "best")]
-        tile = "dequantise" if best["tile"] is None else name_of(IntegerTile(**best["tile"]))
+        tile = "dequantise" if best["tile"] is None else name_of(tile_of(best["tile"]))
         columns = "".join(f"{us:>9.1f}" for us in times)
         label = best["shape"] + " " + best["gemm"]
         print(f"{label:<24}{best['tokens']:>7}{columns}{times[0] / times[2]:>7.2f}  {tile}")
@@ -302,18 +374,21 @@ def print_summary(path: Path) -> None:
 _CELL = ("shape", "gemm", "tokens")
 
 
-def source_of(tile: dict[str, Any] | None) -> str:
-    if tile is None:
+def source_of(found: dict[str, Any] | None) -> str:
+    if found is None:
         return "None"
-    unusual = [f"{f.name}={tile[f.name]}" for f in fields(IntegerTile)[5:] if tile[f.name] != f.default]
-    return f"IntegerTile({', '.join([*(str(tile[f.name]) for f in fields(IntegerTile)[:5]), *unusual])})"
+    tile = tile_of(found)
+    values = [(field, getattr(tile, field.name)) for field in fields(tile)]
+    usual = [str(value) for field, value in values if field.default is MISSING]
+    unusual = [f"{field.name}={value}" for field, value in values if field.default not in (MISSING, value)]
+    return f"{type(tile).__name__}({', '.join([*usual, *unusual])})"
 
 
 def print_table(path: Path) -> None:
     """Source text of `tile._MEASURED`."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     best = sorted((line for line in lines if line.get("how") == "best"), key=lambda line: int(line["tokens"]))
-    print("_MEASURED: dict[tuple[int, int], dict[int, IntegerTile | None]] = {")
+    print("_MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {")
     for weight in dict.fromkeys(tuple(line["weight"]) for line in best):
         of_weight = [line for line in best if tuple(line["weight"]) == weight]
         print(f"    {weight}: {{  # {of_weight[0]['shape']}, {of_weight[0]['gemm']}")
@@ -328,7 +403,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=Path("tune_integers.json"))
     parser.add_argument("--table", type=Path, help="print the table of a file written before, and stop")
-    parser.add_argument("--budget", type=float, default=180.0, help="seconds")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--shape", action="append", choices=sorted(geometries()))
     parser.add_argument("--bits", type=int, default=4, choices=(4, 8))
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
@@ -338,12 +413,17 @@ def main() -> None:
         return
     bench = Bench(args.output, time.monotonic() + args.budget, Form(args.bits, 128, False))
     all_gemms = {name: list(Geometry.of(geometries()[name]).layer.values()) for name in args.shape or ["llama-3-8b"]}
-    for gemms in all_gemms.values():
-        bench.compile(gemms, args.rows)
+    first, others = args.rows[:FIRST], args.rows[FIRST:]
+    every = list(itertools.chain(*all_gemms.values()))
+    bench.compile_tiles(every, first)
+    bench.compile_checks()
+    bench.compile_tiles(every, others)
     try:
         with torch.no_grad():
-            bench.check()
-            for tokens in args.rows:
+            for tokens in (*first, None, *others):
+                if tokens is None:
+                    bench.check()
+                    continue
                 for name, gemms in all_gemms.items():
                     for gemm in gemms:
                         bench.gemm(name, gemm, tokens)

@@ -19,11 +19,20 @@ from specbatch.kernels.torch.integers import (
     unpack_integers,
 )
 from specbatch.kernels.triton.integers import ops
-from specbatch.kernels.triton.integers.tile import IntegerTile, fitting, guess, integer_tile_for
+from specbatch.kernels.triton.integers.tile import (
+    DirectTile,
+    IntegerTile,
+    Tile,
+    fitting,
+    guess,
+    integer_tile_for,
+    staged_guess,
+)
 from tests.kernels.batches import CUDA, DEVICE
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
 TILE = IntegerTile(8, 16, 64, 2, 1)
+DIRECT = DirectTile(8, 16, 2)
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # the interpreter neither rounds to bfloat16 nor multiplies it
 
 
@@ -51,7 +60,7 @@ def inputs(num_tokens: int, num_in: int, dtype: torch.dtype = DTYPE) -> torch.Te
     return x.to(DEVICE, dtype)
 
 
-def check(x: torch.Tensor, weight: IntegerWeight, tile: IntegerTile, *, extra: bool = False) -> None:
+def check(x: torch.Tensor, weight: IntegerWeight, tile: Tile, *, extra: bool = False) -> None:
     """Compare with float64. `extra`: with a bias and a residual."""
     num_out = len(weight.words_OW)
     bias, residual = (
@@ -88,13 +97,77 @@ def test_our_kernel_with_all_groups() -> None:
             check(inputs(3, 288), weight, tile, extra=zeros)
 
 
+@pytest.mark.parametrize("group", [32, 64, 96, 128, 256, 384, None])
+def test_the_direct_kernel_with_all_groups(group: int | None) -> None:
+    """Sizes that are no multiples of tiles, fewer units than warps, as many, and more; a bias and a residual."""
+    for num_tokens, num_in, tile in (
+        (7, 768, DIRECT),
+        (1, 512, replace(DIRECT, ahead=False)),
+        (3, 800, replace(DIRECT, block_o=32, num_warps=4)),
+        (15, 1056, DirectTile(16, 16, 2, splits=2)),
+    ):
+        for zeros in (False, True):
+            check(inputs(num_tokens, num_in), weight_of(40, num_in, 4, group, zeros=zeros), tile, extra=zeros)
+
+
+def test_the_direct_kernel_with_numbers_in_another_type() -> None:
+    """Scales in bfloat16 or float32; inputs whose rows are further apart than their sizes."""
+    x = inputs(5, 1024)[:, 256:768]
+    for dtype in (torch.bfloat16, torch.float32):
+        check(x, weight_of(32, 512, 4, 128, zeros=True, dtype=dtype), DIRECT)
+
+
+@pytest.mark.skipif(not CUDA, reason="the interpreter multiplies all types alike")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_the_direct_kernel_with_sizes_of_models(dtype: torch.dtype, zeros: bool) -> None:
+    for num_out, num_in in ((6144, 4096), (4096, 14336), (1000, 2880)):
+        for group in (32, 64, 128, None):
+            weight = weight_of(num_out, num_in, 4, group, zeros=zeros, dtype=dtype)
+            for tokens in (1, 2, 8, 9, 16):
+                tile = guess(tokens, num_out, 4)
+                assert isinstance(tile, DirectTile)
+                check(inputs(tokens, num_in, dtype), weight, tile, extra=True)
+
+
+@pytest.mark.parametrize("group", [64, 128, 256, None])
+def test_a_norm_before_the_gemm(group: int | None) -> None:
+    """One token, whose norm can be computed in our kernel; several; a norm in float32; a dequantised weight."""
+    weight = weight_of(40, 800, 4, group, zeros=group == 128)
+    weight = weight._replace(scales_GO=weight.scales_GO / 64)
+    exact = dequantise_integers(weight, torch.float64).T
+    factors = 0.5 + torch.rand(800, generator=torch.Generator().manual_seed(0)).to(DEVICE, DTYPE)
+    for num_tokens, norm in ((1, factors), (1, factors.float()), (3, factors)):
+        x = inputs(num_tokens, 800)
+        wide = x.double()
+        y = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + 1e-3) * norm.double() @ exact
+        gate, up = y.chunk(2, dim=1)
+        for tile in (DIRECT, replace(DIRECT, fuse_norm=False), TILE):
+            found = ops.multiply(x, weight, None, None, tile, norm=(norm, 1e-3))
+            assert float((found.double() - y).norm() / y.norm()) < 5e-3, tile
+            found = ops.multiply(x, weight, None, None, tile, "silu", (norm, 1e-3))
+            expected = torch.nn.functional.silu(gate) * up
+            assert float((found.double() - expected).norm() / expected.norm()) < 1e-2, tile
+        if norm.dtype == torch.float32:
+            tiles = DIRECT, replace(DIRECT, fuse_norm=False)
+            same = [ops.multiply(x, weight, None, None, tile, norm=(norm, 1e-3)) for tile in tiles]
+            assert torch.equal(*same), "a factor in float32 multiplies before numbers are rounded"
+        for implementation in (ops.integer_linear, integer_linear):
+            found = implementation(x, weight, norm=(norm, 1e-3))
+            assert float((found.double() - y).norm() / y.norm()) < 5e-3
+        for gated in (ops.integer_gated_linear, integer_gated_linear):
+            found = gated(x, weight, norm=(norm, 1e-3))
+            assert float((found.double() - expected).norm() / expected.norm()) < 1e-2
+
+
 def test_a_gated_pair() -> None:
     """Sizes that are no multiples of tiles; with splits; and with a dequantised weight."""
     x, weight = inputs(5, 288), weight_of(44, 288, 4, 128, zeros=True)
     gate, up = (x.double() @ dequantise_integers(weight, torch.float64).T / 64).chunk(2, dim=1)
     weight = weight._replace(scales_GO=weight.scales_GO / 64)
     expected = torch.nn.functional.silu(gate) * up
-    found = [ops.multiply(x, weight, None, None, replace(TILE, splits=n), "silu") for n in (1, 2)]
+    tiles = (TILE, replace(TILE, splits=2), DIRECT, replace(DIRECT, block_o=32), replace(DIRECT, splits=2))
+    found = [ops.multiply(x, weight, None, None, tile, "silu") for tile in tiles]
     for one in (*found, ops.integer_gated_linear(x, weight), integer_gated_linear(x, weight)):
         assert float((one.double() - expected).norm() / expected.norm()) < 1e-2
 
@@ -124,12 +197,16 @@ def test_many_tokens_are_multiplied_with_a_dequantised_weight(monkeypatch: pytes
 def test_tiles() -> None:
     assert integer_tile_for(8192, 4096, 4096, 4, 128) is None, "the library multiplies many tokens"
     for tokens in (1, 8, 9, 64, 65, 300, 512):
-        tile = guess(tokens, 4096)
+        tile = staged_guess(tokens, 4096)
         assert tile is not None
         for bits, shared in ((4, 65536), (8, 101376), (4, 232448)):  # Turing, Ada, Hopper
             found = fitting(tile, bits, shared)
             assert found.step >= 16
             assert found.num_stages * 2 * found.step * (found.block_o + 16 // bits * found.block_m) <= shared
-    tile, grouped = integer_tile_for(1, 4096, 4096, 4, 128), integer_tile_for(1, 4096, 4096, 4, 32)
-    assert tile is not None
+    tile, grouped = integer_tile_for(32, 4096, 4096, 4, 128), integer_tile_for(32, 4096, 4096, 4, 32)
+    assert isinstance(tile, IntegerTile)
     assert grouped == replace(tile, step=32, num_stages=2 * tile.num_stages), "a step lies in one group"
+    assert isinstance(guess(1, 4096, 4), DirectTile)
+    assert isinstance(integer_tile_for(1, 4096, 4096, 4, 128), DirectTile)
+    for bits, group in ((8, 128), (4, 16)):
+        assert isinstance(integer_tile_for(1, 4096, 4096, bits, group), IntegerTile), "only the other kernel has them"

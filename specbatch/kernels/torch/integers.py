@@ -12,6 +12,7 @@ from torch import Tensor
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.integers import UNIT, IntegerWeight
 from specbatch.kernels.torch.gemm import gated_linear, linear
+from specbatch.kernels.torch.model import rms_norm
 
 
 def pack_integers(numbers_OI: Tensor, bits: int) -> Tensor:
@@ -40,16 +41,27 @@ def dequantise_integers(weight: IntegerWeight, dtype: torch.dtype) -> Tensor:
 
 
 def integer_linear(
-    x_MI: Tensor, weight: IntegerWeight, bias_O: Tensor | None = None, residual_MO: Tensor | None = None
+    x_MI: Tensor,
+    weight: IntegerWeight,
+    bias_O: Tensor | None = None,
+    residual_MO: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
     """Return x W^T + bias, rounded to x's dtype, then + residual, rounded again; (M, O). The sum may be written over
-    the residual."""
-    return linear(x_MI, dequantise_integers(weight, x_MI.dtype), bias_O, residual_MO)
+    the residual. `norm`: weight (I,) and epsilon of an RMSNorm of x, which is multiplied instead."""
+    return linear(_normed(x_MI, norm), dequantise_integers(weight, x_MI.dtype), bias_O, residual_MO)
 
 
-def integer_gated_linear(x_MI: Tensor, weight: IntegerWeight, activation: Activation = "silu") -> Tensor:
-    """Return activation(x G^T) * (x U^T), each step rounded to x's dtype. G is the first half of the weight."""
-    return gated_linear(x_MI, dequantise_integers(weight, x_MI.dtype), activation)
+def integer_gated_linear(
+    x_MI: Tensor, weight: IntegerWeight, activation: Activation = "silu", norm: tuple[Tensor, float] | None = None
+) -> Tensor:
+    """Return activation(x G^T) * (x U^T), each step rounded to x's dtype. G is the first half of the weight. `norm`:
+    see `integer_linear`."""
+    return gated_linear(_normed(x_MI, norm), dequantise_integers(weight, x_MI.dtype), activation)
+
+
+def _normed(x_MI: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
+    return x_MI if norm is None else rms_norm(x_MI, *norm)
 
 
 def _spread(of_groups_GO: Tensor, weight: IntegerWeight) -> Tensor:

@@ -17,6 +17,7 @@ from specbatch.errors import ModelError
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.integers import IntegerWeight
 from specbatch.kernels.torch.integers import pack_integers
+from specbatch.models.layers import RMSNorm
 from specbatch.models.linears.linear import GatedLinear, Linear
 
 
@@ -120,6 +121,12 @@ class IntegerLinear(Linear):
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._multiply(x_TI, None)
 
+    def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
+        if self._order is not None:
+            return self(norm(x_TI))
+        y_TO: Tensor = self._ops.integer_linear(x_TI, self._weight, self._bias, None, (norm.weight, norm.eps))
+        return y_TO
+
     def with_residual(self, x_TI: Tensor, residual_TO: Tensor) -> Tensor:
         return self._multiply(x_TI, residual_TO)
 
@@ -146,4 +153,10 @@ class IntegerGatedLinear(GatedLinear):
         if self._order is not None:
             x_TI = x_TI.index_select(1, self._order)
         y_TO: Tensor = self._ops.integer_gated_linear(x_TI, self._weight, self._activation)
+        return y_TO
+
+    def with_norm(self, x_TI: Tensor, norm: RMSNorm) -> Tensor:
+        if self._order is not None:
+            return self(norm(x_TI))
+        y_TO: Tensor = self._ops.integer_gated_linear(x_TI, self._weight, self._activation, (norm.weight, norm.eps))
         return y_TO

@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specbatch.kernels.triton.parts.elementwise import gate_and_up
+from specbatch.kernels.triton.integers.parts import prefetch_groups, store_sums
 from specbatch.kernels.triton.parts.integers import unpack_bytes, unpack_nibbles
 from specbatch.kernels.triton.parts.launch import await_former
-from specbatch.kernels.triton.skinny.parts import load_weights, prefetch_rows, rounded
+from specbatch.kernels.triton.skinny.parts import load_weights, prefetch_rows
 
 _GROUP_TILES = tl.constexpr(8)  # tiles of tokens whose inputs stay in L2 while weights are read
 
@@ -29,11 +29,6 @@ def _of_group(pointer, first, rows, OUT: tl.constexpr, GROUP: tl.constexpr, GROU
     """Load the scales or zero points of the group of input `first`. After the last input the last group counts."""
     group = tl.minimum(first // GROUP, GROUPS - 1) if GROUPS > 1 else 0
     return tl.load(pointer + group * OUT + rows)
-
-
-@triton.jit
-def _scale_of(scales, first, rows, OUT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    return _of_group(scales, first, rows, OUT, GROUP, GROUPS).to(tl.float32)
 
 
 @triton.jit
@@ -108,21 +103,26 @@ def integer_kernel(
     # The operand has rows of gate, then the same rows of up.
     local = tl.arange(0, BLOCK_O)
     rows = row + local % OUTPUTS
-    ok_o = rows < OUT
     rows = (rows if OUT % OUTPUTS == 0 else tl.minimum(rows, OUT - 1)) + local // OUTPUTS * OUT
     w_ptrs = words + rows.to(tl.int64)[:, None] * ROW + tl.arange(0, STEP)[None, :]
+    if PDL:
+        COUNT: tl.constexpr = (STEPS_PER_SPLIT * STEP * 16 // BITS + UNIT + GROUP - 1) // GROUP
+        group = _first_input(begin, STEP, UNIT, WORDS) // GROUP
+        prefetch_groups(scales, row, group, OUT, GROUPS, OUTPUTS, GATED, COUNT, THREADS)
+        if HAS_ZEROS:
+            prefetch_groups(zeros, row, group, OUT, GROUPS, OUTPUTS, GATED, COUNT, THREADS)
     if PREFETCH > 0:
         prefetch_rows(words, row, OUT, ROW, begin * STEP, OUTPUTS, PREFETCH, THREADS)
         if GATED:
             prefetch_rows(words + OUT * ROW, row, OUT, ROW, begin * STEP, OUTPUTS, PREFETCH, THREADS)
     first = _first_input(begin, STEP, UNIT, WORDS)
-    s0 = _scale_of(scales, first, rows, WIDTH, GROUP, GROUPS)
-    s1 = s0 if SHARED else _scale_of(scales, first + WORDS, rows, WIDTH, GROUP, GROUPS)
+    s0 = _of_group(scales, first, rows, WIDTH, GROUP, GROUPS)
+    s1 = s0 if SHARED else _of_group(scales, first + WORDS, rows, WIDTH, GROUP, GROUPS)
     s2 = s0
     s3 = s0
     if BITS == 4:
-        s2 = _scale_of(scales, first + 2 * WORDS, rows, WIDTH, GROUP, GROUPS)
-        s3 = s2 if SHARED else _scale_of(scales, first + 3 * WORDS, rows, WIDTH, GROUP, GROUPS)
+        s2 = _of_group(scales, first + 2 * WORDS, rows, WIDTH, GROUP, GROUPS)
+        s3 = s2 if SHARED else _of_group(scales, first + 3 * WORDS, rows, WIDTH, GROUP, GROUPS)
     await_former(PDL)
     tokens = token + tl.arange(0, BLOCK_M)
     ok_m = tokens < M
@@ -142,13 +142,13 @@ def integer_kernel(
         if GROUPS == 1 or not SCALE_SUMS:
             if GROUPS > 1:
                 # Scales that are loaded here have the arrangement of the operand. Those of another step would not.
-                c0 = _scale_of(scales, first, rows, WIDTH, GROUP, GROUPS)
-                c1 = c0 if SHARED else _scale_of(scales, first + WORDS, rows, WIDTH, GROUP, GROUPS)
+                c0 = _of_group(scales, first, rows, WIDTH, GROUP, GROUPS)
+                c1 = c0 if SHARED else _of_group(scales, first + WORDS, rows, WIDTH, GROUP, GROUPS)
                 p0 = _scaled(p0, c0)
                 p1 = _scaled(p1, c1)
                 if BITS == 4:
-                    c2 = _scale_of(scales, first + 2 * WORDS, rows, WIDTH, GROUP, GROUPS)
-                    c3 = c2 if SHARED else _scale_of(scales, first + 3 * WORDS, rows, WIDTH, GROUP, GROUPS)
+                    c2 = _of_group(scales, first + 2 * WORDS, rows, WIDTH, GROUP, GROUPS)
+                    c3 = c2 if SHARED else _of_group(scales, first + 3 * WORDS, rows, WIDTH, GROUP, GROUPS)
                     p2 = _scaled(p2, c2)
                     p3 = _scaled(p3, c3)
             whole = _joined(p0, p1)
@@ -156,52 +156,44 @@ def integer_kernel(
                 whole = _joined(whole, _joined(p2, p3))
             acc = tl.dot(whole, _x_tile(x_ptrs, first, ok_m, 16 // BITS, STEP, WORDS, IN, MASKED), acc)
         else:
-            # Scales of the next step are loaded here: these loads are not in the pipeline of the tiles.
+            # Scales of the next step are loaded here: these loads are not in the pipeline of the tiles. They are
+            # converted where they are used, because a conversion here would wait for them in each step.
             after = _first_input(tl.minimum(step + 1, end - 1), STEP, UNIT, WORDS)
-            n0 = _scale_of(scales, after, rows, WIDTH, GROUP, GROUPS)
-            n1 = n0 if SHARED else _scale_of(scales, after + WORDS, rows, WIDTH, GROUP, GROUPS)
+            n0 = _of_group(scales, after, rows, WIDTH, GROUP, GROUPS)
+            n1 = n0 if SHARED else _of_group(scales, after + WORDS, rows, WIDTH, GROUP, GROUPS)
             if SHARED:
-                acc += tl.dot(_joined(p0, p1), _x_tile(x_ptrs, first, ok_m, 2, STEP, WORDS, IN, MASKED)) * s0[:, None]
+                acc += (
+                    tl.dot(_joined(p0, p1), _x_tile(x_ptrs, first, ok_m, 2, STEP, WORDS, IN, MASKED))
+                    * s0.to(tl.float32)[:, None]
+                )
             else:
-                acc += tl.dot(p0, _x_tile(x_ptrs, first, ok_m, 1, STEP, WORDS, IN, MASKED)) * s0[:, None]
-                acc += tl.dot(p1, _x_tile(x_ptrs, first + WORDS, ok_m, 1, STEP, WORDS, IN, MASKED)) * s1[:, None]
+                acc += tl.dot(p0, _x_tile(x_ptrs, first, ok_m, 1, STEP, WORDS, IN, MASKED)) * s0.to(tl.float32)[:, None]
+                acc += (
+                    tl.dot(p1, _x_tile(x_ptrs, first + WORDS, ok_m, 1, STEP, WORDS, IN, MASKED))
+                    * s1.to(tl.float32)[:, None]
+                )
             s0 = n0
             s1 = n1
             if BITS == 4:
-                n2 = _scale_of(scales, after + 2 * WORDS, rows, WIDTH, GROUP, GROUPS)
-                n3 = n2 if SHARED else _scale_of(scales, after + 3 * WORDS, rows, WIDTH, GROUP, GROUPS)
+                n2 = _of_group(scales, after + 2 * WORDS, rows, WIDTH, GROUP, GROUPS)
+                n3 = n2 if SHARED else _of_group(scales, after + 3 * WORDS, rows, WIDTH, GROUP, GROUPS)
                 third = first + 2 * WORDS
                 if SHARED:
                     x2 = _x_tile(x_ptrs, third, ok_m, 2, STEP, WORDS, IN, MASKED)
-                    acc += tl.dot(_joined(p2, p3), x2) * s2[:, None]
+                    acc += tl.dot(_joined(p2, p3), x2) * s2.to(tl.float32)[:, None]
                 else:
                     x2 = _x_tile(x_ptrs, third, ok_m, 1, STEP, WORDS, IN, MASKED)
                     x3 = _x_tile(x_ptrs, third + WORDS, ok_m, 1, STEP, WORDS, IN, MASKED)
-                    acc += tl.dot(p2, x2) * s2[:, None]
-                    acc += tl.dot(p3, x3) * s3[:, None]
+                    acc += tl.dot(p2, x2) * s2.to(tl.float32)[:, None]
+                    acc += tl.dot(p3, x3) * s3.to(tl.float32)[:, None]
                 s2 = n2
                 s3 = n3
     if GROUPS == 1:
-        acc = acc * _scale_of(scales, 0, rows, WIDTH, GROUP, GROUPS)[:, None]
-    wide_tokens = tokens.to(tl.int64)[None, :]
-    if SPLITS > 1:
-        at = (split * M + wide_tokens) * WIDTH + rows[:, None]
-        tl.store(partial + at, acc, mask=ok_o[:, None] & ok_m[None, :])
-    else:
-        outs = row + tl.arange(0, OUTPUTS)
-        at = wide_tokens * OUT + outs[:, None]
-        mask = (outs < OUT)[:, None] & ok_m[None, :]
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS, BLOCK_M)), (1, 2, 0)))
-            tl.store(y + at, gate_and_up(gate, up, ACTIVATION, dtype), mask=mask)
-        else:
-            b = acc
-            r = acc
-            if HAS_BIAS:
-                b = tl.load(bias + outs, mask=outs < OUT, other=0.0)[:, None]
-            if HAS_RESIDUAL:
-                r = tl.load(residual + at, mask=mask, other=0.0)
-            tl.store(y + at, rounded(acc, b, r, HAS_BIAS, HAS_RESIDUAL, dtype), mask=mask)
+        acc = acc * _of_group(scales, 0, rows, WIDTH, GROUP, GROUPS).to(tl.float32)[:, None]
+    store_sums(
+        acc, y, bias, residual, partial, row, tokens, split, M, OUT, BLOCK_M, BLOCK_O, SPLITS, GATED, ACTIVATION,
+        HAS_BIAS, HAS_RESIDUAL,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -210,7 +202,7 @@ def _store_part(
     GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Store one part of the weight times its scales."""
-    scale = _scale_of(scales, first, tl.minimum(rows, OUT - 1), OUT, GROUP, GROUPS)
+    scale = _of_group(scales, first, tl.minimum(rows, OUT - 1), OUT, GROUP, GROUPS).to(tl.float32)
     mask = (rows < OUT)[:, None] & (first + offs < IN)[None, :]
     tl.store(y_ptrs + first, (part.to(tl.float32) * scale[:, None]).to(y_ptrs.dtype.element_ty), mask=mask)
 

@@ -13,6 +13,8 @@ from specbatch.kernels.integers import UNIT
 
 # Above this number of tokens a weight is dequantised to memory, and the library multiplies.
 MAX_TOKENS = 1024
+_MAX_DIRECT_TOKENS = 16  # the most tokens of a `DirectTile` for sizes that were not measured
+_WIDE = 8192  # a GEMM with more outputs has enough programs
 _MIN_STEP = 16  # tensor cores multiply 16 inputs at once
 _SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
 _MULTIPROCESSORS = 132  # the number of an H100 and an H200
@@ -20,7 +22,8 @@ _MULTIPROCESSORS = 132  # the number of an H100 and an H200
 
 @dataclass(frozen=True)
 class IntegerTile:
-    """One way to cut y = x W^T into programs. Sizes are in elements unless they say otherwise.
+    """One way to cut y = x W^T into programs whose tiles go through shared memory (`kernel.py`). Sizes are in elements
+    unless they say otherwise.
 
     block_m, block_o: tokens and output features of one program. step: words of a row of the weight that are read at
         once, with 4 bits at most 64. num_stages: tiles in flight of one program. num_warps: 32 threads each.
@@ -46,16 +49,57 @@ class IntegerTile:
         assert min(self.num_stages, self.splits) >= 1, self
 
 
+@dataclass(frozen=True)
+class DirectTile:
+    """One way to cut y = x W^T of few tokens and weights of 4 bits into programs (`direct.py`).
+
+    block_m: tokens of a program, a multiple of 8; M <= block_m. block_o: its output features, a multiple of 16; in a
+        gated GEMM half of them are gate, half are up. num_warps: 32 threads each, which divide the input features.
+    ahead: weights of the next step are loaded before these are multiplied, the first ones before the wait for x.
+    registers: of a thread, at most. Without a limit, the compiler moves loads after computations to save registers.
+    splits: parts of the input features, summed afterwards in fixed order.
+    fuse_norm: every program computes the norm of a single token itself; otherwise one small kernel does beforehand.
+    prefetch: words of every row that a program loads into L2 before it waits for x, after those of its first step.
+    """
+
+    block_m: int
+    block_o: int
+    num_warps: int
+    ahead: bool = True
+    registers: int = 128
+    splits: int = 1
+    fuse_norm: bool = True
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        for size in (self.block_m // 8, self.block_o // 16, self.num_warps):
+            assert size.bit_count() == 1, self  # a power of two
+
+
+Tile = IntegerTile | DirectTile
+
 # (O, I) of the weight with 4 bits: for up to M tokens, the best measured tile, or None if it was faster to dequantise
 # the weight. `scripts/bench/tune_integers.py --table` prints it.
-_MEASURED: dict[tuple[int, int], dict[int, IntegerTile | None]] = {}
+_MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {}
 
 
-def integer_tile_for(M: int, O: int, I: int, bits: int, group: int) -> IntegerTile | None:  # noqa: E741
+def integer_tile_for(M: int, O: int, I: int, bits: int, group: int) -> Tile | None:  # noqa: E741
     """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory."""
     bounds = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
-    tile = _MEASURED[O, I][min(bounds)] if bounds and bits == 4 else guess(M, O)
-    return None if tile is None else for_group(tile, I, bits, group)
+    tile = _MEASURED[O, I][min(bounds)] if bounds and bits == 4 else guess(M, O, bits)
+    if isinstance(tile, DirectTile) and not is_direct(I, bits, group):
+        tile = staged_guess(M, O)
+    return for_group(tile, I, bits, group) if isinstance(tile, IntegerTile) else tile
+
+
+def is_direct(I: int, bits: int, group: int) -> bool:  # noqa: E741
+    """Return whether a `DirectTile` can multiply such weights: 32 neighbouring inputs must have one scale."""
+    return bits == 4 and (group >= I or group % 32 == 0)
+
+
+def can_fuse_norm(I: int, group: int) -> bool:  # noqa: E741
+    """Return whether a `DirectTile` can norm the input: 128 neighbouring inputs must have one scale."""
+    return group >= I or group % 128 == 0
 
 
 def for_group(tile: IntegerTile, I: int, bits: int, group: int) -> IntegerTile:  # noqa: E741
@@ -83,13 +127,22 @@ def _stage_bytes(tile: IntegerTile, bits: int) -> int:
     return 2 * tile.step * tile.block_o + 2 * tile.step * 16 // bits * tile.block_m
 
 
-def guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
+def guess(M: int, O: int, bits: int) -> Tile | None:  # noqa: E741
     """Choose a tile for sizes that were not measured."""
+    if bits != 4 or M > _MAX_DIRECT_TOKENS:
+        return staged_guess(M, O)
+    if M <= 8:
+        return DirectTile(8, 16, 8) if O <= _WIDE else DirectTile(8, 32, 8, registers=168)
+    return DirectTile(16, 32, 8, registers=168) if O <= _WIDE else DirectTile(16, 64, 4, registers=255)
+
+
+def staged_guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
+    """Choose an `IntegerTile` for sizes that were not measured."""
     if M > MAX_TOKENS:
         return None
     block_m = max(8, 1 << (M - 1).bit_length())
     if block_m == 8:
-        return IntegerTile(8, 16, 64, 6, 1, prefetch=512) if O <= 8192 else IntegerTile(8, 32, 64, 6, 2)
+        return IntegerTile(8, 16, 64, 6, 1, prefetch=512) if O <= _WIDE else IntegerTile(8, 32, 64, 6, 2)
     if block_m <= 64:
         splits = next(n for n in (4, 2, 1) if n * -(-O // 64) <= 2 * _MULTIPROCESSORS or n == 1)
         step, stages = {16: (64, 5), 32: (64, 4), 64: (32, 5)}[block_m]  # two programs fit into a multiprocessor

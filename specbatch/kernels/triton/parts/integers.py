@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """Tiles of weights in whole numbers inside kernels (Triton). `kernels/integers.py` has the layout.
 
-In bfloat16 the bits 0x4300 + n are the number 128 + n for each n of 4 bits. So two numbers of two words cost a shift, a
-`lop3` and a subtraction. That is for GPUs of compute capability 8 or later.
+In bfloat16 the bits 0x4300 + n are the number 128 + n for each n of 4 bits; in float16 the bits 0x6400 + n are the
+number 1024 + n. So two numbers of two words cost a shift, a `lop3` and a subtraction. bfloat16 is for GPUs of compute
+capability 8 or later.
 
 A word has 16 bits, like the numbers that tensor cores get. So Triton reads words from shared memory in the arrangement
 of an operand, and numbers stay where they are unpacked.
@@ -19,13 +20,17 @@ def unpack_nibbles(words, z0, z1, z2, z3, dtype: tl.constexpr):
     """Return the four numbers of 4 bits of each word (N, K) less their zero points (N, 1), which is exact. `words`:
     int16. `z0` to `z3`: zero points, uint8."""
     if _IS_COMPILED and dtype == tl.bfloat16:
-        return _nibbles_to_bfloat16(
-            words,
-            tl.broadcast_to(_less(z0), words.shape),
-            tl.broadcast_to(_less(z1), words.shape),
-            tl.broadcast_to(_less(z2), words.shape),
-            tl.broadcast_to(_less(z3), words.shape),
-        )
+        less0 = tl.broadcast_to(_less(z0, 128.0, dtype), words.shape)
+        less1 = tl.broadcast_to(_less(z1, 128.0, dtype), words.shape)
+        less2 = tl.broadcast_to(_less(z2, 128.0, dtype), words.shape)
+        less3 = tl.broadcast_to(_less(z3, 128.0, dtype), words.shape)
+        return _nibbles_to_bfloat16(words, less0, less1, less2, less3)
+    if _IS_COMPILED and dtype == tl.float16:
+        less0 = tl.broadcast_to(_less(z0, 1024.0, dtype), words.shape)
+        less1 = tl.broadcast_to(_less(z1, 1024.0, dtype), words.shape)
+        less2 = tl.broadcast_to(_less(z2, 1024.0, dtype), words.shape)
+        less3 = tl.broadcast_to(_less(z3, 1024.0, dtype), words.shape)
+        return _nibbles_to_float16(words, less0, less1, less2, less3)
     return (
         _difference(words & 15, z0, dtype),
         _difference((words >> 4) & 15, z1, dtype),
@@ -48,9 +53,9 @@ def unpack_bytes(words, z0, z1, dtype: tl.constexpr):
 
 
 @triton.jit
-def _less(zeros):
-    """Return -(128 + zero) in bfloat16."""
-    return -(zeros.to(tl.float32) + 128.0).to(tl.bfloat16)
+def _less(zeros, offset: tl.constexpr, dtype: tl.constexpr):
+    """Return -(offset + zero)."""
+    return -(zeros.to(tl.float32) + offset).to(dtype)
 
 
 @triton.jit
@@ -80,6 +85,32 @@ def _nibbles_to_bfloat16(words, less0, less1, less2, less3):
         "=&r,=&r,=&r,=&r,r,r,r,r,r",
         [words, less0, less1, less2, less3],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _nibbles_to_float16(words, less0, less1, less2, less3):
+    """`less0` to `less3`: -(1024 + zero) in float16, of the shape of words."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 n, a;
+        lop3.b32 a, $4, 0x000F000F, 0x64006400, 0xEA;
+        add.rn.f16x2 $0, a, $5;
+        shr.u32 n, $4, 4;
+        lop3.b32 a, n, 0x000F000F, 0x64006400, 0xEA;
+        add.rn.f16x2 $1, a, $6;
+        shr.u32 n, $4, 8;
+        lop3.b32 a, n, 0x000F000F, 0x64006400, 0xEA;
+        add.rn.f16x2 $2, a, $7;
+        shr.u32 n, $4, 12;
+        lop3.b32 a, n, 0x000F000F, 0x64006400, 0xEA;
+        add.rn.f16x2 $3, a, $8;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [words, less0, less1, less2, less3],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
         is_pure=True,
         pack=2,
     )

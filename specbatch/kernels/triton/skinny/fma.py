@@ -8,18 +8,7 @@ import triton.language as tl
 
 from specbatch.kernels.triton.parts.elementwise import gate_and_up
 from specbatch.kernels.triton.parts.launch import await_former
-from specbatch.kernels.triton.skinny.parts import load_weights, normalised, prefetch_rows, rounded
-
-
-@triton.jit
-def _row_scale(x_row, IN: tl.constexpr, eps, BLOCK: tl.constexpr):
-    """Return 1 / root mean square of one row, a scalar."""
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for i0 in tl.static_range(0, IN, BLOCK):
-        offs = i0 + tl.arange(0, BLOCK)
-        v = tl.load(x_row + offs, mask=offs < IN, other=0.0).to(tl.float32)
-        squares += v * v
-    return tl.rsqrt(tl.sum(squares, 0) / IN + eps)
+from specbatch.kernels.triton.skinny.parts import load_weights, normalised, prefetch_rows, rounded, row_scale
 
 
 @triton.jit
@@ -149,9 +138,9 @@ def fma_kernel(
     s0 = 1.0
     s1 = 1.0
     if NORM:
-        s0 = _row_scale(x0, IN, eps, NORM_BLOCK)
+        s0 = row_scale(x0, IN, eps, NORM_BLOCK)
         if BLOCK_M > 1:
-            s1 = _row_scale(x1, IN, eps, NORM_BLOCK)
+            s1 = row_scale(x1, IN, eps, NORM_BLOCK)
     if PACKED:
         x0 = x0.to(tl.pointer_type(tl.int32), bitcast=True)
         x1 = x1.to(tl.pointer_type(tl.int32), bitcast=True)

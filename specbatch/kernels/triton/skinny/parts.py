@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""The shared parts of both kernels of `ops.py`: weights that are read once, and the roundings around a GEMM.
+"""The shared parts of the kernels of `ops.py`: weights that are read once, norms, and the roundings around a GEMM.
 
 Shape suffixes as in `ops.py`.
 """
@@ -33,6 +33,17 @@ def prefetch_rows(
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def row_scale(x_row, IN: tl.constexpr, eps, BLOCK: tl.constexpr):
+    """Return 1 / root mean square of one row, a scalar."""
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for i0 in tl.static_range(0, IN, BLOCK):
+        offs = i0 + tl.arange(0, BLOCK)
+        v = tl.load(x_row + offs, mask=offs < IN, other=0.0).to(tl.float32)
+        squares += v * v
+    return tl.rsqrt(tl.sum(squares, 0) / IN + eps)
 
 
 @triton.jit
