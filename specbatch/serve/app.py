@@ -19,7 +19,7 @@ from starlette.routing import Route
 from specbatch.errors import SpecbatchError
 from specbatch.rows.openai_batch import ENDPOINTS, foreign_endpoint
 from specbatch.serve.errors import ApiError, error_body
-from specbatch.serve.objects import Batch, StoredFile, seconds_of_window
+from specbatch.serve.objects import Batch, StoredFile, new_id, seconds_of_window
 from specbatch.serve.runner import BatchRunner
 from specbatch.serve.state import State
 
@@ -157,7 +157,7 @@ class _Api:
             if file.purpose != "batch":
                 raise ApiError(400, f"{file.id} was not uploaded for a batch.", "input_file_id", "invalid_value")
             batch = Batch(
-                f"batch_{secrets.token_hex(12)}", endpoint, file.id, window, now, now + seconds, self._runner.model,
+                new_id("batch_"), endpoint, file.id, window, now, now + seconds, self._runner.model,
                 metadata=metadata,
             )  # fmt: skip
             self._runner.add(batch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 from specbatch.errors import InputError
 from specbatch.files.local import disk_errors, open_locked, unlink_quietly, write_whole
 from specbatch.serve.errors import ApiError
-from specbatch.serve.objects import Batch, StoredFile
+from specbatch.serve.objects import Batch, StoredFile, new_id
 
 Stored = TypeVar("Stored", StoredFile, Batch)
 
@@ -37,8 +36,8 @@ class State:
             raise InputError(f"another server uses {folder}", "--dir names another folder")
         files = _objects(self._files_folder, lambda fields: StoredFile(**fields))
         batches = _objects(self._batches_folder, Batch.of_json)
-        self.files = {file.id: file for file in sorted(files, key=lambda file: file.created_at)}
-        self.batches = {batch.id: batch for batch in sorted(batches, key=lambda batch: batch.created_at)}
+        self.files = {file.id: file for file in sorted(files, key=lambda file: (file.created_at, file.id))}
+        self.batches = {batch.id: batch for batch in sorted(batches, key=lambda batch: (batch.created_at, batch.id))}
         for path in self._files_folder.glob("*.jsonl"):
             if path.stem not in self.files:  # the process ended during an upload
                 unlink_quietly(path)
@@ -71,7 +70,7 @@ class State:
 
     def add_upload(self, content: BinaryIO, filename: str) -> StoredFile:
         """Keep a file that a client has uploaded. It raises OSError if the disk is full."""
-        file = StoredFile(f"file-{secrets.token_hex(12)}", 0, int(time.time()), filename, "batch")
+        file = StoredFile(new_id("file-"), 0, int(time.time()), filename, "batch")
         path = self.content(file)
         try:
             with path.open("xb") as copy:

@@ -329,6 +329,17 @@ def test_a_batch_whose_rows_are_finished_needs_no_engine(tmp_path: Path) -> None
     assert not results.exists()
 
 
+def test_lists_have_the_same_order_after_a_restart(tmp_path: Path) -> None:
+    with serving(tmp_path / "state") as server:
+        files = [upload(server.client, [request("a")]) for _ in range(9)]
+        batches = [create(server.client, file).id for file in files]
+        server.end(signal.SIGKILL)
+    with serving(tmp_path / "state") as server:
+        assert [batch.id for batch in server.client.batches.list(limit=4)] == batches[::-1]
+        listed = [file.id for file in server.client.files.list(order="asc", limit=4)]
+        assert [file for file in listed if file in files] == files
+
+
 def test_an_upload_that_a_crash_ended_is_removed(tmp_path: Path) -> None:
     files = tmp_path / "state" / "files"
     files.mkdir(parents=True)
