@@ -26,7 +26,7 @@ from specbatch.job.crash_retry import count_crash
 from specbatch.job.failures import FailureWatch, MaxFailed
 from specbatch.job.generate import FileJob, JobControl
 from specbatch.job.output import already_finished, checked_output, is_finished, verdict, with_columns, with_first_day
-from specbatch.job.plan import RowPlan, has_grammars, with_facts_of_rows
+from specbatch.job.plan import RowPlan, has_grammars, with_method, with_shared_tokens
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress
 from specbatch.job.runner import failed_row
@@ -119,9 +119,10 @@ def _run(
     with input_bar(options.input, console) as on_bytes:
         source = open_source(options.input, config.data, on_bytes=on_bytes)
     source = with_checked_fields(source, parser)
-    source = part_of(source, options.limit, options.shard)
     notes: list[str] = []
-    what = pool.describe(with_facts_of_rows(config, source, parser, notes))
+    config = with_method(config, source, parser, notes)
+    source = part_of(source, options.limit, options.shard)
+    what = pool.describe(with_shared_tokens(config, source, parser))
     # `what.config` has the model's own sampling options.
     parser = RowParser.of_job(what.config)
     notes += what.notes

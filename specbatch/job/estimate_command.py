@@ -21,7 +21,7 @@ from specbatch.errors import InputError
 from specbatch.files.stats_types import SCHEMA_VERSION
 from specbatch.files.template_files import with_template_texts
 from specbatch.job.estimate import Estimate, FileTokens, Trial, count_tokens, estimate, run_trial
-from specbatch.job.plan import with_facts_of_rows
+from specbatch.job.plan import with_method, with_shared_tokens
 from specbatch.job.progress import PLAIN_SECONDS, duration
 from specbatch.job.runner import RowRunner
 from specbatch.job.terminal import input_bar, print_notes
@@ -59,10 +59,11 @@ def estimate_file(
     with input_bar(options.input, console) as on_bytes:
         source = open_source(options.input, config.data, on_bytes=on_bytes)
     source = with_checked_fields(source, parser)
+    notes: list[str] = []
+    config = with_method(config, source, parser, notes)
     source = part_of(source, options.limit, None)
     worker = Worker(runtime, lambda line: print_notes([line], console))
-    notes: list[str] = []
-    what = worker.describe(with_facts_of_rows(config, source, parser, notes))
+    what = worker.describe(with_shared_tokens(config, source, parser))
     print_notes([*notes, *what.notes], console)
     batch = what.config.engine.rows_at_once
 

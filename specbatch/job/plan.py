@@ -240,13 +240,9 @@ def with_shared_tokens(config: Config, source: Source, parser: RowParser) -> Con
     return replace(config, engine=replace(section, shared_tokens=shared_tokens(found)))
 
 
-def with_facts_of_rows(config: Config, source: Source, parser: RowParser, notes: list[str]) -> Config:
-    """Return `config` with what the first rows of the input decide. Decisions are added to `notes`."""
-    return with_shared_tokens(_with_method(config, source, parser, notes), source, parser)
-
-
-def _with_method(config: Config, source: Source, parser: RowParser, notes: list[str]) -> Config:
-    """Return `config` with method ngram instead of auto, if most of the first rows of a file predict their answers."""
+def with_method(config: Config, source: Source, parser: RowParser, notes: list[str]) -> Config:
+    """Return `config` with method ngram instead of auto, if most of the first rows of a file predict their answers. A
+    note says so. `source`: the whole file, so that all shards have the same method."""
     if config.speculation.method != "auto" or config.speculation.draft is not None or source.path is None:
         return config
     rows = [row.prediction is not None for row in _first_rows(source, parser)]

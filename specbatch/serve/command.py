@@ -36,9 +36,10 @@ def serve(options: ServeOptions, config: Config, runtime: Runtime, console: Cons
     """Serve batches until a signal ends the process. It raises SpecbatchError."""
     check_packages()
     is_loopback = _is_loopback(options.host)
-    if options.api_key is not None and not options.api_key.strip():
+    key = None if options.api_key is None else options.api_key.strip()  # clients cannot send white space at its ends
+    if key == "":
         raise ConfigError("the API key is empty", f"--api-key KEY, or {API_KEY} in the environment")
-    if not is_loopback and options.api_key is None:
+    if not is_loopback and key is None:
         raise ConfigError(
             f"--host {options.host} lets other machines in, and there is no API key",
             f"--api-key KEY, or {API_KEY} in the environment; without --host only this machine is let in",
@@ -51,8 +52,8 @@ def serve(options: ServeOptions, config: Config, runtime: Runtime, console: Cons
 
     with contextlib.closing(State(options.folder)) as state, _listening(options) as listener:
         runner = BatchRunner(state, config, runtime, console)
-        hosts = _LOOPBACK_NAMES if is_loopback else None
-        app = make_app(state, runner, options.api_key, hosts)
+        hosts = (*_LOOPBACK_NAMES, options.host) if is_loopback else None
+        app = make_app(state, runner, key, hosts)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))
         host = f"[{options.host}]" if ":" in options.host else options.host
         url = f"http://{host}:{listener.getsockname()[1]}/v1"

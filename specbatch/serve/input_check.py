@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from specbatch.errors import RowError
+from specbatch.files.jsonl import BadRow, decode_line, numbered_lines, open_lines
 from specbatch.serve.objects import batch_error
 
 _MAX_ERRORS = 100
@@ -18,28 +20,34 @@ def check_file(path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
     count = 0
     errors: list[dict[str, Any]] = []
     first_lines: dict[str, int] = {}
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            count += 1
-            if (error := _error(line, number, endpoint, first_lines)) is not None:
-                errors.append(error)
-                if len(errors) == _MAX_ERRORS:
-                    break
+    for number, fields in read_lines(path):
+        count += 1
+        if (error := _error(fields, number, endpoint, first_lines)) is not None:
+            errors.append(error)
+            if len(errors) == _MAX_ERRORS:
+                break
     if not count:
         errors.append(batch_error("empty_file", "The file has no request."))
     return count, errors
 
 
-def _error(line: bytes, number: int, endpoint: str, first_lines: dict[str, int]) -> dict[str, Any] | None:
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield the lines that are not blank, as the file job reads them: the number, from 1 on, and the JSON object of the
+    line, or what is wrong with it."""
+    with open_lines(path) as file:
+        for index, line in numbered_lines(file.readline, path.name):
+            try:
+                yield index + 1, line.message if isinstance(line, BadRow) else decode_line(line)
+            except RowError as exc:
+                yield index + 1, exc.message
+
+
+def _error(
+    fields: dict[str, Any] | str, number: int, endpoint: str, first_lines: dict[str, int]
+) -> dict[str, Any] | None:
     """Return the first mistake of a line. `first_lines`: the lines of the ids so far."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        return batch_error("invalid_json_line", "This line is not parseable as valid JSON.", number)
-    if not isinstance(fields, dict):
-        return batch_error("invalid_request", "This line is not a JSON object.", number)
+    if isinstance(fields, str):
+        return batch_error("invalid_json_line", f"This line cannot be read: {fields}.", number)
     for name, kind in _FIELDS.items():
         if name not in fields:
             return batch_error("missing_required_parameter", f"Missing required parameter: '{name}'.", number, name)

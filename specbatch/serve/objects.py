@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import secrets
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -85,6 +87,11 @@ class Batch:
         """End the batch with errors of the whole file."""
         self.errors = {"object": "list", "data": errors}
         self.change_to("failed", now)
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that cannot be guessed. Later ones are larger, so that objects of one second have an order."""
+    return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 def seconds_of_window(text: Any) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from specbatch.files.jsonl import encode_line
+from specbatch.files.local import disk_errors
 from specbatch.files.result_files import result_rows
 from specbatch.serve.errors import error_body
+from specbatch.serve.input_check import read_lines
 from specbatch.serve.objects import Batch, Counts
 from specbatch.serve.state import State
 
@@ -25,7 +26,7 @@ def write_outputs(state: State, batch: Batch) -> int:
     output, errors = results.with_name(f"{batch.id}.output"), results.with_name(f"{batch.id}.error")
     counts = Counts(batch.request_counts.total)
     finished: set[str] = set()
-    with output.open("wb") as good, errors.open("wb") as bad:
+    with disk_errors(output), output.open("wb") as good, errors.open("wb") as bad:
         for line in result_rows(results) if results.exists() else ():
             finished.add(line["custom_id"])
             if line["response"] is None:
@@ -60,7 +61,6 @@ def _failed(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _custom_ids(state: State, batch: Batch) -> Iterator[str]:
-    with state.content(state.file(batch.input_file_id)).open("rb") as lines:
-        for line in lines:
-            if line.strip():
-                yield json.loads(line)["custom_id"]
+    for _, fields in read_lines(state.content(state.file(batch.input_file_id))):
+        assert isinstance(fields, dict), "the file was checked before"
+        yield fields["custom_id"]

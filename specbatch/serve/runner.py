@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -100,7 +101,8 @@ class BatchRunner:
         with self._state.lock:
             self._running = None
             batch.fail(errors, int(time.time()))
-            self._state.save(batch)
+            with contextlib.suppress(SpecbatchError):  # on a full disk the batch is as it was, for the next server
+                self._state.save(batch)
         self._say(batch, errors[0]["message"])
         self._shared.release()
 
@@ -112,12 +114,12 @@ class BatchRunner:
                 self._fail_validation(batch, errors)
                 return
             batch.request_counts.total = total
-        if batch.status == "cancelling" and batch.in_progress_at is None:
+        if batch.status == "finalizing" or (batch.status == "cancelling" and batch.in_progress_at is None):
             self._finish(batch)
             return
         if not self._begin(batch):
             return
-        expiry = threading.Timer(max(batch.expires_at - time.time(), 0), self._expire)
+        expiry = threading.Timer(max(batch.expires_at - time.time(), 0), self._expire, [self._control])
         expiry.daemon = True
         expiry.start()
         try:
@@ -154,10 +156,10 @@ class BatchRunner:
         self._say(batch, f"{batch.request_counts.total:,} requests")
         return True
 
-    def _expire(self) -> None:
+    def _expire(self, control: JobControl) -> None:
         with self._state.lock:
-            if self._control.wish == "run":
-                self._control.wish = "finish"
+            if control.wish == "run":
+                control.wish = "finish"
 
     def _finish(self, batch: Batch) -> None:
         """Write the files of a batch whose job has ended."""

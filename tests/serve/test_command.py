@@ -13,6 +13,7 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
+from specbatch import cli
 from specbatch.cli import app
 from tests.serve.server import OPTIONS, serving
 
@@ -60,9 +61,10 @@ def test_a_folder_that_another_server_has(tmp_path: Path) -> None:
         assert f"another server uses {tmp_path}" in refusal(tmp_path)
 
 
-def test_a_damaged_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"id": "batch_1"}', '{"request_counts": {}, "unknown": 1}'])
+def test_a_damaged_folder(tmp_path: Path, content: str) -> None:
     (tmp_path / "batches").mkdir()
-    (tmp_path / "batches" / "batch_1.json").write_text("{")
+    (tmp_path / "batches" / "batch_1.json").write_text(content)
     assert "batch_1.json is damaged" in refusal(tmp_path)
 
 
@@ -72,7 +74,7 @@ def test_the_client_of_the_docs(
     monkeypatch.chdir(tmp_path)
     section = PAGE.partition("## A server for OpenAI's client")[2]
     (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    with serving(tmp_path / "state", key="my key") as server:
+    with serving(tmp_path / "state", key="my key", main=cli.main) as server:
         real = openai.OpenAI
 
         def client(base_url: str, api_key: str) -> Any:
