@@ -27,15 +27,16 @@ def _unit_rows(x):
 
 @triton.jit
 def node_conv_kernel(
-    qkv, gates, mixed, conv, inputs, kept_gates, lengths, lines, starts, query_starts, slots, stride_qkv, stride_gates,
-    LENGTHS: tl.constexpr, G: tl.constexpr, G_POWER: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    qkv, gates, mixed, factors, conv, inputs, kept_gates, decays, biases, lengths, lines, starts, query_starts, slots,
+    stride_qkv, stride_gates,
+    LENGTHS: tl.constexpr, H: tl.constexpr, H_POWER: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     NUM_KEPT: tl.constexpr, MAX_NODES: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the convolution for nodes of the last round that are replayed, and for new ones. Keep what new ones put
-    into the layer. Grid: (B, 2 * MAX_NODES, blocks of channels). Line r < MAX_NODES of `mixed` is the r-th replayed
-    node, the others are new ones."""
-    b, row = tl.program_id(0), tl.program_id(1)
-    channels = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    """Compute the convolution and the factors of heads for nodes of the last round that are replayed, and for new ones.
+    Keep what new ones put into the layer. Grid: (blocks of channels, 2 * MAX_NODES, B). Line MAX_NODES of `mixed` and
+    `factors` is the first new node, and the replayed ones end before it."""
+    row, b = tl.program_id(1), tl.program_id(2)
+    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     ok = channels < C
     await_former(PDL)
     first = tl.load(query_starts + b).to(tl.int64)
@@ -44,15 +45,14 @@ def node_conv_kernel(
         return
     line = tl.load(lines + b)
     start = tl.load(starts + b)
-    if row < MAX_NODES:
-        pending = tl.minimum(tl.maximum(start - tl.load(lengths + line * LENGTHS), 0), MAX_NODES)
-        if row >= pending:
-            return
-        position = start - pending + row
-    else:
+    is_new = row >= MAX_NODES
+    if is_new:
         if row - MAX_NODES >= count:
             return
-        position = start + row - MAX_NODES
+    else:
+        if MAX_NODES - row > start - tl.load(lengths + line * LENGTHS):
+            return
+    position = start + row - MAX_NODES
     kept = inputs + line * NUM_KEPT * C
     dtype = qkv.dtype.element_ty
     total = tl.zeros((BLOCK_C,), tl.float32)
@@ -63,45 +63,61 @@ def node_conv_kernel(
         weight = tl.load(conv + channels * W + w, mask=ok, other=0.0)
         total += (old.to(tl.float32) + fresh.to(tl.float32)) * weight.to(tl.float32)
     result = _silu(total.to(dtype).to(tl.float32))
-    tl.store(mixed + (b.to(tl.int64) * 2 * MAX_NODES + row) * C + channels, result, mask=ok)
-    if row >= MAX_NODES:  # no program of this launch reads these places
-        token, place = first + row - MAX_NODES, position % NUM_KEPT
+    node = b.to(tl.int64) * 2 * MAX_NODES + row
+    tl.store(mixed + node * C + channels, result, mask=ok)
+    token, place = first + row - MAX_NODES, position % NUM_KEPT
+    if is_new:  # no program of this launch reads these places
         own = tl.load(qkv + token * stride_qkv + channels, mask=ok)
         tl.store(kept + place * C + channels, own, mask=ok)
-        if tl.program_id(2) == 0:
-            numbers = tl.arange(0, G_POWER)
-            own_gates = tl.load(gates + token * stride_gates + numbers, mask=numbers < G)
-            tl.store(kept_gates + (line * NUM_KEPT + place) * G + numbers, own_gates, mask=numbers < G)
+    if tl.program_id(0) == 0:
+        heads = tl.arange(0, H_POWER)
+        head_ok = heads < H
+        new = head_ok & (row + 0 * heads >= MAX_NODES)  # as a row, for masks
+        replayed = head_ok & (row + 0 * heads < MAX_NODES)
+        kept_heads = kept_gates + (line * NUM_KEPT + place) * 2 * H + heads
+        own_heads = gates + token * stride_gates + heads
+        # A node has its gates in one of the two places.
+        rate = tl.load(own_heads, mask=new, other=0.0) + tl.load(kept_heads, mask=replayed, other=0.0)
+        gate = tl.load(own_heads + H, mask=new, other=0.0) + tl.load(kept_heads + H, mask=replayed, other=0.0)
+        tl.store(kept_heads, rate, mask=new)
+        tl.store(kept_heads + H, gate, mask=new)
+        decay, bias = tl.load(decays + heads, mask=head_ok, other=0.0), tl.load(biases + heads, mask=head_ok, other=0.0)
+        own_factors = factors + node * 2 * H + heads
+        tl.store(own_factors, 1.0 / (1.0 + tl.exp(-rate.to(tl.float32))), mask=head_ok)
+        tl.store(own_factors + H, tl.exp(decay * _softplus(gate.to(tl.float32) + bias)), mask=head_ok)
 
 
 @triton.jit
-def _node(
-    state, mixed, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H: tl.constexpr,
-):  # fmt: skip
-    """Move a state over a node, whose line of the convolution is `mixed`."""
-    k = tl.load(mixed + keys, mask=key_ok, other=0.0).to(tl.float32)
-    v = tl.load(mixed + values, mask=value_ok, other=0.0).to(tl.float32)
+def _read_node(mixed, factors, keys, key_ok, values, value_ok, H: tl.constexpr):
+    """Return key, value, rate and decay of a node."""
+    k = tl.load(mixed + keys, mask=key_ok, other=0.0)
+    v = tl.load(mixed + values, mask=value_ok, other=0.0)
+    return k, v, tl.load(factors), tl.load(factors + H)
+
+
+@triton.jit
+def _moved(state, k, v, rate, decay):
+    """Return a state that has moved over a node."""
+    k = k.to(tl.float32)
     k = k * tl.rsqrt(tl.sum(tl.sum(k * k, 0), 0) + 1e-6)
-    rate = 1.0 / (1.0 + tl.exp(-tl.load(gates + head).to(tl.float32)))
-    gate = tl.load(gates + H + head).to(tl.float32)
-    state = state * tl.exp(decay_of_head * _softplus(gate + bias))
+    state = state * decay
     known = tl.sum(tl.sum(state * k[:, None, :], 0), 1)
-    return state + ((v - known) * rate)[None, :, None] * k[:, None, :]
+    return state + ((v.to(tl.float32) - known) * rate)[None, :, None] * k[:, None, :]
 
 
 @triton.jit
 def round_kernel(
-    mixed, kept_gates, out, decays, biases, states, lengths, lines, starts, query_starts, slots,
+    mixed, factors, out, states, lengths, lines, starts, query_starts, slots,
     H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, K_PARTS: tl.constexpr, K_PART: tl.constexpr,
-    V: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, NUM_KEPT: tl.constexpr,
-    MAX_NODES: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, MAX_NODES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Replay accepted nodes and compute new ones, for a part of one head of one sequence. Grid: (B, H, PARTS). The
+    """Replay accepted nodes and compute new ones, for a part of one head of one sequence. Grid: (PARTS, H, B). The
     state is read and written once, if there is something to replay.
 
-    A tile of the state has keys as K_PARTS x K_PART, so that a thread holds several dimensions of a key, and few
-    numbers cross threads in a sum."""
-    b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    Nodes depend on each other, so that the next one is read before a node is computed. A tile of the state has keys as
+    K_PARTS x K_PART, so that a thread holds several dimensions of a key, and few numbers cross threads in a sum."""
+    part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = part * PART + tl.arange(0, PART)
     value_ok = rows < V
     dims = tl.arange(0, K_PARTS)[:, None] * K_PART + tl.arange(0, K_PART)[None, :]
@@ -110,7 +126,7 @@ def round_kernel(
     line = tl.load(lines + b)
     start = tl.load(starts + b)
     first = tl.load(query_starts + b).to(tl.int64)
-    count = tl.load(query_starts + b + 1).to(tl.int64) - first
+    count = (tl.load(query_starts + b + 1).to(tl.int64) - first).to(tl.int32)
     if tl.load(slots + first) < 0:
         for t in range(count):
             tl.store(out + ((first + t) * H + head) * V + rows, tl.zeros((PART,), tl.float32), mask=value_ok)
@@ -118,27 +134,33 @@ def round_kernel(
     key_head = head // (H // KEY_HEADS)
     queries, keys = key_head * K + dims, (KEY_HEADS + key_head) * K + dims
     values = 2 * KEY_HEADS * K + head * V + rows
-    tile = states + (line * H + head) * V * K + rows[None, :, None] * K + dims[:, None, :]
-    tile_ok = value_ok[None, :, None] & key_ok[:, None, :]
-    state = tl.load(tile, mask=tile_ok, other=0.0)
     length = lengths + (line * H + head) * PARTS + part
     pending = tl.minimum(tl.maximum(start - tl.load(length), 0), MAX_NODES)
-    decay_of_head, bias = tl.load(decays + head), tl.load(biases + head)
-    mixed += b.to(tl.int64) * 2 * MAX_NODES * C
-    kept_gates += line * NUM_KEPT * 2 * H
-    for r in range(pending):
-        gates = kept_gates + ((start - pending + r) % NUM_KEPT) * 2 * H
-        state = _node(
-            state, mixed + r * C, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H,
-        )  # fmt: skip
+    tile = states + (line * H + head) * V * K + rows[None, :, None] * K + dims[:, None, :]
+    tile_ok = value_ok[None, :, None] & key_ok[:, None, :]
+    # States are larger than caches, and are not to push out the nodes.
+    state = tl.load(tile, mask=tile_ok, other=0.0, eviction_policy="evict_first")
+    node = b.to(tl.int64) * 2 * MAX_NODES + MAX_NODES - pending
+    mixed += node * C
+    factors += node * 2 * H + head
+    k, v, rate, decay = _read_node(mixed, factors, keys, key_ok, values, value_ok, H)
+    for _ in range(pending):
+        mixed += C
+        factors += 2 * H
+        next_k, next_v, next_rate, next_decay = _read_node(mixed, factors, keys, key_ok, values, value_ok, H)
+        state = _moved(state, k, v, rate, decay)
+        k, v, rate, decay = next_k, next_v, next_rate, next_decay
     if pending > 0:
-        tl.store(tile, state, mask=tile_ok)
+        tl.store(tile, state, mask=tile_ok, eviction_policy="evict_first")
         tl.store(length, start)
     for t in range(count):
-        own = mixed + (MAX_NODES + t) * C
-        gates = kept_gates + ((start + t) % NUM_KEPT) * 2 * H
-        state = _node(state, own, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H)
-        q = tl.load(own + queries, mask=key_ok, other=0.0).to(tl.float32)
+        q = tl.load(mixed + queries, mask=key_ok, other=0.0).to(tl.float32)
+        further = tl.where(t + 1 < count, 1, 0)  # the last one is read again
+        mixed += further * C
+        factors += further * 2 * H
+        next_k, next_v, next_rate, next_decay = _read_node(mixed, factors, keys, key_ok, values, value_ok, H)
+        state = _moved(state, k, v, rate, decay)
+        k, v, rate, decay = next_k, next_v, next_rate, next_decay
         q = q * (tl.rsqrt(tl.sum(tl.sum(q * q, 0), 0) + 1e-6) * (K**-0.5))
         result = tl.sum(tl.sum(state * q[:, None, :], 0), 1)
         tl.store(out + ((first + t) * H + head) * V + rows, result, mask=value_ok)
