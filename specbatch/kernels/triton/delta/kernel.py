@@ -199,16 +199,69 @@ def conv_kernel(
 
 
 @triton.jit
+def _head_gates(gates, decays, biases, tokens, has, stride_gates, head, H: tl.constexpr):
+    """Return the rates of tokens, and the sums of the logarithms of their decays."""
+    rate = tl.load(gates + tokens * stride_gates + head, mask=has, other=0.0).to(tl.float32)
+    gate = tl.load(gates + tokens * stride_gates + H + head, mask=has, other=0.0).to(tl.float32)
+    log_decay = tl.where(has, tl.load(decays + head) * _softplus(gate + tl.load(biases + head)), 0.0)
+    return tl.where(has, 1.0 / (1.0 + tl.exp(-rate)), 0.0), tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
+
+
+@triton.jit
+def system_kernel(
+    mixed, gates, systems, decays, biases, starts, query_starts, sequences, checkpoint_at, stride_gates, num_tokens,
+    num_sequences,
+    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, C: tl.constexpr,
+    HAS_CHECKPOINTS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute what chunks of prompts need besides states: the inverse of the triangular system that the values of its
+    tokens solve, and the weights with which its queries read them. Grid: (blocks of packed tokens, H). A block has the
+    chunks of several sequences where these meet, and of the parts before and after a checkpoint."""
+    head = tl.program_id(1)
+    steps = tl.arange(0, CHUNK)
+    tokens = tl.program_id(0).to(tl.int64) * CHUNK + steps
+    sequence = tl.load(sequences + tokens, mask=tokens < num_tokens, other=num_sequences)
+    has = sequence < num_sequences
+    chunk = 2 * sequence
+    if HAS_CHECKPOINTS:
+        at = tl.load(checkpoint_at + sequence, mask=has, other=0) - tl.load(starts + sequence, mask=has, other=0)
+        chunk += (tokens - tl.load(query_starts + sequence, mask=has, other=0) >= at).to(tl.int32)
+    dims = tl.arange(0, K_POWER)
+    key_head, dim_ok = head // (H // KEY_HEADS), dims < K
+    place = tokens[:, None] * C + key_head * K + dims[None, :]
+    q = tl.load(mixed + place, mask=has[:, None] & dim_ok[None, :], other=0.0)
+    k = tl.load(mixed + place + KEY_HEADS * K, mask=has[:, None] & dim_ok[None, :], other=0.0)
+    q, k = _unit_rows(q.to(tl.float32)) * (K**-0.5), _unit_rows(k.to(tl.float32))
+    rate, sums, _ = _head_gates(gates, decays, biases, tokens, has, stride_gates, head, H)
+    other = tl.sum(tl.where(steps[:, None] == steps[None, :], chunk[:, None], 0), 0)  # as a column
+    causal = (steps[:, None] >= steps[None, :]) & (chunk[:, None] == other[None, :])
+    between = tl.where(causal, tl.exp(tl.where(causal, sums[:, None] - sums[None, :], 0.0)), 0.0)
+    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * rate[:, None]
+    system = tl.where(steps[:, None] > steps[None, :], system, 0.0)
+    inverse = tl.where(steps[:, None] == steps[None, :], 1.0, 0.0)
+    for i in range(1, CHUNK):  # forward substitution: line i depends on those before it
+        row = tl.sum(tl.where(steps[:, None] == i, system, 0.0), 0)
+        correction = tl.sum(row[:, None] * inverse, 0)
+        inverse = tl.where(steps[:, None] == i, inverse - correction[None, :], inverse)
+    own = systems + (tokens[:, None] * H + head) * 2 * CHUNK + steps[None, :]
+    tl.store(own, inverse, mask=has[:, None])
+    weights = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
+    tl.store(own + CHUNK, weights, mask=has[:, None])
+
+
+@triton.jit
 def prompt_kernel(
-    mixed, gates, out, decays, biases, states, lengths, lines, starts, query_starts, slots, checkpoint_at,
+    mixed, gates, systems, out, decays, biases, states, lengths, lines, starts, query_starts, slots, checkpoint_at,
     checkpoint_lines, stride_gates,
     H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, V: tl.constexpr,
-    PARTS: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LENGTHS: tl.constexpr, LENGTHS_POWER: tl.constexpr, PART: tl.constexpr, C: tl.constexpr,
+    HAS_CHECKPOINTS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Move the state of a part of one head over a piece of a prompt, in chunks of tokens. Grid: (B, H, PARTS). Within a
-    chunk, the values that tokens add to the state solve a triangular system, see `kernels/torch/delta.py`."""
-    b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Move the state of a part of one head over a piece of a prompt, in chunks of tokens. Grid: (parts, H, B).
+
+    Within a chunk, the values that tokens add to the state solve a triangular system, see `kernels/torch/delta.py`.
+    Chunks end where a block of `system_kernel` does, at a checkpoint, and where the piece ends."""
+    part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(query_starts + b).to(tl.int64)
     count = tl.load(query_starts + b + 1).to(tl.int64) - first
     if count == 0:
@@ -225,42 +278,36 @@ def prompt_kernel(
     place = head * V * K + rows[:, None] * K + dims[None, :]
     tile_ok = row_ok[:, None] & dim_ok[None, :]
     state = tl.load(states + line * H * V * K + place, mask=tile_ok, other=0.0)
-    length = head * PARTS + part
+    numbers = tl.arange(0, LENGTHS_POWER)
+    length = head * LENGTHS + numbers
+    length_ok = (numbers < LENGTHS) & (part + 0 * numbers == 0)  # one program writes all of a head
     cut = count
     if HAS_CHECKPOINTS:
         at = tl.load(checkpoint_at + b) - start
         if (at > 0) & (at <= count):
             cut = at
-    decay_of_head, bias = tl.load(decays + head), tl.load(biases + head)
     steps = tl.arange(0, CHUNK)
     done = count * 0
     while done < count:
-        end = tl.where(done < cut, tl.minimum(done + CHUNK, cut), tl.minimum(done + CHUNK, count))
-        has = done + steps < end
-        tokens = first + done + steps
-        q = tl.load(mixed + tokens[:, None] * C + queries[None, :], mask=has[:, None] & dim_ok[None, :], other=0.0)
-        k = tl.load(mixed + tokens[:, None] * C + keys[None, :], mask=has[:, None] & dim_ok[None, :], other=0.0)
-        v = tl.load(mixed + tokens[:, None] * C + values[None, :], mask=has[:, None] & row_ok[None, :], other=0.0)
+        block = (first + done) // CHUNK * CHUNK
+        end = tl.minimum(block + CHUNK - first, tl.where(done < cut, cut, count))
+        tokens = block + steps
+        has = (tokens >= first + done) & (tokens < first + end)
+        dims_ok, rows_ok = has[:, None] & dim_ok[None, :], has[:, None] & row_ok[None, :]
+        q = tl.load(mixed + tokens[:, None] * C + queries[None, :], mask=dims_ok, other=0.0)
+        k = tl.load(mixed + tokens[:, None] * C + keys[None, :], mask=dims_ok, other=0.0)
+        v = tl.load(mixed + tokens[:, None] * C + values[None, :], mask=rows_ok, other=0.0)
+        own = systems + (tokens[:, None] * H + head) * 2 * CHUNK + steps[None, :]
+        inverse = tl.load(own, mask=has[:, None], other=0.0)
+        weights = tl.load(own + CHUNK, mask=has[:, None], other=0.0)
+        rate, sums, total = _head_gates(gates, decays, biases, tokens, has, stride_gates, head, H)
         q, k = _unit_rows(q.to(tl.float32)) * (K**-0.5), _unit_rows(k.to(tl.float32))
-        gate = tl.load(gates + tokens * stride_gates + H + head, mask=has, other=0.0).to(tl.float32)
-        rate = tl.load(gates + tokens * stride_gates + head, mask=has, other=0.0).to(tl.float32)
-        rate = tl.where(has, 1.0 / (1.0 + tl.exp(-rate)), 0.0)
-        log_decay = tl.where(has, decay_of_head * _softplus(gate + bias), 0.0)
-        sums = tl.cumsum(log_decay, 0)
-        causal = steps[:, None] >= steps[None, :]
-        between = tl.where(causal, tl.exp(tl.where(causal, sums[:, None] - sums[None, :], 0.0)), 0.0)
-        system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * rate[:, None]
-        system = tl.where(steps[:, None] > steps[None, :], system, 0.0)
         before = tl.exp(sums)[:, None]
-        added = rate[:, None] * (v.to(tl.float32) - before * tl.dot(k, tl.trans(state), input_precision=PRECISION))
-        for i in range(1, CHUNK):  # forward substitution: line i depends on those before it
-            row = tl.sum(tl.where(steps[:, None] == i, system, 0.0), 0)
-            correction = tl.sum(row[:, None] * added, 0)
-            added = tl.where(steps[:, None] == i, added - correction[None, :], added)
+        wanted = rate[:, None] * (v.to(tl.float32) - before * tl.dot(k, tl.trans(state), input_precision=PRECISION))
+        added = tl.dot(inverse, wanted, input_precision=PRECISION)
         result = before * tl.dot(q, tl.trans(state), input_precision=PRECISION)
-        result += tl.dot(tl.dot(q, tl.trans(k), input_precision=PRECISION) * between, added, input_precision=PRECISION)
-        tl.store(out + (tokens[:, None] * H + head) * V + rows[None, :], result, mask=has[:, None] & row_ok[None, :])
-        total = tl.sum(log_decay, 0)
+        result += tl.dot(weights, added, input_precision=PRECISION)
+        tl.store(out + (tokens[:, None] * H + head) * V + rows[None, :], result, mask=rows_ok)
         rest = added * tl.exp(total - sums)[:, None]
         state = state * tl.exp(total) + tl.dot(tl.trans(rest), k, input_precision=PRECISION)
         done = end
@@ -268,10 +315,10 @@ def prompt_kernel(
             if (done == at) & (at > 0):
                 kept = tl.load(checkpoint_lines + b)
                 tl.store(states + kept * H * V * K + place, state, mask=tile_ok)
-                tl.store(lengths + kept * H * PARTS + length, start + done.to(tl.int32))
+                tl.store(lengths + kept * H * LENGTHS + length, start + done.to(tl.int32), mask=length_ok)
     if tl.load(slots + first) >= 0:
         tl.store(states + line * H * V * K + place, state, mask=tile_ok)
-        tl.store(lengths + line * H * PARTS + length, start + count.to(tl.int32))
+        tl.store(lengths + line * H * LENGTHS + length, start + count.to(tl.int32), mask=length_ok)
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 
 Rounds are two kernels. The first one computes the convolution. In the second one, each program reads a part of a state,
 replays the accepted nodes of the last round, writes the part, and goes on over the new nodes without writing it.
-Prompts are three kernels: the convolution, the rule in chunks of tokens, and the inputs that are kept. No length leaves
+Prompts are four kernels: the convolution, the part of the rule that all chunks of tokens compute at the same time, the
+part that follows the state from chunk to chunk, and the inputs that are kept. No length leaves
 the GPU, so graphs may hold them.
 
 Shape suffixes: T packed tokens, B sequences, H value heads, V and K dimensions of value and key heads, C channels of
@@ -19,7 +20,7 @@ import triton
 from torch import Tensor
 
 from specbatch.batch import PagedBatch
-from specbatch.kernels.delta import PART, DeltaWeights, LayerStates, parts_of_head
+from specbatch.kernels.delta import DeltaWeights, LayerStates
 from specbatch.kernels.triton.delta.kernel import (
     conv_kernel,
     gate_kernel,
@@ -28,13 +29,13 @@ from specbatch.kernels.triton.delta.kernel import (
     norm_kernel,
     prompt_kernel,
     round_kernel,
+    system_kernel,
 )
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
 
 _CHUNK = 16  # tokens that `prompt_kernel` computes at once: the smallest tile of tensor cores
 _BLOCK_T, _BLOCK_C = 16, 128
 _GATE_BLOCK = 1024
-_PROMPT_WARPS = 4
 
 
 class RoundTiles(NamedTuple):
@@ -45,8 +46,23 @@ class RoundTiles(NamedTuple):
     conv_warps: int = 4
 
 
+class PromptTiles(NamedTuple):
+    """The constants of the kernel that moves states over prompts: value dimensions of a program, and its warps."""
+
+    part: int = 32
+    warps: int = 4
+
+
+ROUND_TILES, PROMPT_TILES = RoundTiles(), PromptTiles()
+
+
 def delta_prompts(
-    qkv_TC: Tensor, gates_T2H: Tensor, weights: DeltaWeights, states: LayerStates, batch: PagedBatch
+    qkv_TC: Tensor,
+    gates_T2H: Tensor,
+    weights: DeltaWeights,
+    states: LayerStates,
+    batch: PagedBatch,
+    tiles: PromptTiles = PROMPT_TILES,
 ) -> Tensor:
     """See `kernels/torch/delta.py`."""
     spans, (num_tokens, channels) = batch.states, qkv_TC.shape
@@ -71,12 +87,21 @@ def delta_prompts(
         qkv_TC, mixed_TC, weights.conv_CW, states.inputs_SRC, *layout, sequences_T, qkv_TC.stride(0), num_tokens,
         num_sequences, C=channels, W=weights.conv_CW.shape[1], NUM_KEPT=num_kept, BLOCK_T=_BLOCK_T, BLOCK_C=_BLOCK_C,
     )  # fmt: skip
+    sizes, num_lengths = _sizes(weights, states), states.lengths_SP.shape[1] // num_heads
+    shared = {"C": channels, "HAS_CHECKPOINTS": has_checkpoints, "CHUNK": _CHUNK}
+    precision = "tf32x3" if qkv_TC.dtype == torch.float32 else "tf32"
+    systems = states.states_SHVK.new_empty(num_tokens, num_heads, 2, _CHUNK)
     launch(
-        prompt_kernel, (num_sequences, num_heads, parts_of_head(value_dim)),
-        mixed_TC, gates_T2H, out_THV, weights.decay_H, weights.bias_H, states.states_SHVK, states.lengths_SP, *layout,
-        batch.slots_T, at_B, line_B, gates_T2H.stride(0),
-        **_sizes(weights, states), PARTS=parts_of_head(value_dim), PART=PART, C=channels, HAS_CHECKPOINTS=has_checkpoints, CHUNK=_CHUNK,
-        PRECISION="tf32x3" if qkv_TC.dtype == torch.float32 else "tf32", num_warps=_PROMPT_WARPS,
+        system_kernel, (triton.cdiv(num_tokens, _CHUNK), num_heads),
+        mixed_TC, gates_T2H, systems, weights.decay_H, weights.bias_H, batch.starts_B, batch.query_starts, sequences_T,
+        at_B, gates_T2H.stride(0), num_tokens, num_sequences, **{k: v for k, v in sizes.items() if k != "V"}, **shared,
+        PRECISION=precision, num_warps=1,
+    )  # fmt: skip
+    launch(
+        prompt_kernel, (triton.cdiv(value_dim, tiles.part), num_heads, num_sequences),
+        mixed_TC, gates_T2H, systems, out_THV, weights.decay_H, weights.bias_H, states.states_SHVK, states.lengths_SP,
+        *layout, batch.slots_T, at_B, line_B, gates_T2H.stride(0), **sizes, **shared, LENGTHS=num_lengths,
+        LENGTHS_POWER=triton.next_power_of_2(num_lengths), PART=tiles.part, PRECISION=precision, num_warps=tiles.warps,
     )  # fmt: skip
     launch(
         keep_kernel, (num_sequences, num_kept, blocks),
@@ -92,7 +117,7 @@ def delta_rounds(
     weights: DeltaWeights,
     states: LayerStates,
     batch: PagedBatch,
-    tiles: RoundTiles = RoundTiles(),
+    tiles: RoundTiles = ROUND_TILES,
 ) -> Tensor:
     """See `kernels/torch/delta.py`. A program has as many value dimensions as `states` has in a part."""
     spans, (num_tokens, channels) = batch.states, qkv_TC.shape
