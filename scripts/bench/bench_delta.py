@@ -32,8 +32,9 @@ from specbatch.kernels.triton.delta.ops import PromptTiles, RoundTiles, delta_pr
 
 SHAPES = {"4b": (16, 32, 128, 128), "9b": (16, 32, 128, 128), "tiny": (2, 4, 16, 32)}  # heads of keys, of values, K, V
 CONV, START = 4, 1000  # inputs of the convolution, tokens before a round
-ROUND_TILES = [(16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8)]  # dimensions of a part, warps
-PROMPT_TILES = [(16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (64, 4), (64, 8)]
+REPEATS = 8  # launches in a graph
+ROUND_TILES = [(16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 4)]  # dimensions of a part, warps
+PROMPT_TILES = [(16, 2), (16, 4), (32, 4), (64, 4), (64, 8)]
 Line = dict[str, Any]
 
 
@@ -48,12 +49,12 @@ class Layer:
         conv = self.random(self.channels, CONV)
         decay, bias = -torch.rand(self.heads, device=device), torch.randn(self.heads, device=device)
         self.weights = DeltaWeights(conv, decay, bias, self.key_heads)
-        # A line of each row, as in an engine, whose layers read states that no cache holds.
+        lines = rows * REPEATS  # each launch has its own, as in an engine, so that no cache holds the states
         self.states = LayerStates(
-            torch.zeros(rows, self.heads, self.v, self.k, device=device),
-            self.random(rows, kept, self.channels),
-            self.random(rows, kept, 2 * self.heads),
-            torch.zeros(rows, self.heads * math.ceil(self.v / part), dtype=torch.int32, device=device),
+            torch.zeros(lines, self.heads, self.v, self.k, device=device),
+            self.random(lines, kept, self.channels),
+            self.random(lines, kept, 2 * self.heads),
+            torch.zeros(lines, self.heads * math.ceil(self.v / part), dtype=torch.int32, device=device),
         )
 
     def random(self, *sizes: int) -> Tensor:
@@ -64,12 +65,17 @@ class Layer:
         qkv, z, gates = self.random(num_tokens, sum(sizes)).split(sizes, dim=1)
         return qkv, z, gates
 
-    def batch(self, start: int, counts: list[int], *, is_prompt: bool) -> PagedBatch:
+    def batches(self, start: int, counts: list[int], *, is_prompt: bool) -> list[PagedBatch]:
+        return [self._batch(start, counts, repeat, is_prompt) for repeat in range(REPEATS)]
+
+    def _batch(self, start: int, counts: list[int], repeat: int, is_prompt: bool) -> PagedBatch:
         ends = torch.tensor([0, *counts], device=self.device).cumsum(0).int()
         slots, lines = (torch.arange(n, device=self.device) for n in (sum(counts), self.rows))
         pages = torch.zeros(self.rows, 1, dtype=torch.int32, device=self.device)
         starts = torch.full((self.rows,), start, dtype=torch.int32, device=self.device)
-        return PagedBatch(slots, slots, pages, 1, starts, ends, max(counts), states=StateSpans(lines, is_prompt))
+        return PagedBatch(
+            slots, slots, pages, 1, starts, ends, max(counts), states=StateSpans(lines + repeat * self.rows, is_prompt)
+        )
 
 
 def main() -> None:
@@ -77,7 +83,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", default="4b", help="4b and 9b are equal in these kernels")
     parser.add_argument("--rows", default="16,64,256")
-    parser.add_argument("--nodes", default="1,2,4")
+    parser.add_argument("--nodes", default="2,1,4")
     parser.add_argument("--prompts", default="1x8192,8x1000", help="number of prompts x tokens of each")
     parser.add_argument("--time-limit", type=float, default=40, help="seconds after which no measurement begins")
     parser.add_argument("-o", "--output", type=Path)
@@ -88,7 +94,13 @@ def main() -> None:
     for shape in args.shapes.split(","):
         prompts = [tuple(map(int, text.split("x"))) for text in args.prompts.split(",") if text]
         rows, nodes = ([int(n) for n in text.split(",") if n] for text in (args.rows, args.nodes))
-        for work in (*rounds(shape, rows, nodes, device), *prompt_chunks(shape, prompts, device)):
+        most = [max(rows)]
+        others = [n for n in rows if n not in most]
+        for work in (
+            *rounds(shape, most, nodes, device),
+            *prompt_chunks(shape, prompts, device),
+            *rounds(shape, others, nodes, device),
+        ):
             if time.perf_counter() - began > args.time_limit:
                 print(json.dumps({"left out": "the time is over"}), flush=True)
                 return
@@ -102,8 +114,8 @@ def main() -> None:
 
 
 def rounds(shape: str, all_rows: list[int], all_nodes: list[int], device: torch.device) -> Iterator[Callable[[], Line]]:
-    """Give the measurements of rounds, those of most rows first."""
-    for rows in sorted(all_rows, reverse=True):
+    """Give the measurements of rounds."""
+    for rows in all_rows:
         for nodes in all_nodes:
             yield lambda r=rows, n=nodes: norm_line(shape, r, n, device)
             for part, warps in ROUND_TILES:
@@ -113,25 +125,25 @@ def rounds(shape: str, all_rows: list[int], all_nodes: list[int], device: torch.
 def round_line(shape: str, rows: int, nodes: int, part: int, tiles: RoundTiles, device: torch.device) -> Line:
     layer = Layer(shape, rows, nodes, part, device)
     qkv, _, gates = layer.projections(rows * nodes)
-    batch = layer.batch(START, [nodes] * rows, is_prompt=False)
+    batches = layer.batches(START, [nodes] * rows, is_prompt=False)
 
-    def compute() -> None:
-        layer.states.lengths_SP.fill_(START - nodes)  # otherwise there is nothing to replay
-        delta_rounds(qkv, gates, layer.weights, layer.states, batch, tiles)
+    def compute(repeat: int) -> None:
+        if repeat == 0:
+            layer.states.lengths_SP.fill_(START - nodes)  # otherwise there is nothing to replay
+        delta_rounds(qkv, gates, layer.weights, layer.states, batches[repeat], tiles)
 
-    filled = microseconds(lambda: layer.states.lengths_SP.fill_(START - nodes), device)
-    states, inputs = 2 * layer.states.states_SHVK.nbytes, rows * layer.channels * layer.dtype.itemsize
+    states, inputs = 2 * layer.states.states_SHVK.nbytes // REPEATS, rows * layer.channels * layer.dtype.itemsize
     line = {"kernel": "round", "shape": shape, "rows": rows, "nodes": nodes, "part": part, **tiles._asdict()}
     # The projections of new nodes, those that the convolution reads before them, and outputs.
     others = inputs * (3 * nodes + CONV - 1) + rows * nodes * layer.heads * layer.v * layer.dtype.itemsize
-    return {**line, "us": round(microseconds(compute, device) - filled, 1), "bytes": states + others}
+    return {**line, "us": round(microseconds(compute, device), 1), "bytes": states + others}
 
 
 def norm_line(shape: str, rows: int, nodes: int, device: torch.device) -> Line:
     layer = Layer(shape, 1, nodes, 32, device)
     _, z, _ = layer.projections(rows * nodes)
     x, weight = layer.random(rows * nodes, layer.heads, layer.v), layer.random(layer.v)
-    us = microseconds(lambda: gated_norm(x, z, weight, 1e-6), device)
+    us = microseconds(lambda _: gated_norm(x, z, weight, 1e-6), device)
     return {
         **{"kernel": "norm", "shape": shape, "rows": rows, "nodes": nodes},
         **{"us": round(us, 1), "bytes": 3 * x.nbytes},
@@ -147,25 +159,25 @@ def prompt_chunks(shape: str, prompts: list[tuple[int, ...]], device: torch.devi
 def prompt_line(shape: str, number: int, tokens: int, tiles: PromptTiles, device: torch.device) -> Line:
     layer = Layer(shape, number, 1, 32, device)
     qkv, _, gates = layer.projections(number * tokens)
-    batch = layer.batch(0, [tokens] * number, is_prompt=True)
-    us = microseconds(lambda: delta_prompts(qkv, gates, layer.weights, layer.states, batch, tiles), device)
+    batches = layer.batches(0, [tokens] * number, is_prompt=True)
+    us = microseconds(lambda i: delta_prompts(qkv, gates, layer.weights, layer.states, batches[i], tiles), device)
     line = {"kernel": "prompt", "shape": shape, "prompts": number, "tokens": tokens, **tiles._asdict()}
     # Projections are read, what the convolution makes of them is written and read, and outputs are written.
     return {**line, "us": round(us, 1), "bytes": 3 * number * tokens * layer.channels * layer.dtype.itemsize}
 
 
-def microseconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of `work`: on a GPU of a CUDA graph with several, after they were compiled."""
-    work()
+def microseconds(work: Callable[[int], object], device: torch.device) -> float:
+    """Return the median time of `work`, which gets the number of the launch: on a GPU in CUDA graphs of several."""
     if device.type != "cuda":
         began = time.perf_counter()
-        work()
+        work(0)
         return (time.perf_counter() - began) * 1e6
+    work(0)  # compiled before the capture
     torch.cuda.synchronize()
-    graph, repeats, times = torch.cuda.CUDAGraph(), 8, []
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            work()
+        for repeat in range(REPEATS):
+            work(repeat)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(8)]
     graph.replay()
     for event in events:
@@ -174,7 +186,7 @@ def microseconds(work: Callable[[], object], device: torch.device) -> float:
     events.append(torch.cuda.Event(enable_timing=True))
     events[-1].record()
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) / repeats * 1e3 for a, b in itertools.pairwise(events)]
+    times = [a.elapsed_time(b) / REPEATS * 1e3 for a, b in itertools.pairwise(events)]
     return statistics.median(times)
 
 
