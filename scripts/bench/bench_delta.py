@@ -46,7 +46,7 @@ class Layer:
         self.channels = 2 * self.key_heads * self.k + self.heads * self.v
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
         self.device, self.rows, kept = device, rows, CONV - 1 + 2 * max_nodes
-        conv = self.random(self.channels, CONV)
+        conv = self.random(CONV, self.channels).T  # as `GatedDelta` has it
         decay, bias = -torch.rand(self.heads, device=device), torch.randn(self.heads, device=device)
         self.weights = DeltaWeights(conv, decay, bias, self.key_heads)
         lines = rows * REPEATS  # each launch has its own, as in an engine, so that no cache holds the states

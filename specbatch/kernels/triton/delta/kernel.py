@@ -28,7 +28,7 @@ def _unit_rows(x):
 @triton.jit
 def node_conv_kernel(
     qkv, gates, mixed, factors, conv, inputs, kept_gates, decays, biases, lengths, lines, starts, query_starts, slots,
-    stride_qkv, stride_gates,
+    stride_conv, stride_channel, stride_qkv, stride_gates,
     LENGTHS: tl.constexpr, H: tl.constexpr, H_POWER: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     NUM_KEPT: tl.constexpr, MAX_NODES: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -38,19 +38,21 @@ def node_conv_kernel(
     row, b = tl.program_id(1), tl.program_id(2)
     channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     ok = channels < C
+    weights = conv + channels * stride_channel
     await_former(PDL)
+    # Reads that do not depend on each other come before the branches.
+    line, start = tl.load(lines + b), tl.load(starts + b)
     first = tl.load(query_starts + b).to(tl.int64)
     count = tl.load(query_starts + b + 1).to(tl.int64) - first
+    length = tl.load(lengths + line * LENGTHS)
     if tl.load(slots + first) < 0:
         return
-    line = tl.load(lines + b)
-    start = tl.load(starts + b)
     is_new = row >= MAX_NODES
     if is_new:
         if row - MAX_NODES >= count:
             return
     else:
-        if MAX_NODES - row > start - tl.load(lengths + line * LENGTHS):
+        if MAX_NODES - row > start - length:
             return
     position = start + row - MAX_NODES
     kept = inputs + line * NUM_KEPT * C
@@ -60,7 +62,7 @@ def node_conv_kernel(
         at = position - (W - 1) + w + 0 * channels  # as a row, for masks
         old = tl.load(kept + (at % NUM_KEPT) * C + channels, mask=ok & (at >= 0) & (at < start), other=0.0)
         fresh = tl.load(qkv + (first + at - start) * stride_qkv + channels, mask=ok & (at >= start), other=0.0)
-        weight = tl.load(conv + channels * W + w, mask=ok, other=0.0)
+        weight = tl.load(weights + w * stride_conv, mask=ok, other=0.0)
         total += (old.to(tl.float32) + fresh.to(tl.float32)) * weight.to(tl.float32)
     result = _silu(total.to(dtype).to(tl.float32))
     node = b.to(tl.int64) * 2 * MAX_NODES + row
@@ -167,8 +169,31 @@ def round_kernel(
 
 
 @triton.jit
+def _convolved(
+    qkv, weights, inputs, tokens, channels, channel_ok, has_sequence, first, start, line, stride_conv, stride_qkv,
+    C: tl.constexpr, W: tl.constexpr, NUM_KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    READS_KEPT: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of the convolution. `READS_KEPT`: some tokens read inputs of an earlier piece."""
+    total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    for w in tl.static_range(W):
+        token = tokens - (W - 1) + w
+        is_new = (has_sequence & (token >= first))[:, None] & channel_ok[None, :]
+        number = tl.load(qkv + token[:, None] * stride_qkv + channels[None, :], mask=is_new, other=0.0).to(tl.float32)
+        if READS_KEPT:
+            at = start + token - first
+            is_old = (has_sequence & (token < first) & (at >= 0))[:, None] & channel_ok[None, :]
+            place = (line * NUM_KEPT + at % NUM_KEPT) * C
+            number += tl.load(inputs + place[:, None] + channels[None, :], mask=is_old, other=0.0).to(tl.float32)
+        weight = tl.load(weights + w * stride_conv, mask=channel_ok, other=0.0).to(tl.float32)
+        total += number * weight[None, :]
+    return total
+
+
+@triton.jit
 def conv_kernel(
-    qkv, mixed, conv, inputs, lines, starts, query_starts, sequences, stride_qkv, num_tokens, num_sequences,
+    qkv, mixed, conv, inputs, lines, starts, query_starts, sequences, stride_conv, stride_channel, stride_qkv,
+    num_tokens, num_sequences,
     C: tl.constexpr, W: tl.constexpr, NUM_KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Compute the convolution of a block of packed tokens of prompts, for a block of channels. Tokens of no sequence
@@ -181,19 +206,18 @@ def conv_kernel(
     first = tl.load(query_starts + sequence, mask=has_sequence, other=0).to(tl.int64)
     start = tl.load(starts + sequence, mask=has_sequence, other=0).to(tl.int64)
     line = tl.load(lines + sequence, mask=has_sequence, other=0)
-    total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    dtype = qkv.dtype.element_ty
-    for w in tl.static_range(W):
-        token = tokens - (W - 1) + w
-        at = start + token - first
-        is_new = (has_sequence & (token >= first))[:, None] & channel_ok[None, :]
-        is_old = (has_sequence & (token < first) & (at >= 0))[:, None] & channel_ok[None, :]
-        fresh = tl.load(qkv + token[:, None] * stride_qkv + channels[None, :], mask=is_new, other=0.0)
-        place = (line * NUM_KEPT + at % NUM_KEPT) * C
-        old = tl.load(inputs + place[:, None] + channels[None, :], mask=is_old, other=0.0)
-        weight = tl.load(conv + channels * W + w, mask=channel_ok, other=0.0).to(tl.float32)
-        total += (old.to(tl.float32) + fresh.to(tl.float32)) * weight[None, :]
-    result = _silu(total.to(dtype).to(tl.float32))
+    weights = conv + channels * stride_channel
+    if tl.max((has_sequence & (tokens - first < W - 1) & (start > 0)).to(tl.int32), 0) > 0:
+        total = _convolved(
+            qkv, weights, inputs, tokens, channels, channel_ok, has_sequence, first, start, line, stride_conv,
+            stride_qkv, C, W, NUM_KEPT, BLOCK_T, BLOCK_C, True,
+        )  # fmt: skip
+    else:
+        total = _convolved(
+            qkv, weights, inputs, tokens, channels, channel_ok, has_sequence, first, start, line, stride_conv,
+            stride_qkv, C, W, NUM_KEPT, BLOCK_T, BLOCK_C, False,
+        )  # fmt: skip
+    result = _silu(total.to(qkv.dtype.element_ty).to(tl.float32))
     ok = is_token[:, None] & channel_ok[None, :]
     tl.store(mixed + tokens[:, None] * C + channels[None, :], result, mask=ok)
 

@@ -81,11 +81,12 @@ def delta_prompts(
         spans.checkpoint_at_B, spans.checkpoint_line_B
     )  # fmt: skip
     layout = spans.lines_B, batch.starts_B, batch.query_starts
-    blocks = triton.cdiv(channels, _BLOCK_C)
+    blocks, conv_strides = triton.cdiv(channels, _BLOCK_C), weights.conv_CW.stride()[::-1]
     launch(
         conv_kernel, (triton.cdiv(num_tokens, _BLOCK_T), blocks),
-        qkv_TC, mixed_TC, weights.conv_CW, states.inputs_SRC, *layout, sequences_T, qkv_TC.stride(0), num_tokens,
-        num_sequences, C=channels, W=weights.conv_CW.shape[1], NUM_KEPT=num_kept, BLOCK_T=_BLOCK_T, BLOCK_C=_BLOCK_C,
+        qkv_TC, mixed_TC, weights.conv_CW, states.inputs_SRC, *layout, sequences_T, *conv_strides, qkv_TC.stride(0),
+        num_tokens, num_sequences, C=channels, W=weights.conv_CW.shape[1], NUM_KEPT=num_kept, BLOCK_T=_BLOCK_T,
+        BLOCK_C=_BLOCK_C,
     )  # fmt: skip
     sizes, num_lengths = _sizes(weights, states), states.lengths_SP.shape[1] // num_heads
     shared = {"C": channels, "HAS_CHECKPOINTS": has_checkpoints, "CHUNK": _CHUNK}
@@ -131,6 +132,7 @@ def delta_rounds(
     if not num_tokens:
         return out_THV
     num_sequences, pdl = len(spans.lines_B), dependent_launch(qkv_TC)
+    conv_strides = weights.conv_CW.stride()[::-1]
     mixed = qkv_TC.new_empty(num_sequences, 2 * max_nodes, channels)
     factors = states.states_SHVK.new_empty(num_sequences, 2 * max_nodes, 2 * num_heads)
     layout = spans.lines_B, batch.starts_B, batch.query_starts, batch.slots_T
@@ -138,7 +140,7 @@ def delta_rounds(
     launch(
         node_conv_kernel, (triton.cdiv(channels, tiles.conv_block), 2 * max_nodes, num_sequences),
         qkv_TC, gates_T2H, mixed, factors, weights.conv_CW, states.inputs_SRC, states.gates_SR2H, weights.decay_H,
-        weights.bias_H, states.lengths_SP, *layout, qkv_TC.stride(0), gates_T2H.stride(0),
+        weights.bias_H, states.lengths_SP, *layout, *conv_strides, qkv_TC.stride(0), gates_T2H.stride(0),
         LENGTHS=states.lengths_SP.shape[1], H=num_heads, H_POWER=triton.next_power_of_2(num_heads), W=conv_size,
         NUM_KEPT=num_kept, BLOCK_C=tiles.conv_block, **shared, num_warps=tiles.conv_warps, **launch_options(pdl),
     )  # fmt: skip
