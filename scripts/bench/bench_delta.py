@@ -19,6 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,9 @@ def rounds(shape: str, all_rows: list[int], all_nodes: list[int], device: torch.
     """Give the measurements of rounds."""
     for rows in all_rows:
         for nodes in all_nodes:
-            yield lambda r=rows, n=nodes: norm_line(shape, r, n, device)
+            yield partial(norm_line, shape, rows, nodes, device)
             for part, warps in ROUND_TILES:
-                yield lambda r=rows, n=nodes, p=part, w=warps: round_line(shape, r, n, p, RoundTiles(w), device)
+                yield partial(round_line, shape, rows, nodes, part, RoundTiles(warps), device)
 
 
 def round_line(shape: str, rows: int, nodes: int, part: int, tiles: RoundTiles, device: torch.device) -> Line:
@@ -153,7 +154,7 @@ def norm_line(shape: str, rows: int, nodes: int, device: torch.device) -> Line:
 def prompt_chunks(shape: str, prompts: list[tuple[int, ...]], device: torch.device) -> Iterator[Callable[[], Line]]:
     for number, tokens in prompts:
         for part, warps in PROMPT_TILES:
-            yield lambda n=number, t=tokens, p=part, w=warps: prompt_line(shape, n, t, PromptTiles(p, w), device)
+            yield partial(prompt_line, shape, number, tokens, PromptTiles(part, warps), device)
 
 
 def prompt_line(shape: str, number: int, tokens: int, tiles: PromptTiles, device: torch.device) -> Line:
