@@ -129,6 +129,12 @@ def round_kernel(
     start = tl.load(starts + b)
     first = tl.load(query_starts + b).to(tl.int64)
     count = (tl.load(query_starts + b + 1).to(tl.int64) - first).to(tl.int32)
+    length = lengths + (line * H + head) * PARTS + part
+    covered = tl.load(length)
+    tile = states + (line * H + head) * V * K + rows[None, :, None] * K + dims[:, None, :]
+    tile_ok = value_ok[None, :, None] & key_ok[:, None, :]
+    # The state is read before anything waits. States are larger than caches, and are not to push out the nodes.
+    state = tl.load(tile, mask=tile_ok, other=0.0, eviction_policy="evict_first")
     if tl.load(slots + first) < 0:
         for t in range(count):
             tl.store(out + ((first + t) * H + head) * V + rows, tl.zeros((PART,), tl.float32), mask=value_ok)
@@ -136,12 +142,7 @@ def round_kernel(
     key_head = head // (H // KEY_HEADS)
     queries, keys = key_head * K + dims, (KEY_HEADS + key_head) * K + dims
     values = 2 * KEY_HEADS * K + head * V + rows
-    length = lengths + (line * H + head) * PARTS + part
-    pending = tl.minimum(tl.maximum(start - tl.load(length), 0), MAX_NODES)
-    tile = states + (line * H + head) * V * K + rows[None, :, None] * K + dims[:, None, :]
-    tile_ok = value_ok[None, :, None] & key_ok[:, None, :]
-    # States are larger than caches, and are not to push out the nodes.
-    state = tl.load(tile, mask=tile_ok, other=0.0, eviction_policy="evict_first")
+    pending = tl.minimum(tl.maximum(start - covered, 0), MAX_NODES)
     node = b.to(tl.int64) * 2 * MAX_NODES + MAX_NODES - pending
     mixed += node * C
     factors += node * 2 * H + head
