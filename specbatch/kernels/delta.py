@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-PART = 32  # value dimensions of a head's part, which one program of a kernel computes
+PART = 32  # value dimensions of a head's part, which one program of a round computes
 
 
 def parts_of_head(value_dim: int) -> int:

@@ -37,7 +37,8 @@ class GatedDelta:
             self._in = weights.linear(*names)
         self._out = weights.summed_linear(f"{prefix}out_proj")
         decay_H, bias_H = -weights.wide(f"{prefix}A_log").exp(), weights.wide(f"{prefix}dt_bias")
-        conv_CW = weights.tensor(f"{prefix}conv1d.weight")[:, 0].contiguous()
+        # Threads of a kernel have consecutive channels, so that these are next to each other in memory.
+        conv_CW = weights.tensor(f"{prefix}conv1d.weight")[:, 0].T.contiguous().T
         self._weights = DeltaWeights(conv_CW, decay_H, bias_H, sizes.num_key_heads)
         self._norm_weight = weights.tensor(f"{prefix}norm.weight")
         self._ops = ops_for(weights.device, weights.dtype)

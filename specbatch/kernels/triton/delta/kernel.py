@@ -27,32 +27,34 @@ def _unit_rows(x):
 
 @triton.jit
 def node_conv_kernel(
-    qkv, gates, mixed, conv, inputs, kept_gates, lengths, lines, starts, query_starts, slots, stride_qkv, stride_gates,
-    LENGTHS: tl.constexpr, G: tl.constexpr, G_POWER: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    qkv, gates, mixed, factors, conv, inputs, kept_gates, decays, biases, lengths, lines, starts, query_starts, slots,
+    stride_conv, stride_channel, stride_qkv, stride_gates,
+    LENGTHS: tl.constexpr, H: tl.constexpr, H_POWER: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     NUM_KEPT: tl.constexpr, MAX_NODES: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the convolution for nodes of the last round that are replayed, and for new ones. Keep what new ones put
-    into the layer. Grid: (B, 2 * MAX_NODES, blocks of channels). Line r < MAX_NODES of `mixed` is the r-th replayed
-    node, the others are new ones."""
-    b, row = tl.program_id(0), tl.program_id(1)
-    channels = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    """Compute the convolution and the factors of heads for nodes of the last round that are replayed, and for new ones.
+    Keep what new ones put into the layer. Grid: (blocks of channels, 2 * MAX_NODES, B). Line MAX_NODES of `mixed` and
+    `factors` is the first new node, and the replayed ones end before it."""
+    row, b = tl.program_id(1), tl.program_id(2)
+    channels = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     ok = channels < C
+    weights = conv + channels * stride_channel
     await_former(PDL)
+    # Reads that do not depend on each other come before the branches.
+    line, start = tl.load(lines + b), tl.load(starts + b)
     first = tl.load(query_starts + b).to(tl.int64)
     count = tl.load(query_starts + b + 1).to(tl.int64) - first
+    length = tl.load(lengths + line * LENGTHS)
     if tl.load(slots + first) < 0:
         return
-    line = tl.load(lines + b)
-    start = tl.load(starts + b)
-    if row < MAX_NODES:
-        pending = tl.minimum(tl.maximum(start - tl.load(lengths + line * LENGTHS), 0), MAX_NODES)
-        if row >= pending:
-            return
-        position = start - pending + row
-    else:
+    is_new = row >= MAX_NODES
+    if is_new:
         if row - MAX_NODES >= count:
             return
-        position = start + row - MAX_NODES
+    else:
+        if MAX_NODES - row > start - length:
+            return
+    position = start + row - MAX_NODES
     kept = inputs + line * NUM_KEPT * C
     dtype = qkv.dtype.element_ty
     total = tl.zeros((BLOCK_C,), tl.float32)
@@ -60,48 +62,64 @@ def node_conv_kernel(
         at = position - (W - 1) + w + 0 * channels  # as a row, for masks
         old = tl.load(kept + (at % NUM_KEPT) * C + channels, mask=ok & (at >= 0) & (at < start), other=0.0)
         fresh = tl.load(qkv + (first + at - start) * stride_qkv + channels, mask=ok & (at >= start), other=0.0)
-        weight = tl.load(conv + channels * W + w, mask=ok, other=0.0)
+        weight = tl.load(weights + w * stride_conv, mask=ok, other=0.0)
         total += (old.to(tl.float32) + fresh.to(tl.float32)) * weight.to(tl.float32)
     result = _silu(total.to(dtype).to(tl.float32))
-    tl.store(mixed + (b.to(tl.int64) * 2 * MAX_NODES + row) * C + channels, result, mask=ok)
-    if row >= MAX_NODES:  # no program of this launch reads these places
-        token, place = first + row - MAX_NODES, position % NUM_KEPT
+    node = b.to(tl.int64) * 2 * MAX_NODES + row
+    tl.store(mixed + node * C + channels, result, mask=ok)
+    token, place = first + row - MAX_NODES, position % NUM_KEPT
+    if is_new:  # no program of this launch reads these places
         own = tl.load(qkv + token * stride_qkv + channels, mask=ok)
         tl.store(kept + place * C + channels, own, mask=ok)
-        if tl.program_id(2) == 0:
-            numbers = tl.arange(0, G_POWER)
-            own_gates = tl.load(gates + token * stride_gates + numbers, mask=numbers < G)
-            tl.store(kept_gates + (line * NUM_KEPT + place) * G + numbers, own_gates, mask=numbers < G)
+    if tl.program_id(0) == 0:
+        heads = tl.arange(0, H_POWER)
+        head_ok = heads < H
+        new = head_ok & (row + 0 * heads >= MAX_NODES)  # as a row, for masks
+        replayed = head_ok & (row + 0 * heads < MAX_NODES)
+        kept_heads = kept_gates + (line * NUM_KEPT + place) * 2 * H + heads
+        own_heads = gates + token * stride_gates + heads
+        # A node has its gates in one of the two places.
+        rate = tl.load(own_heads, mask=new, other=0.0) + tl.load(kept_heads, mask=replayed, other=0.0)
+        gate = tl.load(own_heads + H, mask=new, other=0.0) + tl.load(kept_heads + H, mask=replayed, other=0.0)
+        tl.store(kept_heads, rate, mask=new)
+        tl.store(kept_heads + H, gate, mask=new)
+        decay, bias = tl.load(decays + heads, mask=head_ok, other=0.0), tl.load(biases + heads, mask=head_ok, other=0.0)
+        own_factors = factors + node * 2 * H + heads
+        tl.store(own_factors, 1.0 / (1.0 + tl.exp(-rate.to(tl.float32))), mask=head_ok)
+        tl.store(own_factors + H, tl.exp(decay * _softplus(gate.to(tl.float32) + bias)), mask=head_ok)
 
 
 @triton.jit
-def _node(
-    state, mixed, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H: tl.constexpr,
-):  # fmt: skip
-    """Move a state over a node, whose line of the convolution is `mixed`."""
-    k = tl.load(mixed + keys, mask=key_ok, other=0.0).to(tl.float32)
-    v = tl.load(mixed + values, mask=value_ok, other=0.0).to(tl.float32)
+def _read_node(mixed, factors, keys, key_ok, values, value_ok, H: tl.constexpr):
+    """Return key, value, rate and decay of a node."""
+    k = tl.load(mixed + keys, mask=key_ok, other=0.0)
+    v = tl.load(mixed + values, mask=value_ok, other=0.0)
+    return k, v, tl.load(factors), tl.load(factors + H)
+
+
+@triton.jit
+def _moved(state, k, v, rate, decay):
+    """Return a state that has moved over a node."""
+    k = k.to(tl.float32)
     k = k * tl.rsqrt(tl.sum(tl.sum(k * k, 0), 0) + 1e-6)
-    rate = 1.0 / (1.0 + tl.exp(-tl.load(gates + head).to(tl.float32)))
-    gate = tl.load(gates + H + head).to(tl.float32)
-    state = state * tl.exp(decay_of_head * _softplus(gate + bias))
+    state = state * decay
     known = tl.sum(tl.sum(state * k[:, None, :], 0), 1)
-    return state + ((v - known) * rate)[None, :, None] * k[:, None, :]
+    return state + ((v.to(tl.float32) - known) * rate)[None, :, None] * k[:, None, :]
 
 
 @triton.jit
 def round_kernel(
-    mixed, kept_gates, out, decays, biases, states, lengths, lines, starts, query_starts, slots,
+    mixed, factors, out, states, lengths, lines, starts, query_starts, slots,
     H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, K_PARTS: tl.constexpr, K_PART: tl.constexpr,
-    V: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, NUM_KEPT: tl.constexpr,
-    MAX_NODES: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, MAX_NODES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Replay accepted nodes and compute new ones, for a part of one head of one sequence. Grid: (B, H, PARTS). The
+    """Replay accepted nodes and compute new ones, for a part of one head of one sequence. Grid: (PARTS, H, B). The
     state is read and written once, if there is something to replay.
 
-    A tile of the state has keys as K_PARTS x K_PART, so that a thread holds several dimensions of a key, and few
-    numbers cross threads in a sum."""
-    b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    Nodes depend on each other, so that the next one is read before a node is computed. A tile of the state has keys as
+    K_PARTS x K_PART, so that a thread holds several dimensions of a key, and few numbers cross threads in a sum."""
+    part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = part * PART + tl.arange(0, PART)
     value_ok = rows < V
     dims = tl.arange(0, K_PARTS)[:, None] * K_PART + tl.arange(0, K_PART)[None, :]
@@ -110,7 +128,13 @@ def round_kernel(
     line = tl.load(lines + b)
     start = tl.load(starts + b)
     first = tl.load(query_starts + b).to(tl.int64)
-    count = tl.load(query_starts + b + 1).to(tl.int64) - first
+    count = (tl.load(query_starts + b + 1).to(tl.int64) - first).to(tl.int32)
+    length = lengths + (line * H + head) * PARTS + part
+    covered = tl.load(length)
+    tile = states + (line * H + head) * V * K + rows[None, :, None] * K + dims[:, None, :]
+    tile_ok = value_ok[None, :, None] & key_ok[:, None, :]
+    # The state is read before anything waits. States are larger than caches, and are not to push out the nodes.
+    state = tl.load(tile, mask=tile_ok, other=0.0, eviction_policy="evict_first")
     if tl.load(slots + first) < 0:
         for t in range(count):
             tl.store(out + ((first + t) * H + head) * V + rows, tl.zeros((PART,), tl.float32), mask=value_ok)
@@ -118,35 +142,59 @@ def round_kernel(
     key_head = head // (H // KEY_HEADS)
     queries, keys = key_head * K + dims, (KEY_HEADS + key_head) * K + dims
     values = 2 * KEY_HEADS * K + head * V + rows
-    tile = states + (line * H + head) * V * K + rows[None, :, None] * K + dims[:, None, :]
-    tile_ok = value_ok[None, :, None] & key_ok[:, None, :]
-    state = tl.load(tile, mask=tile_ok, other=0.0)
-    length = lengths + (line * H + head) * PARTS + part
-    pending = tl.minimum(tl.maximum(start - tl.load(length), 0), MAX_NODES)
-    decay_of_head, bias = tl.load(decays + head), tl.load(biases + head)
-    mixed += b.to(tl.int64) * 2 * MAX_NODES * C
-    kept_gates += line * NUM_KEPT * 2 * H
-    for r in range(pending):
-        gates = kept_gates + ((start - pending + r) % NUM_KEPT) * 2 * H
-        state = _node(
-            state, mixed + r * C, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H,
-        )  # fmt: skip
+    pending = tl.minimum(tl.maximum(start - covered, 0), MAX_NODES)
+    node = b.to(tl.int64) * 2 * MAX_NODES + MAX_NODES - pending
+    mixed += node * C
+    factors += node * 2 * H + head
+    k, v, rate, decay = _read_node(mixed, factors, keys, key_ok, values, value_ok, H)
+    for _ in range(pending):
+        mixed += C
+        factors += 2 * H
+        next_k, next_v, next_rate, next_decay = _read_node(mixed, factors, keys, key_ok, values, value_ok, H)
+        state = _moved(state, k, v, rate, decay)
+        k, v, rate, decay = next_k, next_v, next_rate, next_decay
     if pending > 0:
-        tl.store(tile, state, mask=tile_ok)
+        tl.store(tile, state, mask=tile_ok, eviction_policy="evict_first")
         tl.store(length, start)
     for t in range(count):
-        own = mixed + (MAX_NODES + t) * C
-        gates = kept_gates + ((start + t) % NUM_KEPT) * 2 * H
-        state = _node(state, own, gates, keys, key_ok, values, value_ok, decay_of_head, bias, head, H)
-        q = tl.load(own + queries, mask=key_ok, other=0.0).to(tl.float32)
+        q = tl.load(mixed + queries, mask=key_ok, other=0.0).to(tl.float32)
+        further = tl.where(t + 1 < count, 1, 0)  # the last one is read again
+        mixed += further * C
+        factors += further * 2 * H
+        next_k, next_v, next_rate, next_decay = _read_node(mixed, factors, keys, key_ok, values, value_ok, H)
+        state = _moved(state, k, v, rate, decay)
+        k, v, rate, decay = next_k, next_v, next_rate, next_decay
         q = q * (tl.rsqrt(tl.sum(tl.sum(q * q, 0), 0) + 1e-6) * (K**-0.5))
         result = tl.sum(tl.sum(state * q[:, None, :], 0), 1)
         tl.store(out + ((first + t) * H + head) * V + rows, result, mask=value_ok)
 
 
 @triton.jit
+def _convolved(
+    qkv, weights, inputs, tokens, channels, channel_ok, has_sequence, first, start, line, stride_conv, stride_qkv,
+    C: tl.constexpr, W: tl.constexpr, NUM_KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    READS_KEPT: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of the convolution. `READS_KEPT`: some tokens read inputs of an earlier piece."""
+    total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    for w in tl.static_range(W):
+        token = tokens - (W - 1) + w
+        is_new = (has_sequence & (token >= first))[:, None] & channel_ok[None, :]
+        number = tl.load(qkv + token[:, None] * stride_qkv + channels[None, :], mask=is_new, other=0.0).to(tl.float32)
+        if READS_KEPT:
+            at = start + token - first
+            is_old = (has_sequence & (token < first) & (at >= 0))[:, None] & channel_ok[None, :]
+            place = (line * NUM_KEPT + at % NUM_KEPT) * C
+            number += tl.load(inputs + place[:, None] + channels[None, :], mask=is_old, other=0.0).to(tl.float32)
+        weight = tl.load(weights + w * stride_conv, mask=channel_ok, other=0.0).to(tl.float32)
+        total += number * weight[None, :]
+    return total
+
+
+@triton.jit
 def conv_kernel(
-    qkv, mixed, conv, inputs, lines, starts, query_starts, sequences, stride_qkv, num_tokens, num_sequences,
+    qkv, mixed, conv, inputs, lines, starts, query_starts, sequences, stride_conv, stride_channel, stride_qkv,
+    num_tokens, num_sequences,
     C: tl.constexpr, W: tl.constexpr, NUM_KEPT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Compute the convolution of a block of packed tokens of prompts, for a block of channels. Tokens of no sequence
@@ -159,34 +207,86 @@ def conv_kernel(
     first = tl.load(query_starts + sequence, mask=has_sequence, other=0).to(tl.int64)
     start = tl.load(starts + sequence, mask=has_sequence, other=0).to(tl.int64)
     line = tl.load(lines + sequence, mask=has_sequence, other=0)
-    total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    dtype = qkv.dtype.element_ty
-    for w in tl.static_range(W):
-        token = tokens - (W - 1) + w
-        at = start + token - first
-        is_new = (has_sequence & (token >= first))[:, None] & channel_ok[None, :]
-        is_old = (has_sequence & (token < first) & (at >= 0))[:, None] & channel_ok[None, :]
-        fresh = tl.load(qkv + token[:, None] * stride_qkv + channels[None, :], mask=is_new, other=0.0)
-        place = (line * NUM_KEPT + at % NUM_KEPT) * C
-        old = tl.load(inputs + place[:, None] + channels[None, :], mask=is_old, other=0.0)
-        weight = tl.load(conv + channels * W + w, mask=channel_ok, other=0.0).to(tl.float32)
-        total += (old.to(tl.float32) + fresh.to(tl.float32)) * weight[None, :]
-    result = _silu(total.to(dtype).to(tl.float32))
+    weights = conv + channels * stride_channel
+    if tl.max((has_sequence & (tokens - first < W - 1) & (start > 0)).to(tl.int32), 0) > 0:
+        total = _convolved(
+            qkv, weights, inputs, tokens, channels, channel_ok, has_sequence, first, start, line, stride_conv,
+            stride_qkv, C, W, NUM_KEPT, BLOCK_T, BLOCK_C, True,
+        )  # fmt: skip
+    else:
+        total = _convolved(
+            qkv, weights, inputs, tokens, channels, channel_ok, has_sequence, first, start, line, stride_conv,
+            stride_qkv, C, W, NUM_KEPT, BLOCK_T, BLOCK_C, False,
+        )  # fmt: skip
+    result = _silu(total.to(qkv.dtype.element_ty).to(tl.float32))
     ok = is_token[:, None] & channel_ok[None, :]
     tl.store(mixed + tokens[:, None] * C + channels[None, :], result, mask=ok)
 
 
 @triton.jit
+def _head_gates(gates, decays, biases, tokens, has, stride_gates, head, H: tl.constexpr):
+    """Return the rates of tokens, and the sums of the logarithms of their decays."""
+    rate = tl.load(gates + tokens * stride_gates + head, mask=has, other=0.0).to(tl.float32)
+    gate = tl.load(gates + tokens * stride_gates + H + head, mask=has, other=0.0).to(tl.float32)
+    log_decay = tl.where(has, tl.load(decays + head) * _softplus(gate + tl.load(biases + head)), 0.0)
+    return tl.where(has, 1.0 / (1.0 + tl.exp(-rate)), 0.0), tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
+
+
+@triton.jit
+def system_kernel(
+    mixed, gates, systems, decays, biases, starts, query_starts, sequences, checkpoint_at, stride_gates, num_tokens,
+    num_sequences,
+    H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, C: tl.constexpr,
+    HAS_CHECKPOINTS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute what chunks of prompts need besides states: the inverse of the triangular system that the values of its
+    tokens solve, and the weights with which its queries read them. Grid: (blocks of packed tokens, H). A block has the
+    chunks of several sequences where these meet, and of the parts before and after a checkpoint."""
+    head = tl.program_id(1)
+    steps = tl.arange(0, CHUNK)
+    tokens = tl.program_id(0).to(tl.int64) * CHUNK + steps
+    sequence = tl.load(sequences + tokens, mask=tokens < num_tokens, other=num_sequences)
+    has = sequence < num_sequences
+    chunk = 2 * sequence
+    if HAS_CHECKPOINTS:
+        at = tl.load(checkpoint_at + sequence, mask=has, other=0) - tl.load(starts + sequence, mask=has, other=0)
+        chunk += (tokens - tl.load(query_starts + sequence, mask=has, other=0) >= at).to(tl.int32)
+    dims = tl.arange(0, K_POWER)
+    key_head, dim_ok = head // (H // KEY_HEADS), dims < K
+    place = tokens[:, None] * C + key_head * K + dims[None, :]
+    q = tl.load(mixed + place, mask=has[:, None] & dim_ok[None, :], other=0.0)
+    k = tl.load(mixed + place + KEY_HEADS * K, mask=has[:, None] & dim_ok[None, :], other=0.0)
+    q, k = _unit_rows(q.to(tl.float32)) * (K**-0.5), _unit_rows(k.to(tl.float32))
+    rate, sums, _ = _head_gates(gates, decays, biases, tokens, has, stride_gates, head, H)
+    other = tl.sum(tl.where(steps[:, None] == steps[None, :], chunk[:, None], 0), 0)  # as a column
+    causal = (steps[:, None] >= steps[None, :]) & (chunk[:, None] == other[None, :])
+    between = tl.where(causal, tl.exp(tl.where(causal, sums[:, None] - sums[None, :], 0.0)), 0.0)
+    system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * rate[:, None]
+    system = tl.where(steps[:, None] > steps[None, :], system, 0.0)
+    inverse = tl.where(steps[:, None] == steps[None, :], 1.0, 0.0)
+    for i in range(1, CHUNK):  # forward substitution: line i depends on those before it
+        row = tl.sum(tl.where(steps[:, None] == i, system, 0.0), 0)
+        correction = tl.sum(row[:, None] * inverse, 0)
+        inverse = tl.where(steps[:, None] == i, inverse - correction[None, :], inverse)
+    own = systems + (tokens[:, None] * H + head) * 2 * CHUNK + steps[None, :]
+    tl.store(own, inverse, mask=has[:, None])
+    weights = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
+    tl.store(own + CHUNK, weights, mask=has[:, None])
+
+
+@triton.jit
 def prompt_kernel(
-    mixed, gates, out, decays, biases, states, lengths, lines, starts, query_starts, slots, checkpoint_at,
+    mixed, gates, systems, out, decays, biases, states, lengths, lines, starts, query_starts, slots, checkpoint_at,
     checkpoint_lines, stride_gates,
     H: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, K_POWER: tl.constexpr, V: tl.constexpr,
-    PARTS: tl.constexpr, PART: tl.constexpr, C: tl.constexpr, HAS_CHECKPOINTS: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    LENGTHS: tl.constexpr, LENGTHS_POWER: tl.constexpr, PART: tl.constexpr, C: tl.constexpr,
+    HAS_CHECKPOINTS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Move the state of a part of one head over a piece of a prompt, in chunks of tokens. Grid: (B, H, PARTS). Within a
-    chunk, the values that tokens add to the state solve a triangular system, see `kernels/torch/delta.py`."""
-    b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Move the state of a part of one head over a piece of a prompt, in chunks of tokens. Grid: (parts, H, B).
+
+    Within a chunk, the values that tokens add to the state solve a triangular system, see `kernels/torch/delta.py`.
+    Chunks end where a block of `system_kernel` does, at a checkpoint, and where the piece ends."""
+    part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(query_starts + b).to(tl.int64)
     count = tl.load(query_starts + b + 1).to(tl.int64) - first
     if count == 0:
@@ -203,42 +303,36 @@ def prompt_kernel(
     place = head * V * K + rows[:, None] * K + dims[None, :]
     tile_ok = row_ok[:, None] & dim_ok[None, :]
     state = tl.load(states + line * H * V * K + place, mask=tile_ok, other=0.0)
-    length = head * PARTS + part
+    numbers = tl.arange(0, LENGTHS_POWER)
+    length = head * LENGTHS + numbers
+    length_ok = (numbers < LENGTHS) & (part + 0 * numbers == 0)  # one program writes all of a head
     cut = count
     if HAS_CHECKPOINTS:
         at = tl.load(checkpoint_at + b) - start
         if (at > 0) & (at <= count):
             cut = at
-    decay_of_head, bias = tl.load(decays + head), tl.load(biases + head)
     steps = tl.arange(0, CHUNK)
     done = count * 0
     while done < count:
-        end = tl.where(done < cut, tl.minimum(done + CHUNK, cut), tl.minimum(done + CHUNK, count))
-        has = done + steps < end
-        tokens = first + done + steps
-        q = tl.load(mixed + tokens[:, None] * C + queries[None, :], mask=has[:, None] & dim_ok[None, :], other=0.0)
-        k = tl.load(mixed + tokens[:, None] * C + keys[None, :], mask=has[:, None] & dim_ok[None, :], other=0.0)
-        v = tl.load(mixed + tokens[:, None] * C + values[None, :], mask=has[:, None] & row_ok[None, :], other=0.0)
+        block = (first + done) // CHUNK * CHUNK
+        end = tl.minimum(block + CHUNK - first, tl.where(done < cut, cut, count))
+        tokens = block + steps
+        has = (tokens >= first + done) & (tokens < first + end)
+        dims_ok, rows_ok = has[:, None] & dim_ok[None, :], has[:, None] & row_ok[None, :]
+        q = tl.load(mixed + tokens[:, None] * C + queries[None, :], mask=dims_ok, other=0.0)
+        k = tl.load(mixed + tokens[:, None] * C + keys[None, :], mask=dims_ok, other=0.0)
+        v = tl.load(mixed + tokens[:, None] * C + values[None, :], mask=rows_ok, other=0.0)
+        own = systems + (tokens[:, None] * H + head) * 2 * CHUNK + steps[None, :]
+        inverse = tl.load(own, mask=has[:, None], other=0.0)
+        weights = tl.load(own + CHUNK, mask=has[:, None], other=0.0)
+        rate, sums, total = _head_gates(gates, decays, biases, tokens, has, stride_gates, head, H)
         q, k = _unit_rows(q.to(tl.float32)) * (K**-0.5), _unit_rows(k.to(tl.float32))
-        gate = tl.load(gates + tokens * stride_gates + H + head, mask=has, other=0.0).to(tl.float32)
-        rate = tl.load(gates + tokens * stride_gates + head, mask=has, other=0.0).to(tl.float32)
-        rate = tl.where(has, 1.0 / (1.0 + tl.exp(-rate)), 0.0)
-        log_decay = tl.where(has, decay_of_head * _softplus(gate + bias), 0.0)
-        sums = tl.cumsum(log_decay, 0)
-        causal = steps[:, None] >= steps[None, :]
-        between = tl.where(causal, tl.exp(tl.where(causal, sums[:, None] - sums[None, :], 0.0)), 0.0)
-        system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * rate[:, None]
-        system = tl.where(steps[:, None] > steps[None, :], system, 0.0)
         before = tl.exp(sums)[:, None]
-        added = rate[:, None] * (v.to(tl.float32) - before * tl.dot(k, tl.trans(state), input_precision=PRECISION))
-        for i in range(1, CHUNK):  # forward substitution: line i depends on those before it
-            row = tl.sum(tl.where(steps[:, None] == i, system, 0.0), 0)
-            correction = tl.sum(row[:, None] * added, 0)
-            added = tl.where(steps[:, None] == i, added - correction[None, :], added)
+        wanted = rate[:, None] * (v.to(tl.float32) - before * tl.dot(k, tl.trans(state), input_precision=PRECISION))
+        added = tl.dot(inverse, wanted, input_precision=PRECISION)
         result = before * tl.dot(q, tl.trans(state), input_precision=PRECISION)
-        result += tl.dot(tl.dot(q, tl.trans(k), input_precision=PRECISION) * between, added, input_precision=PRECISION)
-        tl.store(out + (tokens[:, None] * H + head) * V + rows[None, :], result, mask=has[:, None] & row_ok[None, :])
-        total = tl.sum(log_decay, 0)
+        result += tl.dot(weights, added, input_precision=PRECISION)
+        tl.store(out + (tokens[:, None] * H + head) * V + rows[None, :], result, mask=rows_ok)
         rest = added * tl.exp(total - sums)[:, None]
         state = state * tl.exp(total) + tl.dot(tl.trans(rest), k, input_precision=PRECISION)
         done = end
@@ -246,10 +340,10 @@ def prompt_kernel(
             if (done == at) & (at > 0):
                 kept = tl.load(checkpoint_lines + b)
                 tl.store(states + kept * H * V * K + place, state, mask=tile_ok)
-                tl.store(lengths + kept * H * PARTS + length, start + done.to(tl.int32))
+                tl.store(lengths + kept * H * LENGTHS + length, start + done.to(tl.int32), mask=length_ok)
     if tl.load(slots + first) >= 0:
         tl.store(states + line * H * V * K + place, state, mask=tile_ok)
-        tl.store(lengths + line * H * PARTS + length, start + count.to(tl.int32))
+        tl.store(lengths + line * H * LENGTHS + length, start + count.to(tl.int32), mask=length_ok)
 
 
 @triton.jit

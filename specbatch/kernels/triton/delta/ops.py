@@ -3,7 +3,8 @@
 
 Rounds are two kernels. The first one computes the convolution. In the second one, each program reads a part of a state,
 replays the accepted nodes of the last round, writes the part, and goes on over the new nodes without writing it.
-Prompts are three kernels: the convolution, the rule in chunks of tokens, and the inputs that are kept. No length leaves
+Prompts are four kernels: the convolution, the part of the rule that all chunks of tokens compute at the same time, the
+part that follows the state from chunk to chunk, and the inputs that are kept. No length leaves
 the GPU, so graphs may hold them.
 
 Shape suffixes: T packed tokens, B sequences, H value heads, V and K dimensions of value and key heads, C channels of
@@ -12,12 +13,14 @@ the convolution, Z features of all value heads.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 
 from specbatch.batch import PagedBatch
-from specbatch.kernels.delta import PART, DeltaWeights, LayerStates, parts_of_head
+from specbatch.kernels.delta import DeltaWeights, LayerStates
 from specbatch.kernels.triton.delta.kernel import (
     conv_kernel,
     gate_kernel,
@@ -26,17 +29,40 @@ from specbatch.kernels.triton.delta.kernel import (
     norm_kernel,
     prompt_kernel,
     round_kernel,
+    system_kernel,
 )
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
 
 _CHUNK = 16  # tokens that `prompt_kernel` computes at once: the smallest tile of tensor cores
 _BLOCK_T, _BLOCK_C = 16, 128
-_NODE_BLOCK_C, _GATE_BLOCK = 1024, 1024
-_ROUND_WARPS, _PROMPT_WARPS = 4, 4
+_GATE_BLOCK = 1024
+
+
+class RoundTiles(NamedTuple):
+    """The constants of a round's kernels. `warps`: of a part of a state. `conv_block`: channels of a program."""
+
+    warps: int = 2
+    conv_block: int = 1024
+    conv_warps: int = 4
+
+
+class PromptTiles(NamedTuple):
+    """The constants of the kernel that moves states over prompts: value dimensions of a program, and its warps."""
+
+    part: int = 32
+    warps: int = 4
+
+
+ROUND_TILES, PROMPT_TILES = RoundTiles(), PromptTiles()
 
 
 def delta_prompts(
-    qkv_TC: Tensor, gates_T2H: Tensor, weights: DeltaWeights, states: LayerStates, batch: PagedBatch
+    qkv_TC: Tensor,
+    gates_T2H: Tensor,
+    weights: DeltaWeights,
+    states: LayerStates,
+    batch: PagedBatch,
+    tiles: PromptTiles = PROMPT_TILES,
 ) -> Tensor:
     """See `kernels/torch/delta.py`."""
     spans, (num_tokens, channels) = batch.states, qkv_TC.shape
@@ -55,18 +81,28 @@ def delta_prompts(
         spans.checkpoint_at_B, spans.checkpoint_line_B
     )  # fmt: skip
     layout = spans.lines_B, batch.starts_B, batch.query_starts
-    blocks = triton.cdiv(channels, _BLOCK_C)
+    blocks, conv_strides = triton.cdiv(channels, _BLOCK_C), weights.conv_CW.stride()[::-1]
     launch(
         conv_kernel, (triton.cdiv(num_tokens, _BLOCK_T), blocks),
-        qkv_TC, mixed_TC, weights.conv_CW, states.inputs_SRC, *layout, sequences_T, qkv_TC.stride(0), num_tokens,
-        num_sequences, C=channels, W=weights.conv_CW.shape[1], NUM_KEPT=num_kept, BLOCK_T=_BLOCK_T, BLOCK_C=_BLOCK_C,
+        qkv_TC, mixed_TC, weights.conv_CW, states.inputs_SRC, *layout, sequences_T, *conv_strides, qkv_TC.stride(0),
+        num_tokens, num_sequences, C=channels, W=weights.conv_CW.shape[1], NUM_KEPT=num_kept, BLOCK_T=_BLOCK_T,
+        BLOCK_C=_BLOCK_C,
+    )  # fmt: skip
+    sizes, num_lengths = _sizes(weights, states), states.lengths_SP.shape[1] // num_heads
+    shared = {"C": channels, "HAS_CHECKPOINTS": has_checkpoints, "CHUNK": _CHUNK}
+    precision = "tf32x3" if qkv_TC.dtype == torch.float32 else "tf32"
+    systems = states.states_SHVK.new_empty(num_tokens, num_heads, 2, _CHUNK)
+    launch(
+        system_kernel, (triton.cdiv(num_tokens, _CHUNK), num_heads),
+        mixed_TC, gates_T2H, systems, weights.decay_H, weights.bias_H, batch.starts_B, batch.query_starts, sequences_T,
+        at_B, gates_T2H.stride(0), num_tokens, num_sequences, **{k: v for k, v in sizes.items() if k != "V"}, **shared,
+        PRECISION=precision, num_warps=1,
     )  # fmt: skip
     launch(
-        prompt_kernel, (num_sequences, num_heads, parts_of_head(value_dim)),
-        mixed_TC, gates_T2H, out_THV, weights.decay_H, weights.bias_H, states.states_SHVK, states.lengths_SP, *layout,
-        batch.slots_T, at_B, line_B, gates_T2H.stride(0),
-        **_sizes(weights, states), C=channels, HAS_CHECKPOINTS=has_checkpoints, CHUNK=_CHUNK,
-        PRECISION="tf32x3" if qkv_TC.dtype == torch.float32 else "tf32", num_warps=_PROMPT_WARPS,
+        prompt_kernel, (triton.cdiv(value_dim, tiles.part), num_heads, num_sequences),
+        mixed_TC, gates_T2H, systems, out_THV, weights.decay_H, weights.bias_H, states.states_SHVK, states.lengths_SP,
+        *layout, batch.slots_T, at_B, line_B, gates_T2H.stride(0), **sizes, **shared, LENGTHS=num_lengths,
+        LENGTHS_POWER=triton.next_power_of_2(num_lengths), PART=tiles.part, PRECISION=precision, num_warps=tiles.warps,
     )  # fmt: skip
     launch(
         keep_kernel, (num_sequences, num_kept, blocks),
@@ -77,9 +113,14 @@ def delta_prompts(
 
 
 def delta_rounds(
-    qkv_TC: Tensor, gates_T2H: Tensor, weights: DeltaWeights, states: LayerStates, batch: PagedBatch
+    qkv_TC: Tensor,
+    gates_T2H: Tensor,
+    weights: DeltaWeights,
+    states: LayerStates,
+    batch: PagedBatch,
+    tiles: RoundTiles = ROUND_TILES,
 ) -> Tensor:
-    """See `kernels/torch/delta.py`."""
+    """See `kernels/torch/delta.py`. A program has as many value dimensions as `states` has in a part."""
     spans, (num_tokens, channels) = batch.states, qkv_TC.shape
     assert spans is not None
     assert batch.mask_TW is None, "states move along chains"
@@ -90,25 +131,27 @@ def delta_rounds(
     out_THV = qkv_TC.new_empty(num_tokens, num_heads, value_dim)
     if not num_tokens:
         return out_THV
-    num_sequences, num_parts, pdl = len(spans.lines_B), parts_of_head(value_dim), dependent_launch(qkv_TC)
+    num_sequences, pdl = len(spans.lines_B), dependent_launch(qkv_TC)
+    conv_strides = weights.conv_CW.stride()[::-1]
     mixed = qkv_TC.new_empty(num_sequences, 2 * max_nodes, channels)
+    factors = states.states_SHVK.new_empty(num_sequences, 2 * max_nodes, 2 * num_heads)
     layout = spans.lines_B, batch.starts_B, batch.query_starts, batch.slots_T
-    shared = {"C": channels, "NUM_KEPT": num_kept, "MAX_NODES": max_nodes, "PDL": pdl}
+    shared = {"C": channels, "MAX_NODES": max_nodes, "PDL": pdl}
     launch(
-        node_conv_kernel, (num_sequences, 2 * max_nodes, triton.cdiv(channels, _NODE_BLOCK_C)),
-        qkv_TC, gates_T2H, mixed, weights.conv_CW, states.inputs_SRC, states.gates_SR2H, states.lengths_SP, *layout,
-        qkv_TC.stride(0), gates_T2H.stride(0), LENGTHS=num_heads * num_parts, G=2 * num_heads,
-        G_POWER=triton.next_power_of_2(2 * num_heads), W=conv_size, BLOCK_C=_NODE_BLOCK_C, **shared, num_warps=4,
-        **launch_options(pdl),
+        node_conv_kernel, (triton.cdiv(channels, tiles.conv_block), 2 * max_nodes, num_sequences),
+        qkv_TC, gates_T2H, mixed, factors, weights.conv_CW, states.inputs_SRC, states.gates_SR2H, weights.decay_H,
+        weights.bias_H, states.lengths_SP, *layout, *conv_strides, qkv_TC.stride(0), gates_T2H.stride(0),
+        LENGTHS=states.lengths_SP.shape[1], H=num_heads, H_POWER=triton.next_power_of_2(num_heads), W=conv_size,
+        NUM_KEPT=num_kept, BLOCK_C=tiles.conv_block, **shared, num_warps=tiles.conv_warps, **launch_options(pdl),
     )  # fmt: skip
-    sizes = _sizes(weights, states)
+    sizes, num_parts = _sizes(weights, states), states.lengths_SP.shape[1] // num_heads
     key_power = sizes.pop("K_POWER")
     key_part = min(32, key_power)
     launch(
-        round_kernel, (num_sequences, num_heads, num_parts),
-        mixed, states.gates_SR2H, out_THV, weights.decay_H, weights.bias_H, states.states_SHVK, states.lengths_SP,
-        *layout, **sizes, K_PARTS=key_power // key_part, K_PART=key_part, **shared, num_warps=_ROUND_WARPS,
-        **launch_options(pdl),
+        round_kernel, (num_parts, num_heads, num_sequences),
+        mixed, factors, out_THV, states.states_SHVK, states.lengths_SP, *layout, **sizes, PARTS=num_parts,
+        PART=triton.next_power_of_2(triton.cdiv(value_dim, num_parts)), K_PARTS=key_power // key_part, K_PART=key_part,
+        **shared, num_warps=tiles.warps, **launch_options(pdl),
     )  # fmt: skip
     return out_THV
 
@@ -147,5 +190,5 @@ def _sizes(weights: DeltaWeights, states: LayerStates) -> dict[str, int]:
     _, num_heads, value_dim, key_dim = states.states_SHVK.shape
     return {
         **{"H": num_heads, "KEY_HEADS": weights.num_key_heads, "K": key_dim, "V": value_dim},
-        **{"K_POWER": max(16, triton.next_power_of_2(key_dim)), "PARTS": parts_of_head(value_dim), "PART": PART},
+        "K_POWER": max(16, triton.next_power_of_2(key_dim)),
     }
