@@ -1,0 +1,139 @@
+"""The automaton of a grammar together with a tokenizer: what the device needs to follow a text token by token.
+
+Where the grammar forces the next bytes, only the first token of their usual tokenization may come, as in llguidance.
+It depends there on the last token, too; here it depends on the state alone, because a state is all that the device has.
+
+Shape suffixes: Q states, V tokens, L bytes of a token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbatch.grammar.automaton import DEAD, START, Automaton
+from specbatch.grammar.characters import NotRegularError
+
+_MAX_TOKEN = 255  # A token with more bytes may not come.
+_NUM_CHECKED, _CHECK_SECONDS = 24, 0.05  # walks of a check, and its longest time
+_MAX_WALK = 200
+
+
+class TokenBytes:
+    """The bytes of a vocabulary. Tokens that are no text have none."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: llguidance's."""
+        count = tokenizer.vocab_size
+        texts = [b"" if tokenizer.is_special_token(i) else tokenizer.decode_bytes([i]) for i in range(count)]
+        texts = [text if len(text) <= _MAX_TOKEN else b"" for text in texts]
+        self.lengths_V = np.array([len(text) for text in texts], dtype=np.uint8)
+        width = int(self.lengths_V.max(initial=1))
+        padded = b"".join(text.ljust(width, b"\0") for text in texts)
+        self.bytes_LV = np.ascontiguousarray(np.frombuffer(padded, dtype=np.uint8).reshape(count, width).T)
+        self.texts = texts
+        self.of_byte = {text[0]: i for i, text in reversed(list(enumerate(texts))) if len(text) == 1}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenAutomaton:
+    """An automaton whose texts are written in tokens. `forced_Q`: the only token that may come after a state; -1: all
+    tokens may come whose bytes the automaton has."""
+
+    automaton: Automaton
+    forced_Q: NDArray[np.int32]
+    vocabulary: TokenBytes
+
+    def __len__(self) -> int:
+        return len(self.automaton)
+
+    def state_after(self, tokens: Sequence[int]) -> int:
+        """Return the state after these tokens."""
+        state, texts = START, self.vocabulary.texts
+        for token in tokens:
+            text = texts[token] if token < len(texts) else b""
+            state = self.automaton.step(state, text) if text else DEAD
+        return state
+
+
+def with_tokens(automaton: Automaton, compiled: Any, vocabulary: TokenBytes) -> TokenAutomaton:
+    """Find the forced tokens of an automaton. `compiled`: llguidance's matcher of the same grammar, at its start."""
+    is_forced_Q = automaton.forced_bytes_Q >= 0
+    forced_Q = np.full(len(automaton), -1, dtype=np.int32)
+    if not is_forced_Q.any():
+        return TokenAutomaton(automaton, forced_Q, vocabulary)
+    children = _wanted_children(automaton, is_forced_Q)
+    matcher = compiled.deep_copy()
+    stack: list[tuple[int, int]] = [(START, -1)]  # (state, the byte that leads to it); state -1: go back
+    while stack:
+        state, byte = stack.pop()
+        if state < 0:
+            matcher.rollback(1)
+            continue
+        if byte >= 0:
+            if (token := vocabulary.of_byte.get(byte)) is None:
+                raise NotRegularError(f"the vocabulary has no token for the byte {byte}")
+            if matcher.try_consume_tokens([token]) != 1:
+                raise NotRegularError("llguidance refuses a text of it")
+            stack.append((-1, 0))
+        if is_forced_Q[state] and (tokens := matcher.compute_ff_tokens()):
+            if matcher.validate_tokens(tokens[:1]) != 1:
+                raise NotRegularError("it forces the text of a special token")
+            forced_Q[state] = tokens[0]
+        stack += children.get(state, ())
+    return TokenAutomaton(automaton, forced_Q, vocabulary)
+
+
+def _wanted_children(automaton: Automaton, is_wanted_Q: NDArray[np.bool_]) -> dict[int, list[tuple[int, int]]]:
+    """Return the shortest ways to the wanted states, as a tree: the next states of each, with a byte that leads there.
+    States are numbered by their distance from the start."""
+    count = len(automaton)
+    class_of_byte = automaton.classes_B.astype(np.int64)
+    byte_K = np.zeros(automaton.next_QK.shape[1], dtype=np.int64)
+    byte_K[class_of_byte[::-1]] = np.arange(255, -1, -1)
+    parent_Q = np.full(count, -1, dtype=np.int64)
+    by_Q = np.zeros(count, dtype=np.int64)
+    after = automaton.next_QK[::-1].ravel()  # of several ways, that of the lowest state is written last
+    states = np.repeat(np.arange(count - 1, -1, -1), automaton.next_QK.shape[1])
+    parent_Q[after], by_Q[after] = states, np.tile(byte_K, count)
+    children: dict[int, list[tuple[int, int]]] = {}
+    seen = np.zeros(count, dtype=np.bool_)
+    for state in np.flatnonzero(is_wanted_Q).tolist():
+        while state != START and not seen[state]:
+            seen[state] = True
+            parent = int(parent_Q[state])
+            children.setdefault(parent, []).append((state, int(by_Q[state])))
+            state = parent
+    return children
+
+
+def check(automaton: Automaton, matcher: Any, num_walks: int = _NUM_CHECKED, seconds: float = _CHECK_SECONDS) -> None:
+    """Compare an automaton with llguidance along random texts. `matcher`: that of the same grammar, at its start, with
+    a tokenizer whose tokens are bytes. It raises NotRegularError where they differ."""
+    rng, ends = np.random.default_rng(len(automaton)), time.perf_counter() + seconds
+    leads_on_QK = automaton.next_QK != DEAD
+    for _ in range(num_walks):
+        one, state = matcher.deep_copy(), START
+        for _ in range(_MAX_WALK):
+            if one.is_stopped():
+                theirs = np.zeros(256, dtype=np.bool_)
+            else:
+                mask = np.frombuffer(one.compute_bitmask(), dtype=np.uint8)
+                theirs = np.unpackbits(mask, count=256, bitorder="little").astype(np.bool_)
+            mine = leads_on_QK[state][automaton.classes_B]
+            if (mine != theirs).any() or bool(one.is_accepting()) != automaton.accepts_Q[state]:
+                raise NotRegularError("llguidance reads it in another way")
+            legal = np.flatnonzero(mine)
+            if not len(legal):
+                break
+            byte = int(legal[rng.integers(len(legal) if rng.random() < 0.6 else min(4, len(legal)))])
+            if one.try_consume_tokens([byte]) != 1:
+                raise NotRegularError("llguidance refuses a text of it")
+            state = automaton.step(state, bytes((byte,)))
+        if time.perf_counter() > ends:
+            return
