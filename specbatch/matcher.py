@@ -9,10 +9,17 @@ if TYPE_CHECKING:  # commands that run no rows do not import numpy
     import numpy as np
     from numpy.typing import NDArray
 
+    from specbatch.grammar.token_automaton import TokenAutomaton
+
 
 class GrammarMatcher(Protocol):
     """The position of a request's output in its grammar. A new matcher is before the first token. What it returns
     depends on the accepted tokens alone, and not on the calls that led to them."""
+
+    @property
+    def automaton(self) -> TokenAutomaton | str:
+        """The automaton with which the device follows the output; a text says why there is none."""
+        ...
 
     def advance(self, token: int) -> bool:
         """Advance by one token, if the grammar allows it. Return whether it did."""

@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specbatch.batch import Edits
+from specbatch.batch import MAX_STOP_IDS, Edits, Output
+from specbatch.cache.grammar_table import FollowedAutomaton
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.cache.request_table import RequestTable
@@ -27,8 +28,7 @@ from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.batch_groups import BatchGroups
-from specbatch.engine.constrained.policy import Grammars
-from specbatch.engine.constrained.tree import MAX_FORCED
+from specbatch.engine.constrained.policy import Grammars, RoomHook
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundBatch, RoundExecutor
 from specbatch.engine.lockstep import Lockstep, NextRound
@@ -39,7 +39,7 @@ from specbatch.engine.prefill.graphs import PromptGraphs
 from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.prefill.packing import PromptPacker
 from specbatch.engine.reports import Report, Scored, read_report
-from specbatch.engine.round import NO_HOOK, Round, Wanted
+from specbatch.engine.round import MAX_FORCED, NO_HOOK, Round, RoundHook, Wanted
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
@@ -134,7 +134,7 @@ class Engine:
             trunks,
             shrinks=self._shrinks,
         )
-        self._table = TableWriter(self._state, self._transfers, sizes.max_batch_size, self._round.vocab_size)
+        self._table = TableWriter(self._state, self._transfers, sizes.max_batch_size, self._round.vocab_size, self._round.eos_token_ids)
         self._groups = BatchGroups(self._state.groups, sizes.page_size, sizes.max_batch_size)
         self._lanes = None if executor.lanes is None else Lanes(executor.lanes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED  # nodes that a grammar may add to a draft tree
@@ -208,9 +208,24 @@ class Engine:
         return tokens
 
     def submit(self, request: Request) -> None:
-        seq = Sequence.of(request, self.limits, self._max_length)
+        automaton = self._automaton_of(request)
+        seq = Sequence.of(request, self.limits, self._max_length, automaton)
         seq.num_forced_room = self.max_forced if seq.grammar is not None else 0
         self._scheduler.waiting.append(seq)
+
+    def _automaton_of(self, request: Request) -> FollowedAutomaton | None:
+        """Return the automaton with which the device follows the request's grammar; None: the host does."""
+        if request.matcher is None or len(request.params.stop_token_ids) > MAX_STOP_IDS:
+            return None
+        automaton = request.matcher.automaton
+        if isinstance(automaton, str) or not self._table.grammars().acquire(automaton):
+            return None
+        return automaton
+
+    def _release(self, seq: Sequence) -> None:
+        """Give up what an ended request holds of the tables."""
+        if seq.automaton is not None:
+            self._table.grammars().release(seq.automaton)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -366,10 +381,12 @@ class Engine:
         if isinstance(method, HostDraftMethod) and rows:
             self._table.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         # The hook reads the results before this round after a part of it is launched: grammars follow all tokens.
-        hook = self._grammars.of_round(rows, method, self._read_all) if next_round.has_grammars else NO_HOOK
+        hook: RoundHook = RoomHook(method) if next_round.has_room else NO_HOOK
+        if next_round.has_grammars:
+            hook = self._grammars.of_round(rows, method, self._read_all)
         wanted = next_round.wanted if self._round.fixed_shapes else self._wanted(rows)
         if wanted.edits:
-            self._table.make_rules()
+            self._table.make_rules(wanted.edits)
         batch = RoundBatch(rows, wanted, hook, num_requests=count)
         if self._lanes is not None and next_round.has_lanes and not hook.takes_part:
             sequences, lane = self._lanes.divide(rows, count)
@@ -464,6 +481,9 @@ class Engine:
         else:
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
+        if isinstance(report.hook, RoomHook):
+            num_new_B = rows[: len(report.sequences), Output.NUM_NEW]
+            self._grammars.saw_room(int((num_new_B - 1).clip(min=0).sum()), len(report.sequences))
         for seq, reason in read_report(report, rows, self._eos, self._stats):
             self._finish(seq, reason)
 
@@ -474,6 +494,7 @@ class Engine:
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a request. Its completion is returned by the step."""
         seq.is_finished = True
+        self._release(seq)
         self._scheduler.finish(seq, failed=reason is FinishReason.ERROR)
         self._rounds_of_rows.add(seq.counts.rounds)
         if self.chunk_cost is not None:
@@ -550,7 +571,10 @@ class Engine:
         self.drain()  # The rounds in flight write to pages that are freed next.
         for seq in list(self._scheduler.running):
             seq.is_finished = True
+            self._release(seq)
             self._scheduler.finish(seq)
+        for seq in self._scheduler.waiting:
+            self._release(seq)
         self._scheduler.waiting.clear()
         self._table.forget_started()
 

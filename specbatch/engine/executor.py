@@ -183,6 +183,7 @@ class RoundExecutor:
         round_, key = self.rounds.items[i], RoundKey(size, i, batch.wanted, batch.lane)
         if hook.method is not None:
             round_, key = round_.drafting(hook.method), key._replace(num_nodes=hook.method.num_nodes)
+            key = key._replace(with_host=hook.takes_part)
         if (graphs := self._graphs_of(key, round_, hook)) is not None:
             return Report.of_round(batch.sequences, *graphs.begin(key, hook), hook)
         max_path, complete = round_.begin(self._req_idx_B[:size], batch.wanted, batch.lane, hook)

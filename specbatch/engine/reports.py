@@ -149,10 +149,10 @@ def _read_round(
     tokens, num_accepted = report[_TOKENS : _TOKENS + count], count - 1
     if broken:
         stats.broken_drafts += broken
-    if seq.grammar is not None and seq.grammar.failure is not None:
+    if seq.host_grammar is not None and seq.host_grammar.failure is not None:
         seq.counts.record(drafted, depth, 0, 0)
         return FinishReason.ERROR
-    if seq.grammar is not None and (legal := seq.grammar.admit(tokens)) < count:
+    if seq.host_grammar is not None and (legal := seq.host_grammar.admit(tokens)) < count:
         count, tokens, seq.goes_back = legal, tokens[:legal], True
         if not legal:
             seq.counts.record(drafted, depth, 0, 0)

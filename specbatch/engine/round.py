@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, Committed, Edits, Field, LogitsIndices
+from specbatch.batch import BROKEN, FREE, NO_TOKEN, Committed, Edits, Field, LogitsIndices
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import EngineStats
@@ -38,6 +38,7 @@ from specbatch.models.routing_counter import RoutingCounter
 
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
 _FREE_ROWS = 64
+MAX_FORCED = 15  # nodes that a grammar may add to a tree without a fixed shape, in addition to its draft shape
 _SCORED_ROWS = 32  # prompt tokens whose log-probabilities are computed at once
 
 
@@ -59,8 +60,9 @@ class RoundKey(NamedTuple):
     item: int  # item of the schedule
     wanted: Wanted = GREEDY
     lane: int = 0  # requests of the first lane, see `executor.PaddedSize`
-    # If the host takes part: nodes of each tree. Plain decoding may have room for forced tokens or not.
+    # Nodes of each tree, if they depend on more than the item: plain decoding may have room for forced tokens or not.
     num_nodes: int | None = None
+    with_host: bool = False  # the host takes part
 
 
 class Launched(NamedTuple):
@@ -192,7 +194,7 @@ class Round:
         is one lane."""
         with marked("draft"):
             view, drafted = self.draft(req_idx_B, wanted.sampled)
-        trees = hook.reshape(drafted)
+        trees = self.follow(view, hook.reshape(drafted), wanted.edits)
         with marked("target"):
             verified = self.forward(view, trees, lane, is_greedy=wanted == GREEDY)
             if hook.takes_part:
@@ -213,6 +215,47 @@ class Round:
         with marked("extend"):
             self.extend(view, trees, verified)
         return launched
+
+    def follow(self, view: BatchView, trees: DraftTrees, edits: Edits) -> DraftTrees:
+        """Return the trees with the states of their nodes in the automata of grammars, and with forced tokens. Without
+        fixed shapes, chains get up to MAX_FORCED nodes more."""
+        if not edits & Edits.GRAMMAR:
+            return trees
+        grammars, num_drafts = self.state.grammars, trees.tokens_BN.shape[1] - 1
+        assert grammars is not None
+        grows = not self.fixed_shapes and trees.parents_BN is None
+        tokens_BN, before_B = trees.tokens_BN, trees.num_nodes_B
+        if grows:
+            tokens_BN = torch.nn.functional.pad(tokens_BN, (0, MAX_FORCED))
+            before_B = torch.full_like(view.length_B, num_drafts + 1) if before_B is None else before_B
+        tokens_BN, counts_B, states_BN = self.ops.follow_trees(
+            tokens_BN, view.req_idx_B, grammars, before_B, trees.parents_BN
+        )
+        trees = replace(trees, tokens_BN=tokens_BN, num_nodes_B=counts_B, states_BN=states_BN)
+        if not grows:
+            return trees if self.fixed_shapes else replace(trees, max_path=self.max_path(trees))
+        assert counts_B is not None
+        assert before_B is not None
+        room_B = torch.maximum(view.field(Field.LIMIT) - view.length_B, before_B)
+        counts_B = torch.minimum(counts_B, room_B)
+        width = max(num_drafts + 1, int(counts_B.max()))
+        trees = replace(
+            trees, tokens_BN=tokens_BN[:, :width], num_nodes_B=counts_B, states_BN=states_BN[:, :width], max_path=width
+        )
+        if trees.probs_BDW is None:
+            return trees
+        drawn_B = torch.full_like(counts_B, num_drafts) if trees.num_drafts_B is None else trees.num_drafts_B
+        probs_BDW = torch.nn.functional.pad(trees.probs_BDW, (0, 0, 0, width - 1 - num_drafts))
+        return replace(trees, probs_BDW=probs_BDW, num_drafts_B=drawn_B + counts_B - before_B)
+
+    def _advance(self, view: BatchView, is_live_B: Tensor, state_B: Tensor, token_B: Tensor) -> None:
+        """Advance the states of requests in their automata. Where acceptance is simulated, a forbidden token ends
+        that."""
+        grammars = self.state.grammars
+        assert grammars is not None
+        self.ops.advance_states(view.req_idx_B, is_live_B, state_B, token_B, grammars)
+        if self.simulates:
+            grammars.states_S.masked_fill_(grammars.states_S == BROKEN, FREE)
 
     def max_path(self, trees: DraftTrees) -> int:
         """Tokens that a round may commit of a request."""
@@ -273,6 +316,10 @@ class Round:
         """Accept, commit, and make the accepted paths contiguous."""
         verified = self._decide(view, trees, verified, wanted)
         committed = self._commit(view, trees, verified)
+        if trees.states_BN is not None:
+            last_B1 = committed.num_path_B[:, None] - 1
+            before_B = trees.states_BN.gather(1, committed.path_BM.gather(1, last_B1))[:, 0]
+            self._advance(view, view.field(Field.DONE) == 0, before_B, committed.tokens_BM.gather(1, last_B1)[:, 0])
         if trees.parents_BN is not None:  # a chain's path is contiguous
             paths = committed.path_BM.shape
             self.ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
@@ -316,7 +363,15 @@ class Round:
 
     def _edited(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, edits: Edits, keep: bool) -> Tensor:
         return edited_logits(
-            self.state, view, trees, logits_TV, edits, self.ops, fixed_shapes=self.fixed_shapes, keep=keep
+            self.state,
+            view,
+            trees,
+            logits_TV,
+            edits,
+            self.ops,
+            eos_K=self._eos,
+            fixed_shapes=self.fixed_shapes,
+            keep=keep,
         )
 
     def _commit(self, view: BatchView, trees: DraftTrees, verified: Verified) -> Committed:
@@ -411,7 +466,9 @@ class Round:
             return Launched(chunk.ready_R[:, None].int().expand(-1, 2), None, 1), scores
         rows = BatchView.gather(self.state, chunk.ready_R, self.page_size, self.ops)
         logits = self._target.raw_logits(hidden[chunk.logits_indices.index_R] if logits_indices is None else hidden)
-        roots = DraftTrees(chunk.roots_R[:, None])
+        grammars = self.state.grammars if wanted.edits & Edits.GRAMMAR else None
+        states_R = None if grammars is None else grammars.states_S[chunk.ready_R]
+        roots = DraftTrees(chunk.roots_R[:, None], states_BN=None if states_R is None else states_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
         edited = self._edited(rows, roots, logits, wanted.edits, keep=wanted.num_top is not None)
@@ -419,6 +476,8 @@ class Round:
         is_new = chunk.roots_R < 0  # a request that is computed again has its root already
         reported = torch.where(is_new, choice[:, 0], chunk.roots_R)
         tokens = reported.clamp(min=0)
+        if states_R is not None:
+            self._advance(rows, is_new, states_R, tokens)
         limit = rows.field(Field.LIMIT)
         done = self._ends(rows, tokens[:, None], is_new[:, None]) | (chunk.lengths_R + 1 >= limit)
         done |= reported == NO_TOKEN

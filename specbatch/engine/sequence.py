@@ -7,7 +7,8 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbatch.batch import NO_TOKEN
+from specbatch.batch import NO_TOKEN, Edits
+from specbatch.cache.grammar_table import FollowedAutomaton
 from specbatch.counts import SpeculationCounts
 from specbatch.engine.constrained.state import GrammarState
 from specbatch.engine.logprobs import read_records
@@ -53,21 +54,31 @@ class Sequence:
     # keys: index of the token, as far as computed
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     grammar: GrammarState | None = None
+    automaton: FollowedAutomaton | None = None  # with it the device follows the grammar; None: the host does
     goes_back: bool = False  # the device continued with a token that the grammar refuses, see `optimistic_round`
     num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `tree.MAX_FORCED`
 
     @classmethod
-    def of(cls, request: Request, limits: EngineLimits, max_length: int) -> Sequence:
+    def of(
+        cls, request: Request, limits: EngineLimits, max_length: int, automaton: FollowedAutomaton | None = None
+    ) -> Sequence:
         """Start a request. Raises ValueError for a prompt that does not fit `limits`. `max_length` bounds prompt and
-        output together."""
+        output together. `automaton`: that of its grammar, if the device follows it."""
         prompt = list(request.prompt_token_ids)
         check_prompt(prompt, limits)
         params, matcher = request.params, request.matcher
-        rules = make_rules(params, request.bad_words, limits, has_grammar=matcher is not None)
+        of_grammar = Edits.NODE_MASK if automaton is None else Edits.GRAMMAR
+        rules = make_rules(params, request.bad_words, limits, Edits.NONE if matcher is None else of_grammar)
         grammar = None
         if matcher is not None:
             grammar = GrammarState(matcher, limits.eos_token_ids, params.stop_token_ids, limits.vocab_size)
-        return cls(request, prompt, min(len(prompt) + params.max_tokens, max_length), rules=rules, grammar=grammar)
+        length = min(len(prompt) + params.max_tokens, max_length)
+        return cls(request, prompt, length, rules=rules, grammar=grammar, automaton=automaton)
+
+    @property
+    def host_grammar(self) -> GrammarState | None:
+        """Return the grammar that the host follows, if there is one."""
+        return self.grammar if self.automaton is None else None
 
     @property
     def num_prompt(self) -> int:

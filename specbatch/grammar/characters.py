@@ -7,6 +7,7 @@ the result with llguidance (`automaton_check.py`).
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from re import _constants as codes  # type: ignore[attr-defined]
@@ -20,6 +21,7 @@ MAX_STATES = 16_384  # the most states of an automaton
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 _MAX_REPEAT = 4096
+_MAX_SECONDS = 1.0  # the longest time for an automaton
 # Characters of each length of UTF-8, by the first and the last.
 _LENGTHS = ((0x0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST))
 _SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
@@ -153,9 +155,11 @@ def _explored(
     start: Any, step: Callable[[Any], list[tuple[int, int, Any]]], is_accepting: Callable[[Any], bool]
 ) -> CharAutomaton:
     """Build the automaton of everything that can be reached, without what leads nowhere."""
-    index, order = {start: 0}, [start]
+    index, order, ends = {start: 0}, [start], time.perf_counter() + _MAX_SECONDS
     edges: list[list[Edge]] = []
     for one in order:
+        if time.perf_counter() > ends:
+            raise NotRegularError("its automaton takes long to make")
         mine: list[Edge] = []
         for lo, hi, after in step(one):
             if after not in index:

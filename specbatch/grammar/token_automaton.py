@@ -52,6 +52,18 @@ class TokenAutomaton:
     def __len__(self) -> int:
         return len(self.automaton)
 
+    @property
+    def next_QK(self) -> NDArray[np.int32]:
+        return self.automaton.next_QK
+
+    @property
+    def classes_B(self) -> NDArray[np.uint8]:
+        return self.automaton.classes_B
+
+    @property
+    def accepts_Q(self) -> NDArray[np.bool_]:
+        return self.automaton.accepts_Q
+
     def state_after(self, tokens: Sequence[int]) -> int:
         """Return the state after these tokens."""
         state, texts = START, self.vocabulary.texts

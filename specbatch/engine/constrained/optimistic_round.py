@@ -49,7 +49,7 @@ class UncheckedRound(GrammarRound):
 
     def _planned(self, seq: Sequence) -> list[int]:
         """The drafts of a request, if its last round went as it was planned, whether it is read or not."""
-        plan = None if seq.grammar is None or seq.is_finished else seq.grammar.plan
+        plan = None if seq.host_grammar is None or seq.is_finished else seq.host_grammar.plan
         if plan is None or len(seq.tokens) != plan.num_tokens - (plan.num_new if seq.rounds_in_flight else 0):
             return []
         return plan.drafts[: max(0, seq.max_length - plan.num_tokens)]
@@ -63,7 +63,7 @@ class UncheckedRound(GrammarRound):
         wanted: list[WantedMasks] = []
         forced_BN = np.full((len(self._sequences), self.method.num_nodes), FREE, dtype=np.int64)
         for seq, drafts, forced_N in zip(self._sequences, self._drafts, forced_BN, strict=True):
-            state = seq.grammar
+            state = seq.host_grammar
             if state is None or not is_followed(seq):
                 continue
             tree = GrammarTree.of([seq.tokens[-1], *drafts], None)

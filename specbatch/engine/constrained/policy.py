@@ -42,6 +42,13 @@ class AdaptiveToggle:
             self._mean += (1 - _MEMORY) * (gain / num_requests - self._mean)
 
 
+class RoomHook(RoundHook):
+    """The hook of a round of plain decoding with room for forced tokens, in which the host takes no part."""
+
+    def __init__(self, method: DraftMethod) -> None:
+        self.method = method
+
+
 class Grammars:
     """The grammars of an engine's requests. `num_nodes`: the number of nodes of the largest tree. `fixed_shapes`:
     rounds have fixed shapes. `simulates`: rounds commit tokens that the target does not choose, so its choices cannot
@@ -69,7 +76,7 @@ class Grammars:
     def wants_room(self, sequences: Seq[Sequence], method: DraftMethod) -> bool:
         """Return whether the next round has room for forced tokens. `method`: its draft method. Plain decoding has room
         only while there are some, because the room makes rounds longer."""
-        if method.has_drafts or not self._may_vary or not has_grammars(sequences):
+        if method.has_drafts or not self._may_vary or all(seq.grammar is None for seq in sequences):
             return False
         return self._room.next()
 
@@ -83,6 +90,10 @@ class Grammars:
         masks = self._cleared_masks()
         return kind(sequences, method, masks, self._transfers, read, on_record=self._saw, **traits)
 
+    def saw_room(self, num_forced: int, num_requests: int) -> None:
+        """Record the forced tokens of a round that had room for them, and in which the host took no part."""
+        self._room.saw(num_forced, num_requests)
+
     def _saw(self, round_: GrammarRound) -> None:
         """Record the gain of a round that was launched."""
         counts, num_requests = round_.counts, round_.num_requests
@@ -95,11 +106,11 @@ class Grammars:
         """Write the masks for the first tokens of prompts that end. A request that is computed again already has its
         first token."""
         roots = [
-            WantedMasks(seq.req_idx, seq.grammar, GrammarTree.of([0], None), [0])
+            WantedMasks(seq.req_idx, seq.host_grammar, GrammarTree.of([0], None), [0])
             for seq in ready
-            if seq.grammar is not None and len(seq.tokens) == seq.num_prompt
+            if seq.host_grammar is not None and len(seq.tokens) == seq.num_prompt
         ]
-        if any(seq.grammar is not None for seq in ready):
+        if any(seq.host_grammar is not None for seq in ready):
             self._cleared_masks().write(roots)
 
     def _cleared_masks(self) -> NodeMasks:
@@ -111,4 +122,4 @@ class Grammars:
 
 
 def has_grammars(sequences: Seq[Sequence]) -> bool:
-    return any(seq.grammar is not None for seq in sequences)
+    return any(seq.host_grammar is not None for seq in sequences)

@@ -6,6 +6,7 @@ from specbatch.kernels.triton.beam import beam_expand, beam_start
 from specbatch.kernels.triton.edits import edit_logits
 from specbatch.kernels.triton.fp8 import act_mul_quantised, quantise, rms_norm_quantised, scaled_linear
 from specbatch.kernels.triton.gemm import gated_linear, linear, norm_gated_linear, norm_linear
+from specbatch.kernels.triton.grammars import advance_states, follow_trees, forbid_by_states
 from specbatch.kernels.triton.integers.ops import integer_gated_linear, integer_linear
 from specbatch.kernels.triton.logprobs import logprobs
 from specbatch.kernels.triton.long_sequences import long_sequences
@@ -37,6 +38,7 @@ __all__ = [
     "act_mul_quantised",
     "activated",
     "add_normed",
+    "advance_states",
     "argmax",
     "argmax_and_margin",
     "attend",
@@ -48,6 +50,8 @@ __all__ = [
     "draft_topk",
     "draw",
     "edit_logits",
+    "follow_trees",
+    "forbid_by_states",
     "fused_experts",
     "gated_linear",
     "integer_gated_linear",
