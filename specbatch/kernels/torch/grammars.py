@@ -20,7 +20,7 @@ def follow_trees(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Follow the tokens of draft trees in the automata of their requests, and put in forced tokens.
 
-    After a node whose state forces a token, its first child gets that token. A chain with `num_nodes_B` nodes is made
+    After a node whose state forces a token, its first child gets that token, unless a child has it. A chain with `num_nodes_B` nodes is made
     longer by forced tokens, as far as it has room. Return the tokens, the numbers of nodes and the states (B, N) int32.
     The state of a node whose token is forbidden is DEAD.
     """
@@ -37,6 +37,8 @@ def follow_trees(
         before_B = torch.where(is_real_B, states_BN.gather(1, index_B1)[:, 0], FREE)
         forced_B = grammars.forced_Q[before_B.long()].long()
         takes_B = is_real_B & (forced_B >= 0) & ~has_child_BN.gather(1, index_B1)[:, 0]
+        if parents_BN is not None:  # siblings have different tokens
+            takes_B &= ~((parents_BN == parent_B[:, None]) & (tokens_BN == forced_B[:, None])).any(dim=1)
         has_child_BN.scatter_(1, index_B1, has_child_BN.gather(1, index_B1) | is_real_B[:, None])
         tokens_BN[:, node] = torch.where(takes_B, forced_B, tokens_BN[:, node])
         if counts_B is not None and parents_BN is None:

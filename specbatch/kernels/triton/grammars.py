@@ -67,6 +67,8 @@ def _follow_trees(
             before = tl.sum(tl.where(nodes == parent, states, 0))
             forced = tl.load(forced_ptr + before)
             takes = (parent >= 0) & (forced >= 0) & is_first
+            if not IS_CHAIN:
+                takes = takes & (tl.sum(((parents == parent) & (tokens == forced)).to(tl.int32)) == 0)
             is_real = parent >= 0
             if IS_CHAIN:
                 if HAS_COUNTS:
