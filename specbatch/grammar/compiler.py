@@ -42,6 +42,7 @@ _MAX_ITEMS_IN_ROW, _MAX_ITEMS_IN_STEP = 10_000, 200_000
 # bytes for each character.
 _MAX_COMPILED, _MAX_KEPT_CHARS = 1024, 8 << 20
 _MAX_AUTOMATON_CHARS = 1 << 16  # A longer schema or regex gets no automaton.
+_MAX_AUTOMATON_SECONDS = 5.0  # An automaton may take that long.
 _MAX_THREADS = 16  # the most threads that compute masks
 _USERS_OF_COPY = 4  # requests that share a lexer before there is another one: a schema takes a millisecond to compile
 _MAX_COPY_SECONDS = 0.25  # the longest time for all copies of a grammar, which is compiled again for more threads
@@ -155,9 +156,12 @@ class GrammarCompiler:
             problem = start.failure(None)
             raise _refused(constraint, "no text matches it" if problem is None or problem == DEAD_END else problem)
         try:
-            grammar.automaton = self._automaton(constraint, text, made())
+            work = DeepThread(lambda: self._automaton(constraint, text, made()))
+            grammar.automaton = work.result(min(_MAX_AUTOMATON_SECONDS, self._max_seconds), self._is_ending)
         except NotRegularError as exc:
             grammar.automaton = str(exc)
+        except (Abandoned, RecursionError):
+            grammar.automaton = "its automaton takes long to make"
         return grammar
 
     def _automaton(self, constraint: Constraint, text: str, compiled: Any) -> TokenAutomaton:

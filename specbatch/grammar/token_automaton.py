@@ -89,7 +89,7 @@ def with_tokens(automaton: Automaton, compiled: Any, vocabulary: TokenBytes) -> 
             continue
         if byte >= 0:
             if (token := vocabulary.of_byte.get(byte)) is None:
-                raise NotRegularError(f"the vocabulary has no token for the byte {byte}")
+                continue  # No token is forced there.
             if matcher.try_consume_tokens([token]) != 1:
                 raise NotRegularError("llguidance refuses a text of it")
             stack.append((-1, 0))
