@@ -56,9 +56,7 @@ class _Place:
 class GrammarTable(GrammarBuffers):
     """The buffers. They are made once; captured graphs hold their addresses."""
 
-    def __init__(
-        self, num_lines: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
-    ) -> None:
+    def __init__(self, num_lines: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 

@@ -23,7 +23,7 @@ from specbatch.cache.grammar_table import FollowedAutomaton
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.cache.request_table import RequestTable
-from specbatch.counts import EngineStats, ExpertCounts
+from specbatch.counts import DEVICE, EngineStats, ExpertCounts
 from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
@@ -134,7 +134,9 @@ class Engine:
             trunks,
             shrinks=self._shrinks,
         )
-        self._table = TableWriter(self._state, self._transfers, sizes.max_batch_size, self._round.vocab_size, self._round.eos_token_ids)
+        self._table = TableWriter(
+            self._state, self._transfers, sizes.max_batch_size, self._round.vocab_size, self._round.eos_token_ids
+        )
         self._groups = BatchGroups(self._state.groups, sizes.page_size, sizes.max_batch_size)
         self._lanes = None if executor.lanes is None else Lanes(executor.lanes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED  # nodes that a grammar may add to a draft tree
@@ -215,12 +217,16 @@ class Engine:
 
     def _automaton_of(self, request: Request) -> FollowedAutomaton | None:
         """Return the automaton with which the device follows the request's grammar; None: the host does."""
-        if request.matcher is None or len(request.params.stop_token_ids) > MAX_STOP_IDS:
+        if request.matcher is None:
             return None
-        automaton = request.matcher.automaton
-        if isinstance(automaton, str) or not self._table.grammars().acquire(automaton):
-            return None
-        return automaton
+        found = request.matcher.automaton
+        if not isinstance(found, str):
+            if len(request.params.stop_token_ids) > MAX_STOP_IDS:
+                found = f"the request has more than {MAX_STOP_IDS} stop tokens"
+            elif not self._table.grammars().acquire(found):
+                found = "the table of grammars is full"
+        self._stats.grammar.requests[found if isinstance(found, str) else DEVICE] += 1
+        return None if isinstance(found, str) else found
 
     def _release(self, seq: Sequence) -> None:
         """Give up what an ended request holds of the tables."""

@@ -27,7 +27,12 @@ class TableWriter:
     padding's."""
 
     def __init__(
-        self, state: RequestTable, transfers: Transfers, num_requests: int, vocab_size: int, eos_token_ids: tuple[int, ...]
+        self,
+        state: RequestTable,
+        transfers: Transfers,
+        num_requests: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
     ) -> None:
         self._state = state
         self._transfers = transfers
@@ -76,9 +81,7 @@ class TableWriter:
         if (table := self._state.grammars) is None:
             return
         states = [
-            (FREE, 0)
-            if seq.automaton is None
-            else table.start(seq.automaton, seq.automaton.state_after(seq.generated))
+            (FREE, 0) if seq.automaton is None else table.start(seq.automaton, seq.automaton.state_after(seq.generated))
             for seq in self._started
         ]
         values = self._transfers.upload(np.array(states, dtype=np.int32))

@@ -64,9 +64,16 @@ class GrammarCompiler:
     the number of threads that compute masks."""
 
     def __init__(
-        self, tokenizer: Any, num_threads: int | None = None, *, max_seconds: float | None = _MAX_SECONDS
+        self,
+        tokenizer: Any,
+        num_threads: int | None = None,
+        *,
+        max_seconds: float | None = _MAX_SECONDS,
+        automata: bool = True,
     ) -> None:
-        """`max_seconds`: the longest time of a compilation; None: there is no limit."""
+        """`max_seconds`: the longest time of a compilation; None: there is no limit. `automata`: make automata, with
+        which the device follows grammars."""
+        self._makes_automata = automata
         self._hf_tokenizer = tokenizer
         self._max_seconds = math.inf if max_seconds is None else max_seconds
         self._is_ending = threading.Event()
@@ -155,6 +162,8 @@ class GrammarCompiler:
         if not start.mask().any() and not start.is_complete():
             problem = start.failure(None)
             raise _refused(constraint, "no text matches it" if problem is None or problem == DEAD_END else problem)
+        if not self._makes_automata:
+            return grammar
         try:
             work = DeepThread(lambda: self._automaton(constraint, text, made()))
             grammar.automaton = work.result(min(_MAX_AUTOMATON_SECONDS, self._max_seconds), self._is_ending)

@@ -30,9 +30,7 @@ class Threads:
 class Matcher:
     """See `specbatch.matcher.GrammarMatcher`."""
 
-    def __init__(
-        self, compiled: Any, vocab_size: int, threads: Threads, automaton: TokenAutomaton | str = ""
-    ) -> None:
+    def __init__(self, compiled: Any, vocab_size: int, threads: Threads, automaton: TokenAutomaton | str = "") -> None:
         """`compiled`: a matcher of the library, which stays at the beginning of a text. Its copies share a lexer, so
         only one thread at a time computes a mask of them."""
         self.automaton = automaton
