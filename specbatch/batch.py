@@ -51,9 +51,9 @@ class Edits(IntFlag):
 
     @property
     def family(self) -> Edits:
-        """The edits that a CUDA graph for such a batch applies: none, all that forbid tokens, or all. So there are few
-        graphs. Kernels read which edits each request has."""
-        return self | Edits.MASK | Edits.BAD_WORDS if self else self
+        """The edits that a CUDA graph for such a batch applies: none, those of grammars alone, all that forbid tokens,
+        or all. So there are few graphs. Kernels read which edits each request has."""
+        return self if self is Edits.GRAMMAR else self | Edits.MASK | Edits.BAD_WORDS if self else self
 
 
 ALL_EDITS = Edits.MASK | Edits.NODE_MASK | Edits.BAD_WORDS | Edits.VALUES | Edits.GRAMMAR
@@ -111,7 +111,8 @@ class GrammarBuffers:
     forced_Q: Tensor  # int32, the only token that may come; -1: all may come whose bytes lead on
     accepts_Q: Tensor  # bool, the text may end
     classes_GB: Tensor  # uint8, the class of each byte
-    starts_V: Tensor  # int32, (V + 1,): the bytes of token t are starts[t] to starts[t + 1]. A token without any may not come.
+    # int32, (V + 1,): the bytes of token t are starts[t] to starts[t + 1]. A token without bytes may not come.
+    starts_V: Tensor
     bytes_F: Tensor  # uint8
     states_S: Tensor  # int32, the state of each request after its root
     automata_S: Tensor  # int32, the automaton of each request

@@ -81,7 +81,8 @@ class RequestTable:
         return self.grammars
 
     def remove_rules(self) -> None:
-        """Undo `add_rules` and `add_grammars`. No request with rules may run, and no graph with edits may be replayed."""
+        """Undo `add_rules` and `add_grammars`. No request with rules may run, and no graph with edits may be
+        replayed."""
         if self.rules is not None and not self._keeps_tokens:
             self.tokens_SL = self.tokens_SL[:, :0].clone()
         self.rules = self.grammars = None
