@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
@@ -145,7 +146,7 @@ def _split(edges: Sequence[Edge]) -> list[tuple[int, int, frozenset[int]]]:
         return [(edges[0][0], edges[0][1], frozenset((edges[0][2],)))]
     bounds = sorted({lo for lo, _, _ in edges} | {hi + 1 for _, hi, _ in edges})
     found = []
-    for lo, past in zip(bounds, bounds[1:], strict=False):
+    for lo, past in pairwise(bounds):
         if after := frozenset(state for first, last, state in edges if first <= lo <= last):
             found.append((lo, past - 1, after))
     return found
@@ -311,7 +312,7 @@ def joined(one: CharAutomaton, other: CharAutomaton, accepts: Callable[[bool, bo
             edges += [(lo, hi, side, after) for lo, hi, after in (automaton.edges[state] if state >= 0 else ())]
         bounds = sorted({edge[0] for edge in edges} | {edge[1] + 1 for edge in edges})
         found = []
-        for lo, past in zip(bounds, bounds[1:], strict=False):
+        for lo, past in pairwise(bounds):
             after = [-1, -1]
             for first, last, side, state in edges:
                 if first <= lo <= last:
@@ -364,7 +365,7 @@ def to_bytes(automaton: CharAutomaton, *, quoted: bool) -> ByteTable:
     def divided(items: Sequence[_Item]) -> list[tuple[int, int, int]]:
         bounds = sorted({item[0][0][0] for item in items} | {item[0][0][1] + 1 for item in items})
         found: list[tuple[int, int, int]] = []
-        for lo, past in zip(bounds, bounds[1:], strict=False):
+        for lo, past in pairwise(bounds):
             rest = tuple((ranges[1:], after) for ranges, after in items if ranges[0][0] <= lo <= ranges[0][1])
             if rest:
                 found.append((lo, past - 1, state_of(rest)))

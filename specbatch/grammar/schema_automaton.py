@@ -19,11 +19,9 @@ from specbatch.grammar.characters import ByteTable, CharAutomaton, NotRegularErr
 from specbatch.grammar.constraint import ONE_LINE
 
 _NOTES = frozenset(
-    ("$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType", "default")
-    + ("definitions", "deprecated", "description", "discriminator", "example", "examples", "readOnly", "title")
-    + ("writeOnly", "x-guidance")
+    "$anchor $comment $defs $id $schema contentEncoding contentMediaType default definitions deprecated description "
+    "discriminator example examples readOnly title writeOnly x-guidance".split()
 )
-_TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 _KEYS = {
     "null": frozenset[str](),
     "boolean": frozenset[str](),
@@ -166,7 +164,7 @@ class _SchemaBuilder:
     def _constant(self, value: Any, state: int) -> int:
         if isinstance(value, str):
             return self.parts.part(state, self._leaves.of(("strings", value), partial(_strings, (value,))))
-        if value is None or isinstance(value, bool) or isinstance(value, int) and abs(value) < 2**53:
+        if value is None or isinstance(value, bool) or (isinstance(value, int) and abs(value) < 2**53):
             return self.parts.literal(state, json.dumps(value).encode())
         raise NotRegularError("a constant is a number with a point, or has several values")
 
@@ -282,7 +280,7 @@ class _SchemaBuilder:
         close = self.parts.state()
         least, most = bounds
         if any_key and most != 0:
-            if most is not None and most > _MAX_ITEMS or least > _MAX_ITEMS:
+            if max(least, most or 0) > _MAX_ITEMS:
                 raise NotRegularError("an object has many keys")
             for index in range(max(1, least) if most is None else most):
                 if index >= least:

@@ -20,9 +20,9 @@ def follow_trees(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Follow the tokens of draft trees in the automata of their requests, and put in forced tokens.
 
-    After a node whose state forces a token, its first child gets that token, unless a child has it. A chain with `num_nodes_B` nodes is made
-    longer by forced tokens, as far as it has room. Return the tokens, the numbers of nodes and the states (B, N) int32.
-    The state of a node whose token is forbidden is DEAD.
+    After a node whose state forces a token, its first child gets that token, unless a child has it. A chain with
+    `num_nodes_B` nodes is made longer by forced tokens, as far as it has room. Return the tokens, the numbers of nodes
+    and the states (B, N) int32. The state of a node whose token is forbidden is DEAD.
     """
     batch, num_nodes = tokens_BN.shape
     tokens_BN, automata_B = tokens_BN.clone(), grammars.automata_S[req_idx_B]

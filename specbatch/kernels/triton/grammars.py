@@ -70,10 +70,9 @@ def _follow_trees(
             if not IS_CHAIN:
                 takes = takes & (tl.sum(((parents == parent) & (tokens == forced)).to(tl.int32)) == 0)
             is_real = parent >= 0
-            if IS_CHAIN:
-                if HAS_COUNTS:
-                    count += (takes & (count == node)).to(tl.int32)
-                    is_real = is_real & (node < count)
+            if IS_CHAIN and HAS_COUNTS:
+                count += (takes & (count == node)).to(tl.int32)
+                is_real = is_real & (node < count)
             token = tl.where(takes, forced.to(tl.int64), token)
             tokens = tl.where(nodes == node, token, tokens)
             if is_real:
