@@ -18,10 +18,9 @@ from specbatch.grammar.automaton import Automaton, AutomatonBuilder
 from specbatch.grammar.characters import ByteTable, CharAutomaton, NotRegularError
 from specbatch.grammar.constraint import ONE_LINE
 
-_NOTES = frozenset(
-    "$anchor $comment $defs $id $schema contentEncoding contentMediaType default definitions deprecated description "
-    "discriminator example examples readOnly title writeOnly x-guidance".split()
-)
+_NOTES = frozenset(("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"))
+_NOTES |= frozenset(("$id", "$schema", "$comment", "$anchor", "$defs", "definitions", "discriminator", "x-guidance"))
+_NOTES |= frozenset(("contentEncoding", "contentMediaType"))
 _KEYS = {
     "null": frozenset[str](),
     "boolean": frozenset[str](),
