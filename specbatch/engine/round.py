@@ -246,7 +246,9 @@ class Round:
             return trees
         drawn_B = torch.full_like(counts_B, num_drafts) if trees.num_drafts_B is None else trees.num_drafts_B
         probs_BDW = torch.nn.functional.pad(trees.probs_BDW, (0, 0, 0, width - 1 - num_drafts))
-        return replace(trees, probs_BDW=probs_BDW, num_drafts_B=drawn_B + counts_B - before_B)
+        # A forbidden draft is rejected, without being verified.
+        drawn_B = torch.where(counts_B < before_B, counts_B, drawn_B + counts_B - before_B)
+        return replace(trees, probs_BDW=probs_BDW, num_drafts_B=drawn_B)
 
     def _advance(self, view: BatchView, is_live_B: Tensor, state_B: Tensor, token_B: Tensor) -> None:
         """Advance the states of requests in their automata. Where acceptance is simulated, a forbidden token ends

@@ -21,7 +21,8 @@ def follow_trees(
     """Follow the tokens of draft trees in the automata of their requests, and put in forced tokens.
 
     After a node whose state forces a token, its first child gets that token, unless a child has it. A chain with
-    `num_nodes_B` nodes is made longer by forced tokens, as far as it has room. Return the tokens, the numbers of nodes
+    `num_nodes_B` nodes ends before its first forbidden token; otherwise it is made longer by forced tokens, as far as
+    it has room. Return the tokens, the numbers of nodes
     and the states (B, N) int32. The state of a node whose token is forbidden is DEAD.
     """
     batch, num_nodes = tokens_BN.shape
@@ -44,8 +45,10 @@ def follow_trees(
         if counts_B is not None and parents_BN is None:
             counts_B += takes_B & (counts_B == node)
             is_real_B = is_real_B & (node < counts_B)
-        after_B = _after(before_B, automata_B, tokens_BN[:, node], grammars)
-        states_BN[:, node] = torch.where(is_real_B, after_B, FREE)
+        after_B = torch.where(is_real_B, _after(before_B, automata_B, tokens_BN[:, node], grammars), FREE)
+        states_BN[:, node] = after_B
+        if counts_B is not None and parents_BN is None:
+            counts_B = torch.where(after_B == DEAD, node, counts_B)
     return tokens_BN, counts_B, states_BN
 
 

@@ -80,6 +80,8 @@ def _follow_trees(
                     before, automaton, token, next_ptr, classes_ptr, starts_ptr, bytes_ptr, num_tokens, num_classes
                 )
                 states = tl.where(nodes == node, state, states)
+                if IS_CHAIN and HAS_COUNTS:
+                    count = tl.where(state == _DEAD, node, count)
     tl.store(new_tokens_ptr + first + nodes, tokens, mask=nodes < num_nodes)
     tl.store(states_ptr + first + nodes, states, mask=nodes < num_nodes)
     if HAS_COUNTS:
