@@ -87,9 +87,6 @@ class RuleBuffers:
     # token. After drafting, the host writes the masks that acceptance needs; the others allow everything. None: there
     # is no room for them yet.
     node_masks_SNW: Tensor | None
-    # int64, the only token that may come after each node of the next round's trees, for greedy requests whose choices
-    # are not checked before acceptance. A negative number: other tokens may come. None: all choices are checked.
-    forced_SN: Tensor | None
 
 
 # States of `GrammarBuffers` that belong to no automaton. A request without one is in FREE, where all tokens may come.
@@ -120,6 +117,7 @@ class GrammarBuffers:
     # at q % C.
     masks_CW: Tensor  # int32
     owners_C: Tensor  # int32, the state that a mask belongs to; -1: none
+    eos_K: Tensor  # int64, tokens that end a text
 
 
 class TreeNodes(NamedTuple):

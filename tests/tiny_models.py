@@ -420,7 +420,6 @@ def tiny_device_engine(
     group: Group | None = None,
     min_lane: int | None = None,
     cascade: GroupLimits | None = None,
-    checks: bool = True,
     deterministic: bool = False,
     family: str = "llama",
     division: Division = "tensors",
@@ -429,8 +428,7 @@ def tiny_device_engine(
     """Make the engine as it runs on a GPU, with the oracle's weights; on a CPU it has the reference kernels. `kv_dtype`
     None: `dtype`. `num_layers`: the layers of the target; None: the number that `method` needs. `chunk_cost`: the cost
     of chunks where shapes are fixed. `min_lane`: the least requests of a lane; None: there is one lane. `piece_sizes`:
-    the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `checks`: plain
-    decoding checks all choices before acceptance; False: its rounds are unchecked where that gains. `deterministic`:
+    the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `deterministic`:
     see `Grammars`. `division`: the ranks' division of the target."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
@@ -476,8 +474,6 @@ def tiny_device_engine(
         deterministic=deterministic,
         lockstep=Lockstep(group) if has_own_requests and group is not None else None,
     )
-    if checks:
-        engine._grammars._unchecked.next = lambda: False  # type: ignore[method-assign]
     return engine
 
 

@@ -73,6 +73,7 @@ class GrammarTable(GrammarBuffers):
             automata_S=zeros(num_lines),
             masks_CW=zeros(num_masks, num_words),
             owners_C=zeros(num_masks).fill_(-1),
+            eos_K=torch.tensor(eos_token_ids or (-2,), device=device),
         )
         self.next_QK[FREE], self.next_QK[DEAD], self.next_QK[BROKEN] = FREE, DEAD, DEAD
         self._vocab_size, self._eos = vocab_size, frozenset(eos_token_ids)

@@ -28,12 +28,11 @@ def edited_logits(
     edits: Edits,
     ops: ModuleType,
     *,
-    eos_K: Tensor,
     fixed_shapes: bool,
     keep: bool,
 ) -> Tensor:
     """Return the logits under the rules of `state.rules` and of grammars. `edits`: all kinds of edits that requests of
-    the batch have. `eos_K`: the tokens that end a text.
+    the batch have.
     `fixed_shapes`: all N nodes of each request are computed, otherwise only its first `num_nodes`. `keep`: `logits_TV`
     must not change."""
     if not edits:
@@ -46,7 +45,7 @@ def edited_logits(
     elif keep:
         logits_TV = logits_TV.clone()
     if edits & Edits.GRAMMAR:
-        _forbid_by_grammars(state, view, trees, logits_TV, ops, eos_K, fixed_shapes=fixed_shapes)
+        _forbid_by_grammars(state, view, trees, logits_TV, ops, fixed_shapes=fixed_shapes)
     nodes = TreeNodes(view.req_idx_B, view.length_B, trees.tokens_BN, trees.depths_BN, trees.mask_BNW)
     if fixed_shapes:
         ops.edit_logits(logits_TV, nodes, rules, state.tokens_SL, edits)
@@ -70,7 +69,6 @@ def _forbid_by_grammars(
     trees: DraftTrees,
     logits_TV: Tensor,
     ops: ModuleType,
-    eos_K: Tensor,
     *,
     fixed_shapes: bool,
 ) -> None:
@@ -82,4 +80,4 @@ def _forbid_by_grammars(
     if not fixed_shapes and trees.num_nodes_B is not None:
         is_node_BN = torch.arange(states_BN.shape[1]) < trees.num_nodes_B[:, None]
         states_T, lines_T = states_BN[is_node_BN], lines_BN[is_node_BN]
-    ops.forbid_by_states(logits_TV, states_T, lines_T, state.ints_SF, eos_K, state.grammars)
+    ops.forbid_by_states(logits_TV, states_T, lines_T, state.ints_SF, state.grammars)

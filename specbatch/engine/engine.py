@@ -382,7 +382,6 @@ class Engine:
             method = method.with_room(self.executor.padded_size(count))
         groups = self._groups.of(rows, method.num_nodes)
         self._complete_round()
-        self._set_back()
         self._table.upload_pages(rows)
         if isinstance(method, HostDraftMethod) and rows:
             self._table.upload_host_trees(rows, method.pack(method.host_draft(rows)))
@@ -424,17 +423,9 @@ class Engine:
         if self._has_open:
             self._in_flight.pop()
 
-    def _set_back(self) -> None:
-        """Set the lines of requests back that began a round with a token that their grammar refuses."""
-        if going_back := [seq for seq in self._scheduler.running if seq.goes_back]:
-            self._table.set_back(going_back)
-            for seq in going_back:
-                seq.goes_back = False
-
     def _prefill(self, spans: list[PrefillSpan], has_lanes: bool) -> None:
         """Launch a prefill chunk. `has_lanes`: it has two lanes, unless it is one graph."""
         self._complete_round()
-        self._set_back()
         self._table.upload_started()
         self._table.upload_pages([s.seq for s in spans])
         packed = self._packer.pack(spans)
@@ -523,7 +514,6 @@ class Engine:
         self._groups.forget(seq.req_idx)
         seq.num_draft_computed = seq.num_computed_tokens
         seq.num_in_flight = seq.rounds_in_flight = 0
-        seq.goes_back = False
 
     @torch.inference_mode()
     def set_methods(

@@ -79,20 +79,7 @@ class Report:
                 if seq is not None:
                     seq.leave_round(self.max_path)
             raise
-        counted = self.hook.counted(self.sequences)
-        if counted is not self.sequences:
-            self._take_back(counted)
         self.rows, self.logprobs = transfers.download(launched.output_BZ), launched.logprobs
-
-    def _take_back(self, counted: Seq[Sequence | None]) -> None:
-        """Take the round back from the requests for which it does not count."""
-        assert self.max_path is not None
-        for before, seq in zip(self.sequences, counted, strict=True):
-            if before is not None and seq is None:
-                before.leave_round(self.max_path)
-                if not before.is_finished:
-                    before.counts.record(0, 0, 0, 0)
-        self.sequences = counted
 
     def wait(self) -> NDArray[np.int32]:
         """Wait for what the launch decided; return `rows`."""
@@ -152,16 +139,11 @@ def _read_round(
     if seq.host_grammar is not None and seq.host_grammar.failure is not None:
         seq.counts.record(drafted, depth, 0, 0)
         return FinishReason.ERROR
-    if seq.host_grammar is not None and (legal := seq.host_grammar.admit(tokens)) < count:
-        count, tokens, seq.goes_back = legal, tokens[:legal], True
-        if not legal:
-            seq.counts.record(drafted, depth, 0, 0)
-            return None
     seq.num_computed_tokens += count
     before = len(seq.tokens)
     reason = seq.append(tokens, eos)
     committed = len(seq.tokens) - before
-    # A token that is refused, or that comes after a stop, was accepted by the device only.
+    # A token that comes after a stop was accepted by the device only.
     seq.counts.record(drafted, depth, num_accepted if num_accepted <= committed else committed, committed)
     return reason
 

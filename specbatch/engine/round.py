@@ -10,7 +10,6 @@ W words of a mask or draft vocabulary, R selected tokens, Z columns of the round
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
@@ -25,13 +24,12 @@ from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import EngineStats
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.engine.acceptance import Acceptance, Verified, of_nodes, with_forced
+from specbatch.engine.acceptance import Acceptance, Verified, of_nodes
 from specbatch.engine.edits import edited_logits
 from specbatch.engine.logprobs import LogprobLayout, Logprobs, with_logprobs
 from specbatch.engine.overlap.two_lanes import TwoLanes
 from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.prefill.packing import PromptChunk
-from specbatch.engine.sequence import Sequence
 from specbatch.kernels.trace_marks import marked
 from specbatch.models.decoder import CausalModel, Trunk
 from specbatch.models.routing_counter import RoutingCounter
@@ -96,10 +94,6 @@ class RoundHook:
 
     def check(self) -> None:
         """Change the rules of acceptance by what the target chose. The device waits for this."""
-
-    def counted(self, sequences: Seq[Sequence | None]) -> Seq[Sequence | None]:
-        """Return the requests for which the round counts; None in place of the others, and of padding."""
-        return sequences
 
     def record(self, stats: EngineStats) -> None:
         """Add the counts of a round that was launched."""
@@ -338,12 +332,7 @@ class Round:
             keep = wanted.num_top is not None and edited is logits
             edited = self._edited(view, trees, edited, edits, keep=keep)
         target_ids = None if self.method.net is None else self.method.net.target_ids
-        verified = self._acceptance.decide(view, trees, verified, edited, target_ids, wanted.sampled)
-        if edits & Edits.NODE_MASK and (rules := self.state.rules) is not None and rules.forced_SN is not None:
-            assert edited is not None
-            num_nodes = trees.tokens_BN.shape[1]
-            verified = with_forced(verified, rules.forced_SN[view.req_idx_B, :num_nodes], edited)
-        return verified
+        return self._acceptance.decide(view, trees, verified, edited, target_ids, wanted.sampled)
 
     def _launched(self, verified: Verified, num_top: int | None) -> Launched:
         """Return what the host reads of the round."""
@@ -371,7 +360,6 @@ class Round:
             logits_TV,
             edits,
             self.ops,
-            eos_K=self._eos,
             fixed_shapes=self.fixed_shapes,
             keep=keep,
         )

@@ -55,7 +55,6 @@ class Sequence:
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     grammar: GrammarState | None = None
     automaton: FollowedAutomaton | None = None  # with it the device follows the grammar; None: the host does
-    goes_back: bool = False  # the device continued with a token that the grammar refuses, see `optimistic_round`
     num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `tree.MAX_FORCED`
 
     @classmethod

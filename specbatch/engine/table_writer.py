@@ -111,11 +111,10 @@ class TableWriter:
         """Return the table of grammars."""
         return self._state.add_grammars(self._vocab_size, self._eos_token_ids)
 
-    def node_masks(self, num_nodes: int, *, with_forced: bool) -> RuleTable:
-        """Return the rules' table, with room for the masks of that number of nodes. `with_forced`: make room for forced
-        tokens, too."""
+    def node_masks(self, num_nodes: int) -> RuleTable:
+        """Return the rules' table, with room for the masks of that number of nodes."""
         table = self._state.add_rules(self._vocab_size)
-        table.add_node_masks(num_nodes, with_forced=with_forced)
+        table.add_node_masks(num_nodes)
         return table
 
     def upload_pages(self, sequences: Iterable[Sequence]) -> None:
@@ -131,14 +130,6 @@ class TableWriter:
         self._state.page_table_SP.index_copy_(0, req_idx, self._transfers.upload(self._page_table[changed]))
         for seq in grown:  # The numbers are stored last, because an upload may run out of memory.
             self._num_pages_of[seq.req_idx] = len(seq.pages)
-
-    def set_back(self, sequences: Seq[Sequence]) -> None:
-        """Set the device back to what the host knows of these requests: rounds have gone further with tokens that do
-        not count."""
-        values = [[len(seq.tokens) - 1, seq.tokens[-1], 0] for seq in sequences]
-        req_idx = self._transfers.upload(np.array([[seq.req_idx] for seq in sequences], dtype=np.int64))
-        fields = self._transfers.upload(np.array([[Field.LENGTH, Field.ROOT, Field.DONE]], dtype=np.int64))
-        self._state.ints_SF.index_put_((req_idx, fields), self._transfers.upload(np.array(values, dtype=np.int64)))
 
     def upload_host_trees(self, sequences: Seq[Sequence], packed_BZ: np.ndarray) -> None:
         """Upload the next round's trees, which `HostDraftMethod.pack` made."""

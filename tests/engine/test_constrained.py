@@ -14,6 +14,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
+from specbatch.counts import DEVICE
 from specbatch.draft.none import NoDraft
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.constrained.policy import AdaptiveToggle
@@ -38,6 +39,7 @@ from tests.tiny_models import (
 
 TOKENIZER = tiny_tokenizer()
 COMPILER = GrammarCompiler(TOKENIZER)
+HOST_COMPILER = GrammarCompiler(TOKENIZER, automata=False)  # the host follows its grammars
 SHAPES: dict[str, tuple[str, DraftShape | None]] = {
     "none": ("none", None),
     "ngram": ("ngram", DraftShape(4, 1, 5)),
@@ -66,14 +68,19 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 ROWS = [*GRAMMARS, "schema", "regex", "none"]
 
 
-def requests(temperatures: tuple[float, ...], names: list[str] = ROWS, **sampling: Any) -> list[Request]:
+def requests(
+    temperatures: tuple[float, ...],
+    names: list[str] = ROWS,
+    compiler: GrammarCompiler = COMPILER,
+    **sampling: Any,
+) -> list[Request]:
     """Of one grammar after the other. `temperatures`: of one request after the other."""
     prompts, wanted = random_prompts(len(names), shared=9), []
     for i, name in enumerate(names):
         options = {"max_tokens": 30, "temperature": temperatures[i % len(temperatures)], **GRAMMARS[name], **sampling}
         params = SamplingParams(**options)
         constraint = constraint_of(params)
-        matcher = None if constraint is None else COMPILER.matcher(constraint)
+        matcher = None if constraint is None else compiler.matcher(constraint)
         wanted.append(Request(i, prompts[i], params, RngKey(7, i, 0), matcher=matcher))
     return wanted
 
@@ -107,16 +114,32 @@ DETERMINISTIC = [one if one in FAST else pytest.param(*one, marks=pytest.mark.sl
 
 
 @pytest.mark.parametrize(("case", "temperatures"), DETERMINISTIC)
-def test_as_the_oracle(case: str, temperatures: tuple[float, ...], plain: Any) -> None:
+def test_the_host_as_the_oracle(case: str, temperatures: tuple[float, ...], plain: Any) -> None:
     expected = plain(SHAPES[case][0], temperatures)
     for engine in (tiny_engine(*SHAPES[case], eos=(END,)), tiny_device_engine(*SHAPES[case], eos=(END,))):
-        found = run_requests(engine, requests(temperatures))
+        found = run_requests(engine, requests(temperatures, compiler=HOST_COMPILER))
         assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
         counts = engine.stats.grammar
         assert counts.masks > 0
         assert counts.forced > 0 or SHAPES[case][0] == "none"
         assert counts.forbidden > 0 or SHAPES[case][0] in ("none", "ngram")
         assert sum(c.speculation.rounds for c in found) < sum(len(c.token_ids) - 1 for c in found) or case == "none"
+
+
+@pytest.mark.parametrize(("case", "temperatures"), DETERMINISTIC)
+def test_the_device_as_the_oracle(case: str, temperatures: tuple[float, ...], plain: Any) -> None:
+    """All but one of the grammars are automata. The host follows the others in the same rounds."""
+    expected = plain(SHAPES[case][0], temperatures)
+    graphed = tiny_device_engine(*SHAPES[case], eos=(END,))
+    graphed.executor.mode, graphed.executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
+    for engine in (tiny_engine(*SHAPES[case], eos=(END,)), tiny_device_engine(*SHAPES[case], eos=(END,)), graphed):
+        found = run_requests(engine, requests(temperatures))
+        assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
+        counts = engine.stats.grammar
+        assert counts.requests == {DEVICE: 5, "it allows any value": 1}
+        on_device = run_requests(engine, requests(temperatures, ["schema", "regex", "choice", "none"]))
+        assert engine.stats.grammar.masks == counts.masks, "the host computes nothing for them"
+        assert sum(c.speculation.accepted for c in on_device) > 10
 
 
 @pytest.mark.gpu
@@ -137,11 +160,11 @@ def test_rounds_as_three_graphs(case: str, temperatures: tuple[float, ...]) -> N
     """What stands in for graphs reads and writes fixed addresses. A sampled chain depends on nothing but its request,
     so eager rounds give the same; batches without a grammar run as whole rounds."""
     names = ["schema", "regex", "none"]  # the last one runs alone at the end
-    expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests(temperatures, names))
+    expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests(temperatures, names, HOST_COMPILER))
     engine = tiny_device_engine(*SHAPES[case], eos=(END,))
     runner = Replays(lambda key: False)
     engine.executor.mode, engine.executor.runner = "round", runner  # type: ignore[assignment]
-    found = run_requests(engine, requests(temperatures, names))
+    found = run_requests(engine, requests(temperatures, names, HOST_COMPILER))
     assert decided(found) == decided(expected)
     assert {key[0] for key in runner._captured} == {"grammar draft", "grammar forward", "grammar accept", "round"}
     assert runner.num_replays > 3 * len(runner)
@@ -169,7 +192,7 @@ def test_a_round_is_read_while_the_next_one_computes(case: str, forces: bool, pa
             return super().replay(key)
 
     engine.executor.mode, engine.executor.runner = "round", Recorded(lambda key: False)  # type: ignore[assignment]
-    run_requests(engine, requests((0.0,), ["schema", "regex"]))
+    run_requests(engine, requests((0.0,), ["schema", "regex"], HOST_COMPILER))
     assert {one for (one, before), (_, after) in pairwise(seen) if after > before} == {part}
 
 
@@ -184,7 +207,7 @@ def test_a_round_is_open_between_two_steps(case: str) -> None:
             return super().replay(key)
 
     engine.executor.mode, engine.executor.runner = "round", Recorded(lambda key: False)  # type: ignore[assignment]
-    for request in requests((0.0,), ["schema", "regex"]):
+    for request in requests((0.0,), ["schema", "regex"], HOST_COMPILER):
         engine.submit(request)
     num_open = 0
     while engine.num_running or engine.num_waiting:
@@ -199,11 +222,11 @@ def test_a_round_is_open_between_two_steps(case: str) -> None:
 def test_a_round_whose_graphs_do_not_fit() -> None:
     """One of the three: it runs eagerly, and is not tried again."""
     case, names = "draft_model-tree", ROWS[::-1]  # small batches at the end have grammars
-    expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests((0.0,), names))
+    expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests((0.0,), names, HOST_COMPILER))
     engine = tiny_device_engine(*SHAPES[case], eos=(END,))
     runner = Replays(lambda key: key[0] == "grammar accept" and key[1] == 4)
     engine.executor.mode, engine.executor.runner = "round", runner  # type: ignore[assignment]
-    assert decided(run_requests(engine, requests((0.0,), names))) == decided(expected)
+    assert decided(run_requests(engine, requests((0.0,), names, HOST_COMPILER))) == decided(expected)
     tried = [key for key in runner.tried if key[0] == "grammar accept" and key[1] == 4]
     assert len(tried) == len(set(tried)) > 0
     assert not {key[0] for key in runner._captured if key[1] == 4} & {"grammar draft", "grammar forward"}
@@ -288,8 +311,9 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("compiler", [COMPILER, HOST_COMPILER], ids=["device", "host"])
 @pytest.mark.parametrize(("case", "lazy"), CASES)
-def test_sampled_chains_fit_the_target(case: str, lazy: bool) -> None:
+def test_sampled_chains_fit_the_target(case: str, lazy: bool, compiler: GrammarCompiler) -> None:
     """Counts of whole outputs against exact probabilities, by chi-square at 1e-4. `lazy`: as on a CPU."""
     prompt, num_rows = [1, 2, 3, 4, 1, 2, 3, 4], 300
     constraint = constraint_of(CHI_SQUARE)
@@ -297,7 +321,7 @@ def test_sampled_chains_fit_the_target(case: str, lazy: bool) -> None:
     make = tiny_engine if lazy else tiny_device_engine
     engine = make(*SHAPES[case], eos=(END,), num_pages=600, max_batch_size=100, prefill_chunk_tokens=500)
     for row in range(num_rows):
-        engine.submit(Request(row, prompt, CHI_SQUARE, RngKey(3, row, 0), matcher=COMPILER.matcher(constraint)))
+        engine.submit(Request(row, prompt, CHI_SQUARE, RngKey(3, row, 0), matcher=compiler.matcher(constraint)))
     counts: Counter[tuple[int, ...]] = Counter()
     while engine.num_running or engine.num_waiting:
         counts.update(tuple(c.token_ids) for c in engine.step())
@@ -308,7 +332,7 @@ def test_sampled_chains_fit_the_target(case: str, lazy: bool) -> None:
     statistic = sum((observed - mean) ** 2 / mean for observed, mean in cells if mean > 0)
     assert len(cells) > 6, "hardly anything to compare"
     assert chi2.sf(statistic, len(cells) - 1) > 1e-4
-    assert engine.stats.grammar.forbidden > 0
+    assert engine.stats.grammar.forbidden > 0 or compiler is COMPILER
     assert engine.stats.speculation.accepted > 0
 
 
@@ -384,7 +408,7 @@ def test_what_pays_at_times_is_done_where_it_does() -> None:
 @pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])
 def test_an_interrupt_while_a_round_is_closed(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine goes on, and the texts are the same."""
-    expected = run_requests(tiny_oracle(eos=(END,)), requests((0.0,), ["object", "schema"]))
+    expected = run_requests(tiny_oracle(eos=(END,)), requests((0.0,), ["object", "schema"], HOST_COMPILER))
     check, calls, interrupts = GrammarRound.check, 0, 0
 
     def interrupted(self: GrammarRound) -> None:
@@ -396,7 +420,7 @@ def test_an_interrupt_while_a_round_is_closed(make: Callable[..., Engine], monke
 
     monkeypatch.setattr(GrammarRound, "check", interrupted)
     engine, done = make(eos=(END,)), list[Completion]()
-    for request in requests((0.0,), ["object", "schema"]):
+    for request in requests((0.0,), ["object", "schema"], HOST_COMPILER):
         engine.submit(request)
     for _ in range(400):
         try:
@@ -412,7 +436,7 @@ def test_a_round_that_is_open_is_closed_or_forgotten(what: str) -> None:
     """Outside of torch's inference mode, too. With it, the graphs go."""
     engine = tiny_device_engine(*SHAPES["eagle-chain"], eos=(END,))
     engine.executor.mode, engine.executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
-    for request in requests((0.0,), ["schema", "regex"]):
+    for request in requests((0.0,), ["schema", "regex"], HOST_COMPILER):
         engine.submit(request)
     while not engine._has_open:
         engine.step()

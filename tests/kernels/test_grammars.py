@@ -96,7 +96,6 @@ def forbidden(buffers: GrammarBuffers, ops: Any, states: list[int], lines: list[
         torch.tensor(states, dtype=torch.int32, device=device),
         torch.tensor(lines, device=device),
         ints,
-        torch.tensor([END], device=device),
         buffers,
     )
     return logits.cpu()

@@ -83,9 +83,6 @@ class GrammarRound(RoundHook):
         fixed = self._fixed_shapes
         return type(self)([], self.method, self._masks, self._transfers, nothing, fixed_shapes=fixed)
 
-    def counted(self, sequences: Seq[Sequence | None]) -> Seq[Sequence | None]:
-        return [None if seq is None or seq.goes_back else seq for seq in sequences]
-
     def record(self, stats: EngineStats) -> None:
         stats.grammar.add(self.counts)
         self._on_record(self)
@@ -154,7 +151,6 @@ class GrammarRound(RoundHook):
         seq = self._sequences[index] if index < len(self._sequences) else None
         if seq is None or seq.host_grammar is None or not is_followed(seq):
             return GrammarTree.of(tokens, parents)
-        seq.host_grammar.begin_checked()
         room = seq.max_length - len(seq.tokens)  # tokens after the root that count
         max_depth = min(room, self.method.max_path - 1) if self._fixed_shapes else room
         max_nodes = self.method.num_nodes + (0 if self._fixed_shapes else min(seq.num_forced_room, room))
@@ -186,7 +182,6 @@ class GrammarRound(RoundHook):
             self._follow()
             for i, seq in enumerate(self._sequences):
                 if seq.host_grammar is not None and is_followed(seq):
-                    seq.host_grammar.begin_checked()
                     self._trees.append((i, seq.host_grammar, GrammarTree.of(seq.tokens[-1:], None)))
         began = time.perf_counter()
         checked = [one for one in self._trees if self._is_checked(self._sequences[one[0]])]
@@ -227,7 +222,7 @@ class GrammarRound(RoundHook):
 def is_followed(seq: Sequence) -> bool:
     """Return whether the result of a round counts for a request: it is not finished, and its grammar follows its
     tokens."""
-    return not (seq.is_finished or seq.goes_back or seq.host_grammar is None or seq.host_grammar.failure is not None)
+    return not (seq.is_finished or seq.host_grammar is None or seq.host_grammar.failure is not None)
 
 
 def is_checked(seq: Sequence, *, all_masks: bool) -> bool:

@@ -78,7 +78,7 @@ def advance_states(
 
 
 def forbid_by_states(
-    logits_TV: Tensor, states_T: Tensor, req_idx_T: Tensor, ints_SF: Tensor, eos_K: Tensor, grammars: GrammarBuffers
+    logits_TV: Tensor, states_T: Tensor, req_idx_T: Tensor, ints_SF: Tensor, grammars: GrammarBuffers
 ) -> None:
     """Set the logits of tokens that may not come after these states to -inf, in place. Where a text may end, the tokens
     `eos_K` and the stop tokens of the request may come. FREE and DEAD forbid nothing: DEAD is never reached."""
@@ -94,7 +94,7 @@ def forbid_by_states(
             bits = torch.arange(32, dtype=torch.int32, device=logits_TV.device)
             is_legal_V = ((words_W[:, None] >> bits) & 1).bool().flatten()[:vocab]
         if grammars.accepts_Q[state]:
-            ends = torch.cat((eos_K, ints_SF[line, Field.STOP : Field.STOP + MAX_STOP_IDS]))
+            ends = torch.cat((grammars.eos_K, ints_SF[line, Field.STOP : Field.STOP + MAX_STOP_IDS]))
             is_legal_V[ends[(ends >= 0) & (ends < vocab)]] = True
         logits_TV[row].masked_fill_(~is_legal_V, -torch.inf)
 

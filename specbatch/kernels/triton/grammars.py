@@ -224,7 +224,7 @@ def _keep(states_ptr, owners_ptr, claims_ptr, num_rows, num_masks, ROWS: tl.cons
 
 
 def forbid_by_states(
-    logits_TV: Tensor, states_T: Tensor, req_idx_T: Tensor, ints_SF: Tensor, eos_K: Tensor, grammars: GrammarBuffers
+    logits_TV: Tensor, states_T: Tensor, req_idx_T: Tensor, ints_SF: Tensor, grammars: GrammarBuffers
 ) -> None:
     """See `kernels/torch/grammars.py`."""
     num_rows, vocab = logits_TV.shape
@@ -241,9 +241,9 @@ def forbid_by_states(
     )  # fmt: skip
     launch(
         _forbid_by_states, (triton.cdiv(vocab, _TOKENS), num_rows),
-        logits_TV, states_T, req_idx_T.contiguous(), ints_SF, eos_K, *_tables(grammars), grammars.accepts_Q,
+        logits_TV, states_T, req_idx_T.contiguous(), ints_SF, grammars.eos_K, *_tables(grammars), grammars.accepts_Q,
         grammars.automata_S, grammars.masks_CW, grammars.owners_C, claims_C, vocab, logits_TV.stride(0),
-        ints_SF.shape[1], len(eos_K), len(grammars.starts_V) - 1, grammars.next_QK.shape[1], num_masks, num_words,
-        STOP=int(Field.STOP), NUM_STOPS=MAX_STOP_IDS, BLOCK=_TOKENS, **options,
+        ints_SF.shape[1], len(grammars.eos_K), len(grammars.starts_V) - 1, grammars.next_QK.shape[1], num_masks,
+        num_words, STOP=int(Field.STOP), NUM_STOPS=MAX_STOP_IDS, BLOCK=_TOKENS, **options,
     )  # fmt: skip
     launch(_keep, grid, states_T, grammars.owners_C, claims_C, num_rows, num_masks, ROWS=_ROWS, **options)
