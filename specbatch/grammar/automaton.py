@@ -97,7 +97,7 @@ class AutomatonBuilder:
     def build(self, start: int) -> Automaton:
         """Return the deterministic automaton."""
         next_QB = self._next_QB[: self._count]
-        leads_on = (next_QB >= 0).any(axis=1)
+        leads_on: NDArray[np.bool_] = np.asarray((next_QB >= 0).any(axis=1))
         leads_on[self.end] = True
         sets: dict[frozenset[int], int] = {}  # sets of several states, and their numbers
         members: list[frozenset[int]] = []

@@ -42,6 +42,8 @@ _MAX_ITEMS_IN_ROW, _MAX_ITEMS_IN_STEP = 10_000, 200_000
 # bytes for each character.
 _MAX_COMPILED, _MAX_KEPT_CHARS = 1024, 8 << 20
 _MAX_AUTOMATON_CHARS = 1 << 16  # A longer schema or regex gets no automaton.
+# The first grammars of a job get automata: each takes about 0.1 seconds of Python's time.
+_MAX_AUTOMATA = 128
 _MAX_AUTOMATON_SECONDS = 5.0  # An automaton may take that long.
 _MAX_THREADS = 16  # the most threads that compute masks
 _USERS_OF_COPY = 4  # requests that share a lexer before there is another one: a schema takes a millisecond to compile
@@ -82,7 +84,7 @@ class GrammarCompiler:
         self._tokenizer: Any = None  # llguidance's tokenizer, which takes a third of a second to make
         self._of_bytes: Any = None  # a tokenizer of llguidance's whose tokens are bytes
         self._vocabulary: TokenBytes | None = None
-        self._leaves = Leaves()
+        self._leaves, self._num_automata = Leaves(), 0
         self._compiled: OrderedDict[Constraint, _Grammar | RowError] = OrderedDict()
         self._num_copies = self._num_chars = 0  # They count what is kept.
         self._lock = threading.Lock()
@@ -176,6 +178,10 @@ class GrammarCompiler:
     def _automaton(self, constraint: Constraint, text: str, compiled: Any) -> TokenAutomaton:
         """Return the automaton of a grammar. It raises NotRegularError if it has none. `text`, `compiled`: llguidance's
         grammar."""
+        with self._lock:
+            self._num_automata += 1
+            if self._num_automata > _MAX_AUTOMATA:
+                raise NotRegularError(f"the job has more than {_MAX_AUTOMATA} grammars")
         if len(constraint.text) > _MAX_AUTOMATON_CHARS:
             raise NotRegularError(f"it has more than {_MAX_AUTOMATON_CHARS:,} characters")
         if constraint.kind == "json_schema":

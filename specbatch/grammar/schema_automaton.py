@@ -67,10 +67,10 @@ class Leaves:
 def schema_automaton(schema_json: str, leaves: Leaves) -> Automaton:
     """Return the automaton of a schema. It raises NotRegularError if it has none, or none that is small."""
     root = json.loads(schema_json)
-    options = root.get("x-guidance", ONE_LINE) if isinstance(root, dict) else ONE_LINE
+    options: Any = root.get("x-guidance", ONE_LINE) if isinstance(root, dict) else ONE_LINE
     if not isinstance(options, dict) or not options.keys() <= ONE_LINE.keys():
         raise NotRegularError("its x-guidance has other options")
-    options = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": True} | options
+    options = dict[str, Any](item_separator=",", key_separator=":", whitespace_flexible=True) | options
     if options["whitespace_flexible"]:
         raise NotRegularError("it allows any spaces")
     made = _SchemaBuilder(root, leaves, options["item_separator"], options["key_separator"])
@@ -183,6 +183,9 @@ class _SchemaBuilder:
             return self._object(has, state, references)
         raise NotRegularError("it has an unknown type")
 
+    def _any_string(self, state: int) -> int:
+        return self.parts.part(state, self._leaves.of(("string", ()), partial(_string, {})))
+
     def _literal(self, text: bytes, state: int) -> int:
         return self.parts.literal(state, text)
 
@@ -246,9 +249,7 @@ class _SchemaBuilder:
         if others is not False:
             if taken or patterns:
                 raise NotRegularError("it allows any further keys")
-            plain = partial(_string, {})
-            key = lambda state: self.parts.part(state, self._leaves.of(("string", ()), plain))  # noqa: E731
-            any_key.append(partial(self._pair, key, others, references=references))
+            any_key.append(partial(self._pair, self._any_string, others, references=references))
         state = self.parts.literal(state, b"{")
         close = self._keys(items, any_key, bounds, state)
         return self.parts.literal(close, b"}")

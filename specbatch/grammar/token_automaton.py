@@ -20,8 +20,8 @@ from specbatch.grammar.automaton import DEAD, START, Automaton
 from specbatch.grammar.characters import NotRegularError
 
 _MAX_TOKEN = 255  # A token with more bytes may not come.
-_NUM_CHECKED, _CHECK_SECONDS = 24, 0.05  # walks of a check, and its longest time
-_MAX_WALK = 200
+_CHECK_SECONDS = 2.0  # A check may take that long.
+_NUM_WALKS, _MAX_WALK = 6, 200  # random texts of a check, and their bytes
 
 
 class TokenBytes:
@@ -93,10 +93,14 @@ def with_tokens(automaton: Automaton, compiled: Any, vocabulary: TokenBytes) -> 
             if matcher.try_consume_tokens([token]) != 1:
                 raise NotRegularError("llguidance refuses a text of it")
             stack.append((-1, 0))
-        if is_forced_Q[state] and (tokens := matcher.compute_ff_tokens()):
-            if matcher.validate_tokens(tokens[:1]) != 1:
+        if is_forced_Q[state] and forced_Q[state] < 0:
+            tokens, after = matcher.compute_ff_tokens(), state
+            if matcher.validate_tokens(tokens) != len(tokens):
                 raise NotRegularError("it forces the text of a special token")
-            forced_Q[state] = tokens[0]
+            for token in tokens:  # where the whole forced text begins, its usual tokens follow each other
+                if forced_Q[after] < 0:
+                    forced_Q[after] = token
+                after = automaton.step(after, vocabulary.texts[token])
         stack += children.get(state, ())
     return TokenAutomaton(automaton, forced_Q, vocabulary)
 
@@ -124,28 +128,45 @@ def _wanted_children(automaton: Automaton, is_wanted_Q: NDArray[np.bool_]) -> di
     return children
 
 
-def check(automaton: Automaton, matcher: Any, num_walks: int = _NUM_CHECKED, seconds: float = _CHECK_SECONDS) -> None:
-    """Compare an automaton with llguidance along random texts. `matcher`: that of the same grammar, at its start, with
-    a tokenizer whose tokens are bytes. It raises NotRegularError where they differ."""
-    rng, ends = np.random.default_rng(len(automaton)), time.perf_counter() + seconds
-    leads_on_QK = automaton.next_QK != DEAD
-    for _ in range(num_walks):
+def check(automaton: Automaton, matcher: Any, seconds: float = _CHECK_SECONDS) -> None:
+    """Compare an automaton with llguidance: each state at the end of a shortest text that leads there, and the states
+    along some random texts. `matcher`: that of the same grammar, at its start, with a tokenizer whose tokens are bytes.
+    It raises NotRegularError where they differ, or if this takes longer than `seconds`."""
+    ends = time.perf_counter() + seconds
+    leads_on_QB = automaton.next_QK[:, automaton.classes_B] != DEAD
+    children = _wanted_children(automaton, np.arange(len(automaton)) > DEAD)
+    one, stack = matcher.deep_copy(), [(START, -1)]  # (state, the byte that leads to it); state -1: go back
+    while stack:
+        state, byte = stack.pop()
+        if state < 0:
+            one.rollback(1)
+            continue
+        if byte >= 0:
+            if one.try_consume_tokens([byte]) != 1:
+                raise NotRegularError("llguidance refuses a text of it")
+            stack.append((-1, 0))
+        _compare(one, leads_on_QB[state], bool(automaton.accepts_Q[state]))
+        stack += children.get(state, ())
+        if time.perf_counter() > ends:
+            raise NotRegularError("its automaton takes long to check")
+    rng = np.random.default_rng(len(automaton))
+    for _ in range(_NUM_WALKS):
         one, state = matcher.deep_copy(), START
         for _ in range(_MAX_WALK):
-            if one.is_stopped():
-                theirs = np.zeros(256, dtype=np.bool_)
-            else:
-                mask = np.frombuffer(one.compute_bitmask(), dtype=np.uint8)
-                theirs = np.unpackbits(mask, count=256, bitorder="little").astype(np.bool_)
-            mine = leads_on_QK[state][automaton.classes_B]
-            if (mine != theirs).any() or bool(one.is_accepting()) != automaton.accepts_Q[state]:
-                raise NotRegularError("llguidance reads it in another way")
-            legal = np.flatnonzero(mine)
+            legal = np.flatnonzero(leads_on_QB[state])
             if not len(legal):
                 break
-            byte = int(legal[rng.integers(len(legal) if rng.random() < 0.6 else min(4, len(legal)))])
+            byte = int(legal[rng.integers(len(legal))])
             if one.try_consume_tokens([byte]) != 1:
                 raise NotRegularError("llguidance refuses a text of it")
             state = automaton.step(state, bytes((byte,)))
-        if time.perf_counter() > ends:
-            return
+            _compare(one, leads_on_QB[state], bool(automaton.accepts_Q[state]))
+
+
+def _compare(matcher: Any, leads_on_B: NDArray[np.bool_], accepts: bool) -> None:
+    theirs = np.zeros(256, dtype=np.bool_)
+    if not matcher.is_stopped():
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        theirs = np.unpackbits(mask, count=256, bitorder="little").astype(np.bool_)
+    if (leads_on_B != theirs).any() or bool(matcher.is_accepting()) != accepts:
+        raise NotRegularError("llguidance reads it in another way")
