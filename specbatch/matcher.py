@@ -9,7 +9,29 @@ if TYPE_CHECKING:  # commands that run no rows do not import numpy
     import numpy as np
     from numpy.typing import NDArray
 
-    from specbatch.grammar.token_automaton import TokenAutomaton
+
+class Vocabulary(Protocol):
+    """The bytes of tokens; those of no text have none."""
+
+    texts: list[bytes]
+
+
+class FollowedAutomaton(Protocol):
+    """An automaton as the engine reads it (see `grammar.token_automaton`). State 0 is dead, and 1 is the start. Shape
+    suffixes: Q states, K classes of bytes, B bytes."""
+
+    @property
+    def next_QK(self) -> NDArray[np.int32]: ...
+    @property
+    def classes_B(self) -> NDArray[np.uint8]: ...
+    @property
+    def accepts_Q(self) -> NDArray[np.bool_]: ...
+    @property
+    def forced_Q(self) -> NDArray[np.int32]: ...
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+    def state_after(self, tokens: Sequence[int]) -> int: ...
+    def __len__(self) -> int: ...
 
 
 class GrammarMatcher(Protocol):
@@ -17,7 +39,7 @@ class GrammarMatcher(Protocol):
     depends on the accepted tokens alone, and not on the calls that led to them."""
 
     @property
-    def automaton(self) -> TokenAutomaton | str:
+    def automaton(self) -> FollowedAutomaton | str:
         """The automaton with which the device follows the output; a text says why there is none."""
         ...
 

@@ -186,8 +186,8 @@ class Legal:
             states = self._next_QB[states, words.bytes_LV[at, index]]
             at += 1
             found[index[(states != DEAD) & (words.lengths_V[index] == at)]] = True
-            goes_on = (states != DEAD) & (words.lengths_V[index] > at)
-            index, states = index[goes_on], states[goes_on]
+            continues = (states != DEAD) & (words.lengths_V[index] > at)
+            index, states = index[continues], states[continues]
         return found
 
 
@@ -265,7 +265,13 @@ def main() -> int:
         built_in = name == "built_in"
         tokenizer: Any = load_tokenizer(resolve_model(BUILT_IN)) if built_in else trained(name, texts)
         began = time.perf_counter()
-        found = walk(GrammarCompiler(tokenizer), tokenizer.eos_token_id, wanted, args.steps // len(names), args.seed)
+        found = walk(
+            GrammarCompiler(tokenizer, max_automata=len(wanted)),
+            tokenizer.eos_token_id,
+            wanted,
+            args.steps // len(names),
+            args.seed,
+        )
         found |= {"vocabulary": len(tokenizer), "seconds": round(time.perf_counter() - began, 1)}
         failed |= bool(found["differ"])
         report[name] = found

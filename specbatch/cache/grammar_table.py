@@ -5,15 +5,13 @@ Shape suffixes as in `batch.GrammarBuffers`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from specbatch.batch import BROKEN, DEAD, FREE, GrammarBuffers
+from specbatch.matcher import FollowedAutomaton, Vocabulary
 
 MAX_CLASSES = 128  # classes of bytes of an automaton
 _MAX_STATES, _MAX_AUTOMATA = 1 << 16, 1024
@@ -22,34 +20,11 @@ _TOKEN_BYTES = 16  # the mean length of a token for which there is room
 _FIRST = BROKEN + 1  # the first state that belongs to an automaton
 
 
-class Vocabulary(Protocol):
-    """The bytes of tokens; those of no text have none."""
-
-    texts: list[bytes]
-
-
-class FollowedAutomaton(Protocol):
-    """What the table reads of an automaton (see `grammar.token_automaton`). State 0 is dead, and 1 is the start."""
-
-    @property
-    def next_QK(self) -> NDArray[np.int32]: ...
-    @property
-    def classes_B(self) -> NDArray[np.uint8]: ...
-    @property
-    def accepts_Q(self) -> NDArray[np.bool_]: ...
-    @property
-    def forced_Q(self) -> NDArray[np.int32]: ...
-    @property
-    def vocabulary(self) -> Vocabulary: ...
-    def state_after(self, tokens: Sequence[int]) -> int: ...
-    def __len__(self) -> int: ...
-
-
 @dataclass(slots=True)
 class _Place:
     first: int  # the number of its state 1
     size: int
-    index: int  # of its classes
+    index: int  # the line of its classes
     num_users: int = 0
 
 

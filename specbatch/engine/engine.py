@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from specbatch.batch import MAX_STOP_IDS, Edits, Output
-from specbatch.cache.grammar_table import FollowedAutomaton
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.cache.request_table import RequestTable
@@ -47,6 +46,7 @@ from specbatch.engine.transfers import Transfers
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, MemoryShortage, ModelError
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.kernels.trace_marks import marked
+from specbatch.matcher import FollowedAutomaton
 from specbatch.types import Completion, EngineLimits, FinishReason, Request
 
 # A launch that cannot be made smaller is tried again: other programs may take memory for a moment.

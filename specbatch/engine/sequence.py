@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbatch.batch import NO_TOKEN, Edits
-from specbatch.cache.grammar_table import FollowedAutomaton
 from specbatch.counts import SpeculationCounts
 from specbatch.engine.constrained.state import GrammarState
 from specbatch.engine.logprobs import read_records
 from specbatch.engine.rules import Rules, make_rules
 from specbatch.logprobs import TokenLogprob, TokenLogprobs
+from specbatch.matcher import FollowedAutomaton
 from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Margin, Request
 
 

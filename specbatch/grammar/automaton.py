@@ -3,7 +3,7 @@
 It is made of parts that are deterministic, such as the automaton of a string, and of steps between them that read no
 byte. Only where such steps leave a choice, states are joined. So the time is that of copying the parts.
 
-Shape suffixes: Q states, B bytes, K classes of bytes.
+Shape suffixes: Q states, M states that are joined, B bytes, K classes of bytes.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ class AutomatonBuilder:
         next_QB = np.where(next_QB >= 0, number_Q[next_QB], -1).astype(np.int32)
         added: list[NDArray[np.int32]] = []
         while len(added) < len(members):
-            rows_B = next_QB[sorted(members[len(added)])]
-            row = rows_B.max(axis=0)
-            lowest = np.where(rows_B >= 0, rows_B, np.iinfo(np.int32).max).min(axis=0)
+            after_MB = next_QB[sorted(members[len(added)])]
+            row = after_MB.max(axis=0)
+            lowest = np.where(after_MB >= 0, after_MB, np.iinfo(np.int32).max).min(axis=0)
             for byte in np.flatnonzero((row >= 0) & (lowest != row)):
-                after = (states_of(int(one)) for one in set(rows_B[:, byte].tolist()) if one >= 0)
+                after = (states_of(int(one)) for one in set(after_MB[:, byte].tolist()) if one >= 0)
                 row[byte] = number_of(frozenset().union(*after))
             added.append(row)
         if added:

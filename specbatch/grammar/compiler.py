@@ -71,11 +71,11 @@ class GrammarCompiler:
         num_threads: int | None = None,
         *,
         max_seconds: float | None = _MAX_SECONDS,
-        automata: bool = True,
+        max_automata: int = _MAX_AUTOMATA,
     ) -> None:
-        """`max_seconds`: the longest time of a compilation; None: there is no limit. `automata`: make automata, with
-        which the device follows grammars."""
-        self._makes_automata = automata
+        """`max_seconds`: the longest time of a compilation; None: there is no limit. `max_automata`: the
+        number of grammars that get automata, with which the device follows them."""
+        self._max_automata = max_automata
         self._hf_tokenizer = tokenizer
         self._max_seconds = math.inf if max_seconds is None else max_seconds
         self._is_ending = threading.Event()
@@ -164,8 +164,6 @@ class GrammarCompiler:
         if not start.mask().any() and not start.is_complete():
             problem = start.failure(None)
             raise _refused(constraint, "no text matches it" if problem is None or problem == DEAD_END else problem)
-        if not self._makes_automata:
-            return grammar
         try:
             work = DeepThread(lambda: self._automaton(constraint, text, made()))
             grammar.automaton = work.result(min(_MAX_AUTOMATON_SECONDS, self._max_seconds), self._is_ending)
@@ -180,8 +178,8 @@ class GrammarCompiler:
         grammar."""
         with self._lock:
             self._num_automata += 1
-            if self._num_automata > _MAX_AUTOMATA:
-                raise NotRegularError(f"the job has more than {_MAX_AUTOMATA} grammars")
+            if self._num_automata > self._max_automata:
+                raise NotRegularError(f"the job has more than {self._max_automata} grammars")
         if len(constraint.text) > _MAX_AUTOMATON_CHARS:
             raise NotRegularError(f"it has more than {_MAX_AUTOMATON_CHARS:,} characters")
         if constraint.kind == "json_schema":

@@ -95,9 +95,10 @@ def with_tokens(automaton: Automaton, compiled: Any, vocabulary: TokenBytes) -> 
             stack.append((-1, 0))
         if is_forced_Q[state] and forced_Q[state] < 0:
             tokens, after = matcher.compute_ff_tokens(), state
-            if matcher.validate_tokens(tokens) != len(tokens):
-                raise NotRegularError("it forces the text of a special token")
-            for token in tokens:  # where the whole forced text begins, its usual tokens follow each other
+            num_legal = matcher.validate_tokens(tokens)
+            if tokens and not num_legal:
+                raise NotRegularError("it forces a text that the vocabulary has as a special token, or not at all")
+            for token in tokens[:num_legal]:  # where the whole forced text begins, its usual tokens follow each other
                 if forced_Q[after] < 0:
                     forced_Q[after] = token
                 after = automaton.step(after, vocabulary.texts[token])
@@ -114,7 +115,7 @@ def _wanted_children(automaton: Automaton, is_wanted_Q: NDArray[np.bool_]) -> di
     byte_K[class_of_byte[::-1]] = np.arange(255, -1, -1)
     parent_Q = np.full(count, -1, dtype=np.int64)
     by_Q = np.zeros(count, dtype=np.int64)
-    after = automaton.next_QK[::-1].ravel()  # of several ways, that of the lowest state is written last
+    after = automaton.next_QK[::-1].ravel()  # The way from the lowest state is written last.
     states = np.repeat(np.arange(count - 1, -1, -1), automaton.next_QK.shape[1])
     parent_Q[after], by_Q[after] = states, np.tile(byte_K, count)
     children: dict[int, list[tuple[int, int]]] = {}

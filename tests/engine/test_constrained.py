@@ -39,7 +39,7 @@ from tests.tiny_models import (
 
 TOKENIZER = tiny_tokenizer()
 COMPILER = GrammarCompiler(TOKENIZER)
-HOST_COMPILER = GrammarCompiler(TOKENIZER, automata=False)  # the host follows its grammars
+HOST_COMPILER = GrammarCompiler(TOKENIZER, max_automata=0)  # the host follows its grammars
 SHAPES: dict[str, tuple[str, DraftShape | None]] = {
     "none": ("none", None),
     "ngram": ("ngram", DraftShape(4, 1, 5)),

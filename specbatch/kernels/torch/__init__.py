@@ -10,7 +10,6 @@ from specbatch.kernels.torch.grammars import advance_states, follow_trees, forbi
 from specbatch.kernels.torch.integers import integer_gated_linear, integer_linear
 from specbatch.kernels.torch.logprobs import logprobs
 from specbatch.kernels.torch.long_sequences import long_sequences
-from specbatch.kernels.torch.mask import tree_mask_bits
 from specbatch.kernels.torch.mixture import fused_experts, route, route_and_norm
 from specbatch.kernels.torch.model import (
     act_mul,
@@ -28,7 +27,7 @@ from specbatch.kernels.torch.ngram import ngram_lookup
 from specbatch.kernels.torch.prefixes import attend_prefixes
 from specbatch.kernels.torch.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.torch.steps import commit_round, span_layout
-from specbatch.kernels.torch.tree import draft_topk, select_nodes
+from specbatch.kernels.torch.tree import draft_topk, select_nodes, tree_mask_bits
 from specbatch.kernels.torch.workspace import Workspace
 
 __all__ = [

@@ -124,6 +124,6 @@ def _legal_tokens(state: int, automaton: int, grammars: GrammarBuffers, size: in
         at = at + 1
         leads_on = found > DEAD
         is_legal[token[leads_on & (at == end)]] = True
-        goes_on = leads_on & (at < end)
-        token, at, end, found = token[goes_on], at[goes_on], end[goes_on], found[goes_on]
+        continues = leads_on & (at < end)
+        token, at, end, found = token[continues], at[continues], end[continues], found[continues]
     return is_legal

@@ -10,7 +10,6 @@ from specbatch.kernels.triton.grammars import advance_states, follow_trees, forb
 from specbatch.kernels.triton.integers.ops import integer_gated_linear, integer_linear
 from specbatch.kernels.triton.logprobs import logprobs
 from specbatch.kernels.triton.long_sequences import long_sequences
-from specbatch.kernels.triton.mask import tree_mask_bits
 from specbatch.kernels.triton.mixture.ops import fused_experts, route, route_and_norm
 from specbatch.kernels.triton.model import (
     act_mul,
@@ -28,7 +27,7 @@ from specbatch.kernels.triton.ngram import ngram_lookup
 from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.triton.steps import commit_round, span_layout
-from specbatch.kernels.triton.tree import draft_topk, select_nodes
+from specbatch.kernels.triton.tree import draft_topk, select_nodes, tree_mask_bits
 from specbatch.kernels.triton.workspace import Workspace
 
 __all__ = [

@@ -189,11 +189,11 @@ def _forbid_by_states(
             most = tl.max(end - start)
             i = 0
             while i < most:
-                goes_on = (found > _DEAD) & (start + i < end)
-                byte = tl.load(bytes_ptr + start + i, mask=goes_on, other=0).to(tl.int32)
-                kind = tl.load(classes_ptr + automaton * 256 + byte, mask=goes_on, other=0).to(tl.int32)
-                after = tl.load(next_ptr + found.to(tl.int64) * num_classes + kind, mask=goes_on, other=0)
-                found = tl.where(goes_on, after, found)
+                continues = (found > _DEAD) & (start + i < end)
+                byte = tl.load(bytes_ptr + start + i, mask=continues, other=0).to(tl.int32)
+                kind = tl.load(classes_ptr + automaton * 256 + byte, mask=continues, other=0).to(tl.int32)
+                after = tl.load(next_ptr + found.to(tl.int64) * num_classes + kind, mask=continues, other=0)
+                found = tl.where(continues, after, found)
                 i += 1
                 if tl.max(((found > _DEAD) & (start + i < end)).to(tl.int32)) == 0:
                     i = most
