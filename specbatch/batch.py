@@ -32,7 +32,8 @@ class Field(IntEnum):
     SEED = 6
     STREAM = 7
     SAMPLE = 8
-    STOP = 9  # the first of MAX_STOP_IDS stop tokens, which are the last fields; -1: none
+    NUM_PREDICTED = 9  # tokens in `RequestTable.predicted_SL`
+    STOP = 10  # the first of MAX_STOP_IDS stop tokens, which are the last fields; -1: none
 
 
 NUM_FIELDS = int(Field.STOP) + MAX_STOP_IDS

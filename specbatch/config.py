@@ -51,8 +51,9 @@ class ModelSection:
         "auto",
         "`auto`: as the checkpoint is. `none`: quantised weights are dequantised when they are loaded. `fp8` and "
         "`int4`: quantise the linear layers of a checkpoint that is not quantised. Layers in FP8 need CUDA from Ada "
-        "on, or run on a CPU, which emulates them. Weights in whole numbers stay so on CUDA with `int4`; those of AWQ "
-        "and GPTQ, and all on a CPU, are dequantised when they are loaded. Texts differ from those of `none`.",
+        "on, or run on a CPU, which emulates them. Weights in whole numbers (AWQ, GPTQ) stay packed on CUDA with "
+        "`int4`, or if they would take more than half of the free memory; otherwise they are dequantised when they are "
+        "loaded, because from 64 rows on that is faster. Texts differ from those of `none`.",
     )
     adapter: str | None = option(
         None,
@@ -109,9 +110,10 @@ class SpeculationSection:
 
     method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3"] = option(
         "auto",
-        "`none`: plain decoding. `ngram`: drafts come from the row's own text. `draft_model`: a smaller model with the "
-        "same tokenizer. `eagle`, `eagle3`: a head that was trained for the target. `auto`: `eagle3` if a head for the "
-        "target comes with specbatch (the built-in target), else `ngram`.",
+        "`none`: plain decoding. `ngram`: drafts come from the row's own text, and from its `prediction`. "
+        "`draft_model`: a smaller model with the same tokenizer. `eagle`, `eagle3`: a head that was trained for the "
+        "target. `auto`: `eagle3` if a head for the target comes with specbatch (the built-in target), else `ngram`; "
+        "also `ngram` if most of the first rows of a file have a `prediction`.",
     )
     draft: str | None = option(
         None,

@@ -178,7 +178,7 @@ class SamplingParams:
             raise FieldError("invalid_value", f"{' and '.join(given)} are given; give one of them")
         if self.choice is not None and (len(set(self.choice)) < max(2, len(self.choice)) or "" in self.choice):
             raise FieldError(
-                "invalid_value", f"choice must be a list of two or more different texts, not {shown(self.choice)}"
+                "invalid_value", f"choice must be a list of two or more different texts, not {shown([*self.choice])}"
             )
 
 
@@ -214,6 +214,7 @@ class Request:
     matcher: GrammarMatcher | None = None  # the matcher, which no other request has; None: any text
     matcher_spec: Any = None  # a `grammar.compiler.MatcherSpec`, from which other ranks make the same matcher
     stop_spec: Any = None  # a `rows.tokenizer.StopSpec`, from which other ranks make the same `check_stop`
+    predicted_token_ids: Sequence[int] = ()  # a text that the output may be like; n-gram drafts come from it, too
 
 
 class Margin(NamedTuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,17 @@ def main() -> None:
         args.output.unlink(missing_ok=True)
     for skew in args.skews.split(","):
         for way in args.ways.split(","):
-            try:
-                measure(args, way, float(skew))
-            except Exception as error:  # the other ways still run
-                say(args.output, {"way": way, "skew": skew, "error": f"{type(error).__name__}: {error}"[-1500:]})
+            # A process of its own gives back all memory of its GPU.
+            process = multiprocessing.get_context("spawn").Process(target=measure_or_say, args=(args, way, float(skew)))
+            process.start()
+            process.join()
+
+
+def measure_or_say(args: argparse.Namespace, way: str, skew: float) -> None:
+    try:
+        measure(args, way, skew)
+    except Exception as error:  # the other ways still run
+        say(args.output, {"way": way, "skew": skew, "error": f"{type(error).__name__}: {error}"[-1500:]})
 
 
 def say(output: Path | None, line: Line) -> None:

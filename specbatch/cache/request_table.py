@@ -21,6 +21,9 @@ from specbatch.cache.grammar_table import GrammarTable
 from specbatch.cache.prefix_groups import GroupLimits, GroupTable
 from specbatch.cache.rule_table import RuleTable
 
+# The most tokens of a predicted output that are searched, so that the buffer for them is small.
+MAX_PREDICTED = 8192
+
 
 class RequestTable:
     """The buffers. They are made once; captured graphs hold their addresses."""
@@ -51,6 +54,9 @@ class RequestTable:
         self.features_SE = torch.zeros(rows, feature_size, dtype=dtype, device=device)
         # All tokens of each request, for n-gram drafts on the device and for rules.
         self.tokens_SL = torch.zeros(rows, max_length if keeps_tokens else 0, dtype=torch.int32, device=device)
+        # Predicted outputs, for n-gram drafts on the device.
+        num_predicted = min(max_length, MAX_PREDICTED) if keeps_tokens else 0
+        self.predicted_SL = torch.zeros(rows, num_predicted, dtype=torch.int32, device=device)
         self.host_trees_SZ = torch.zeros(rows, num_host_columns, dtype=torch.int32, device=device)
         # The groups of the next round's batch.
         self.groups = None if cascade is None else GroupTable(num_requests, cascade, device)

@@ -135,14 +135,20 @@ def generate(
     keep_going: Annotated[
         bool, flag("--keep-going", help="Continue even if each of the first 100 rows fails.")
     ] = False,
+    quiet: Annotated[
+        bool, flag("--quiet", "-q", help="Print only errors, and how many rows failed: no notes, progress or figures.")
+    ] = False,
 ) -> None:
     """Run every row of INPUT through the model. The same command again resumes an unfinished job."""
     began = time.perf_counter()
     with user_errors() as console:
         if input is None:
             raise InputError("no input is given", _FIRST_RUN)
+        from rich.console import Console
+
         from specbatch.job.command import GenerateOptions, run_file_job
         from specbatch.job.failures import MaxFailed
+        from specbatch.job.output import verdict
         from specbatch.rows.shard import Shard
 
         part = None if shard is None else Shard.parse(shard)
@@ -160,8 +166,11 @@ def generate(
             None if max_failed is None else MaxFailed.parse(max_failed),
             keep_going,
         )
-        pool = startup.open_pool(config, console)
-        raise typer.Exit(run_file_job(options, config, pool, console, began=began).exit_code)
+        shown = Console(stderr=True, quiet=True) if quiet else console
+        outcome = run_file_job(options, config, startup.open_pool(config, shown), shown, began=began)
+        if quiet and outcome.report is not None:
+            verdict(outcome.report, console)
+        raise typer.Exit(outcome.exit_code)
 
 
 @app.command(
@@ -246,6 +255,36 @@ def evaluate(
             config_file=given.config,
         )
         raise typer.Exit(evaluate_tasks(options, config, startup.runtime(console), console, began=began))
+
+
+@app.command(
+    "serve-batches", epilog=examples("specbatch serve-batches", "specbatch serve-batches --model org/name --port 9000")
+)
+@with_config_options
+def serve_batches(
+    given: ConfigOptions,
+    folder: Annotated[
+        Path, path_option("--dir", metavar="DIR", help="The files and batches. A later server goes on with them.")
+    ] = Path("specbatch-batches"),
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="The address to listen at. Others than loopback need an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="The port. 0: a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", envvar="SPECBATCH_API_KEY", help="Clients must send this key. Other users see it in `ps`."
+        ),
+    ] = None,
+) -> None:
+    """Serve OpenAI's API of files and batches on this machine, for OpenAI's own client."""
+    with user_errors() as console:
+        from specbatch.serve.command import ServeOptions, serve
+
+        config = given.load()
+        _note_one_engine(config, console)
+        prepare_libraries()
+        serve(ServeOptions(folder, host, port, api_key), config, startup.runtime(console), console)
 
 
 @app.command(epilog=examples("specbatch tune data.jsonl -o tuned.yaml", "specbatch generate data.jsonl -c tuned.yaml"))

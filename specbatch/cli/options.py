@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from specbatch.config import Config, SpeculationSection
-from specbatch.config_load import find_config, load_config, option_paths, packaged_tasks
+from specbatch.config_load import find_config, load_config, option_paths, packaged_configs, packaged_tasks
 from specbatch.errors import ConfigError
 from specbatch.schemas.short_schema import response_format_of
 
@@ -71,9 +73,44 @@ def _models() -> list[str]:
     return list(catalog())
 
 
-def _starting(names: typing.Callable[[], list[str]]) -> typing.Callable[[str], list[str]]:
-    """Completion for the shell: the names that begin with the typed text."""
-    return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
+def _targets() -> list[str]:
+    from specbatch.models.catalog import BUILTIN_PREFIX, catalog
+
+    return [f"{BUILTIN_PREFIX}{entry.name}" for entry in catalog().values() if entry.draft_for is None]
+
+
+def _heads() -> list[str]:
+    from specbatch.models.catalog import BUILTIN_PREFIX, catalog
+
+    return [f"{BUILTIN_PREFIX}{entry.name}" for entry in catalog().values() if entry.draft_for is not None]
+
+
+def _config_names() -> list[str]:
+    return list(packaged_configs())
+
+
+def _files_like(incomplete: str, *suffixes: str) -> list[str]:
+    """Return the folders, and the files with these suffixes, whose paths begin with the typed text."""
+    folder, _, begin = incomplete.rpartition("/")
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.scandir(f"{folder}/" if folder or incomplete.startswith("/") else "."), key=_name):
+            is_hidden = entry.name.startswith(".") and not begin.startswith(".")
+            if entry.name.startswith(begin) and not is_hidden and (entry.is_dir() or entry.name.endswith(suffixes)):
+                found.append(incomplete[: len(incomplete) - len(begin)] + entry.name + "/" * entry.is_dir())
+    return found
+
+
+def _name(entry: os.DirEntry[str]) -> str:
+    return entry.name
+
+
+def _starting(names: typing.Callable[[], list[str]], *suffixes: str) -> typing.Callable[[str], list[str]]:
+    """Return a completion for the shell: the names that begin with the typed text, and files with these suffixes."""
+    return lambda incomplete: [
+        *(name for name in names() if name.startswith(incomplete)),
+        *(_files_like(incomplete, *suffixes) if suffixes else ()),
+    ]
 
 
 @dataclass(frozen=True)
@@ -87,15 +124,26 @@ class ConfigOptions:
             "-c",
             metavar="FILE",
             parser=config_path,
+            autocompletion=_starting(_config_names, ".yaml", ".yml"),
             help="YAML file, or the name of a packaged one. Default: ./specbatch.yaml, else the packaged default.",
         ),
     ] = None
     model: Annotated[
-        str | None, _option(metavar="NAME", help="model.target: folder, hub id, .gguf file or builtin:NAME.")
+        str | None,
+        _option(
+            metavar="NAME",
+            help="model.target: folder, hub id, .gguf file or builtin:NAME.",
+            autocompletion=_starting(_targets, ".gguf"),
+        ),
     ] = None
-    draft: Annotated[str | None, _option(metavar="NAME", help="speculation.draft: the draft model or EAGLE head.")] = (
-        None
-    )
+    draft: Annotated[
+        str | None,
+        _option(
+            metavar="NAME",
+            help="speculation.draft: the draft model or EAGLE head.",
+            autocompletion=_starting(_heads, ".gguf"),
+        ),
+    ] = None
     method: Annotated[
         str | None,
         _option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ _WORDS: Mapping[str, str] = {
     "output-format": "The name of the output says it, such as -o answers.parquet",
     "m": "Did you mean --model?",
     "num-workers": "Did you mean --workers?",
+    "json": "Results are JSON lines; -o answers.csv or answers.parquet writes a table",
+    "verbose": "All notes are printed without it, and -q leaves them out",
+    "v": "All notes are printed without it, and -q leaves them out; --version is an option of specbatch itself",
     "cuda": "Did you mean --set engine.device=cuda?",
     "cpu": "Did you mean --set engine.device=cpu?",
 }
@@ -31,12 +35,16 @@ class HintingCommand(typer.core.TyperCommand):
     `--set engine.device=VALUE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = [*args]  # the parser takes them from the list
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:
+        except Exception as exc:
+            error: Any = exc
             # Typer has its own copy of click, or click's, by its version: the classes of errors differ.
             if type(error).__name__ == "NoSuchOption":
                 self._explain(error)
+            elif "unexpected extra argument" in str(error) and (without := _set_without_value(given)) is not None:
+                error.message = f"--set {without} has no value. Write --set {without}=VALUE, without a space"
             raise
 
     def _explain(self, error: Any) -> None:
@@ -58,6 +66,11 @@ class HintingCommand(typer.core.TyperCommand):
         if meant is not None:
             error.possibilities = []
             error.message += f". Did you mean --set {meant}=VALUE?"
+
+
+def _set_without_value(args: list[str]) -> str | None:
+    """Return the option that --set names without a value, if there is one."""
+    return next((name for flag, name in itertools.pairwise(args) if flag == "--set" and "=" not in name), None)
 
 
 def _is_like(name: str, other: str) -> bool:

@@ -25,6 +25,7 @@ class HostSequence(Protocol):
 
     # Prompt and output; the last token is the root. Tokens are only appended: a preemption keeps them.
     tokens: list[int]
+    predicted: list[int]  # a text that the output may be like, with the prompt's end before it; empty: there is none
     max_length: int  # the maximum length of `tokens`: a draft past it cannot be accepted
     draft_state: Any  # data of the draft method, None at first; all draft shapes of a schedule share it
 

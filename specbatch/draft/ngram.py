@@ -2,6 +2,9 @@
 the output. The drafts are the tokens that followed it. At the end of the text the drafts go on with themselves, so a
 repeated pattern is drafted to full length.
 
+A row can predict its output (OpenAI's `prediction`). The prediction is searched, too. Of equally long occurrences, the
+one in the prediction counts.
+
 On CUDA a kernel searches the text in each round. On a CPU the host keeps an index of each sequence, which costs less.
 Both give the same drafts.
 """
@@ -34,8 +37,10 @@ class NgramDraft(DraftMethod):
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         drafts, count = self._lookup(
             table.tokens_SL,
+            table.predicted_SL,
             view.req_idx_B,
             table.ints_SF[:, Field.LENGTH] + 1,
+            table.ints_SF[:, Field.NUM_PREDICTED],
             table.ints_SF[:, Field.LIMIT],
             self._min_match,
             self._max_match,
@@ -60,15 +65,34 @@ class NgramIndex:
                     self._next[tuple(tokens[end - size : end])] = end
         self._num_indexed = len(tokens)
 
-    def find(self, tokens: list[int]) -> int | None:
-        """Return the index of the token after the last earlier occurrence of the longest suffix that has one. Return
-        None if no suffix has one."""
+    def find(self, tokens: list[int]) -> tuple[int, int] | None:
+        """Find the last occurrence of the longest suffix of `tokens` that has one, with a token after it. Return the
+        length of the suffix and the index of that token. Return None if no suffix has one."""
         for size in reversed(self._sizes):
-            if size < len(tokens):
+            if size <= len(tokens):
                 found = self._next.get(tuple(tokens[-size:]))
                 if found is not None:
-                    return found
+                    return size, found
         return None
+
+
+class RowIndex:
+    """Index of a sequence: of its tokens, and of its prediction."""
+
+    def __init__(self, predicted: list[int], min_match: int, max_match: int) -> None:
+        self._predicted = predicted
+        self._in_text, self._in_predicted = NgramIndex(min_match, max_match), NgramIndex(min_match, max_match)
+        self._in_predicted.update(predicted)
+
+    def continuation(self, tokens: list[int], count: int) -> list[int]:
+        """Return up to `count` tokens that come after the last earlier occurrence of the longest suffix that has one.
+        Return [] if no suffix has one."""
+        self._in_text.update(tokens)
+        size, start = self._in_text.find(tokens) or (0, 0)
+        other_size, other_start = self._in_predicted.find(tokens) or (0, 0)
+        if other_size and other_size >= size:
+            return self._predicted[other_start : other_start + count]
+        return tokens[start : start + count] if size else []
 
 
 class HostNgramDraft(HostDraftMethod):
@@ -84,14 +108,10 @@ class HostNgramDraft(HostDraftMethod):
 
     def _drafts(self, seq: HostSequence) -> list[int]:
         if seq.draft_state is None:
-            seq.draft_state = NgramIndex(self._min_match, self._max_match)
-        index: NgramIndex = seq.draft_state
-        index.update(seq.tokens)
-        start = index.find(seq.tokens)
-        if start is None:
-            return []
+            seq.draft_state = RowIndex(seq.predicted, self._min_match, self._max_match)
+        index: RowIndex = seq.draft_state
         count = min(self.num_nodes - 1, seq.max_length - len(seq.tokens))
-        drafts = seq.tokens[start : start + count]
-        while len(drafts) < count:
+        drafts = index.continuation(seq.tokens, count)
+        while drafts and len(drafts) < count:
             drafts += drafts[: count - len(drafts)]
         return drafts

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbatch.batch import NO_TOKEN, Edits
+from specbatch.cache.request_table import MAX_PREDICTED
 from specbatch.counts import SpeculationCounts
 from specbatch.engine.constrained.state import GrammarState
 from specbatch.engine.logprobs import read_records
@@ -15,6 +16,9 @@ from specbatch.engine.rules import Rules, make_rules
 from specbatch.logprobs import TokenLogprob, TokenLogprobs
 from specbatch.matcher import FollowedAutomaton
 from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Margin, Request
+
+# Tokens of the prompt's end before a prediction. With them, the output's first token has an occurrence there.
+_CONTEXT = 16
 
 
 def check_prompt(prompt: Seq[int], limits: EngineLimits) -> None:
@@ -45,6 +49,7 @@ class Sequence:
     is_finished: bool = False
     pages: list[int] = field(default_factory=list)
     num_draft_computed: int = 0  # valid slots of the draft network's cache, while the prompt is computed
+    predicted: list[int] = field(default_factory=list)  # see `HostSequence`
     draft_state: Any = None  # state of a draft method on the host
     # log-probabilities of the generated tokens, see `read_records`
     logprobs: bytearray = field(default_factory=bytearray)
@@ -71,8 +76,11 @@ class Sequence:
         grammar = None
         if matcher is not None:
             grammar = GrammarState(matcher, limits.eos_token_ids, params.stop_token_ids, limits.vocab_size)
-        length = min(len(prompt) + params.max_tokens, max_length)
-        return cls(request, prompt, length, rules=rules, grammar=grammar, automaton=automaton)
+        predicted: list[int] = []
+        if request.predicted_token_ids:
+            predicted = [*prompt[-_CONTEXT:], *request.predicted_token_ids][: min(max_length, MAX_PREDICTED)]
+        longest = min(len(prompt) + params.max_tokens, max_length)
+        return cls(request, prompt, longest, predicted=predicted, rules=rules, grammar=grammar, automaton=automaton)
 
     @property
     def host_grammar(self) -> GrammarState | None:

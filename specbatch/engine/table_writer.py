@@ -70,6 +70,10 @@ class TableWriter:
             if self._state.tokens_SL.shape[1]:
                 tokens = self._transfers.upload(np.array(seq.tokens, dtype=np.int32))
                 self._state.tokens_SL[seq.req_idx, : len(seq.tokens)].copy_(tokens)
+            if seq.predicted and self._state.predicted_SL.shape[1]:
+                ints[i, Field.NUM_PREDICTED] = len(seq.predicted)
+                tokens = self._transfers.upload(np.array(seq.predicted, dtype=np.int32))
+                self._state.predicted_SL[seq.req_idx, : len(seq.predicted)].copy_(tokens)
         req_idx = self._transfers.upload(np.array([seq.req_idx for seq in self._started], dtype=np.int64))
         self._state.ints_SF.index_copy_(0, req_idx, self._transfers.upload(ints))
         self._upload_states(req_idx)

@@ -1,8 +1,9 @@
 """`specbatch eval`: tasks through the file job of `generate`, then scores, statistics and, if wanted, a comparison.
 
-Files of a run: DIR/results.json, DIR/samples.jsonl, and for each task DIR/TASK/prompts.jsonl with the file job's
-answers.jsonl, answers.stats.json and, while it is unfinished, its partial file. DIR/TASK/none/ has those of the run
-without speculation. The same command again resumes, or scores again what exists.
+Files of a run: DIR/results.json, DIR/samples.jsonl, those of DIR/lm-eval (see `lm_eval_layout`), and for each task
+DIR/TASK/prompts.jsonl with the file job's answers.jsonl, answers.stats.json and, while it is unfinished, its partial
+file. DIR/TASK/none/ has those of the run without speculation. The same command again resumes, or scores again what
+exists.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -18,6 +21,7 @@ from specbatch.config import Config, SpeculationSection
 from specbatch.errors import ConfigError
 from specbatch.evals.compare import Difference
 from specbatch.evals.files import answers_path, check_files, check_folder, results_path, samples_path
+from specbatch.evals.lm_eval_layout import write_lm_eval_files
 from specbatch.evals.load import find_tasks
 from specbatch.evals.plan import Plan, make_plan
 from specbatch.evals.report import (
@@ -97,21 +101,24 @@ def evaluate(options: EvalOptions, config: Config, runtime: Runtime, console: Co
             differences = {plan.task.name: runner.differences(plan, without) for plan in plans}
     except Interrupted:
         return INTERRUPTED
+    arguments = {
+        "tasks": [task.path if options.task_files else task.name for task in tasks],
+        "limit": options.limit,
+        "num_fewshot": options.num_fewshot,
+        "data": None if options.data is None else str(options.data),
+        "compare": options.compare,
+    }
     report = whole_report(
         {
             name: task_report(plan, run, plain.get(name), differences.get(name, []))
             for plan, (name, run) in zip(plans, runs.items(), strict=True)
         },
         [run.stats for run in runs.values()],
-        {
-            "tasks": [task.path if options.task_files else task.name for task in tasks],
-            "limit": options.limit,
-            "num_fewshot": options.num_fewshot,
-            "data": None if options.data is None else str(options.data),
-            "compare": options.compare,
-        },
+        arguments,
     )
-    _write_samples(folder, plans, runs, plain)
+    answers = {plan.task.name: read_results(answers_path(plan, "")) for plan in plans}
+    _write_samples(folder, plans, runs, plain, answers)
+    write_lm_eval_files(folder, plans, runs, answers, arguments, datetime.now())
     write_report(results_path(folder), report)
     print_table(closing_table(report), console)
     print_notes(comparison_lines(report), console)
@@ -163,11 +170,15 @@ def _unused_sampling(config: Config, overrides: Sequence[str]) -> list[str]:
 
 
 def _write_samples(
-    folder: Path, plans: Sequence[Plan], runs: Mapping[str, Measured], plain: Mapping[str, Measured]
+    folder: Path,
+    plans: Sequence[Plan],
+    runs: Mapping[str, Measured],
+    plain: Mapping[str, Measured],
+    answers: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> None:
     lines = []
     for plan in plans:
-        results = read_results(answers_path(plan, ""))
+        results = answers[plan.task.name]
         others = read_results(answers_path(plan, "none")) if plan.task.name in plain else None
         for i, (result, found) in enumerate(zip(results, runs[plan.task.name].scores.rows, strict=True)):
             line = sample_line(plan, i, result, found)

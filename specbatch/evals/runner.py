@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import gc
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 from rich.console import Console
 
 from specbatch.config import Config
-from specbatch.counts import EngineStats, GrammarCounts, SpeculationCounts
 from specbatch.errors import ConfigError
 from specbatch.evals.compare import LOGPROBS, Difference, difference, differing_rows
 from specbatch.evals.files import answers_path, differing_paths, prompts_path, results_path, samples_path
@@ -28,13 +23,12 @@ from specbatch.job.command import GenerateOptions, run_file_job
 from specbatch.job.plan import with_shared_tokens
 from specbatch.job.pool import LocalPool
 from specbatch.job.terminal import print_notes
-from specbatch.job.worker import Runtime, Worker
+from specbatch.job.worker import Runtime, SharedRuntime, Worker
 from specbatch.rows.parser import RowParser
 from specbatch.rows.sources import source_of_lines
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.signals import INTERRUPTED
 from specbatch.text.chat_template import ChatTemplate
-from specbatch.types import BatchEngine
 
 _PROGRESS_SECONDS = 5.0
 
@@ -159,82 +153,3 @@ def _progress(console: Console) -> Callable[[int, int], None]:
             console.print(f"{done:,}/{total:,} programs run", soft_wrap=True)
 
     return on_progress
-
-
-class SharedRuntime:
-    """Resolves a configuration once and builds its engine once, when a job first needs it.
-
-    `runtime` is for the jobs: they can differ in `sampling` and `data`, on which no part of an engine depends.
-    """
-
-    def __init__(self, inner: Runtime, config: Config) -> None:
-        self._inner = inner
-        self._engine: BatchEngine | None = None
-        self.resolved: Any = inner.resolve(config)
-        self.runtime = Runtime(self._resolve, self._build, inner.model_paths)
-
-    def release(self) -> None:
-        """Free the engine and the GPU's memory."""
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = None
-        gc.collect()
-        torch = sys.modules.get("torch")  # a stub engine needs no torch
-        if torch is not None and torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    def _resolve(self, config: Config) -> Any:
-        own = dataclasses.replace(self.resolved.config, sampling=config.sampling, data=config.data)
-        # The decisions are printed once: by the first job that needs the engine.
-        notes = self.resolved.notes if self._engine is None else []
-        return dataclasses.replace(self.resolved, config=own, notes=notes)
-
-    def _build(self, run: Any, log: Callable[[str], None]) -> BatchEngine:
-        if self._engine is None:
-            self._engine = self._inner.build_engine(run, log)
-        return cast(BatchEngine, _OneJob(self._engine))
-
-
-class _OneJob:
-    """An engine whose statistics begin now; everything else is the engine's own."""
-
-    def __init__(self, engine: BatchEngine) -> None:
-        assert engine.num_running == engine.num_waiting == 0, "the job before has left something"
-        self._engine = engine
-        self._before = copy.deepcopy(engine.stats)
-
-    @property
-    def stats(self) -> EngineStats:
-        return counts_since(self._engine.stats, self._before)
-
-    def close(self) -> None:
-        """The next job runs on the same engine."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
-def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
-    """`now` less `before`, an earlier copy of the same engine's statistics."""
-    sums = ("speculation", "grammar", "experts")
-    numbers = {f.name: getattr(now, f.name) for f in dataclasses.fields(EngineStats) if f.name not in sums}
-    grammar = GrammarCounts(
-        **{
-            f.name: getattr(now.grammar, f.name) - getattr(before.grammar, f.name)
-            for f in dataclasses.fields(GrammarCounts)
-        }
-    )
-    experts = copy.deepcopy(now.experts)
-    experts.add(before.experts, times=-1)
-    counts = SpeculationCounts()
-    for f in dataclasses.fields(SpeculationCounts):
-        new, old = getattr(now.speculation, f.name), getattr(before.speculation, f.name)
-        if isinstance(new, list):
-            value = [n - (old[i] if i < len(old) else 0) for i, n in enumerate(new)]
-            while value and value[-1] == 0:  # depths that only earlier jobs reached
-                value.pop()
-        else:
-            value = new - old
-        setattr(counts, f.name, value)
-    differences = {name: value - getattr(before, name) for name, value in numbers.items()}
-    return EngineStats(**differences, speculation=counts, grammar=grammar, experts=experts)

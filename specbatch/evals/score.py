@@ -117,7 +117,7 @@ def _values(plan: Plan, index: int, result: Mapping[str, Any]) -> dict[str, list
 
 
 def sample_line(
-    plan: Plan, index: int, result: Mapping[str, Any], scores: dict[str, RowScore] | None
+    plan: Plan, index: int, result: Mapping[str, Any], scores: Mapping[str, RowScore] | None
 ) -> dict[str, Any]:
     """One line of samples.jsonl."""
     line: dict[str, Any] = {

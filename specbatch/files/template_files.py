@@ -51,4 +51,5 @@ def _text(option: str, path: Path, hint: str) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8-sig")
     except (OSError, ValueError, RuntimeError) as exc:  # not UTF-8, a null character, no such home
-        raise ConfigError(f"{option}: cannot read {path}: {exc}", hint) from exc
+        reason = getattr(exc, "strerror", None) or exc
+        raise ConfigError(f"{option}: cannot read {path}: {reason}", hint) from exc

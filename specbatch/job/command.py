@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,9 @@ from specbatch.files.template_files import with_template_texts
 from specbatch.files.urls import url_of
 from specbatch.job.crash_retry import count_crash
 from specbatch.job.failures import FailureWatch, MaxFailed
-from specbatch.job.generate import FileJob
+from specbatch.job.generate import FileJob, JobControl
 from specbatch.job.output import already_finished, checked_output, is_finished, verdict, with_columns, with_first_day
-from specbatch.job.plan import RowPlan, has_grammars, with_shared_tokens
+from specbatch.job.plan import RowPlan, has_grammars, with_facts_of_rows
 from specbatch.job.pool import WorkerPool
 from specbatch.job.progress import JobProgress
 from specbatch.job.runner import failed_row
@@ -59,6 +59,7 @@ class GenerateOptions:
     max_failed: MaxFailed | None = None  # the job ends early if more rows fail
     keep_going: bool = False  # also if all of the first rows fail
     today: Callable[[], date] = date.today
+    control: JobControl = field(default_factory=JobControl)
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,11 @@ def _run(
         source = open_source(options.input, config.data, on_bytes=on_bytes)
     source = with_checked_fields(source, parser)
     source = part_of(source, options.limit, options.shard)
-    what = pool.describe(with_shared_tokens(config, source, parser))
+    notes: list[str] = []
+    what = pool.describe(with_facts_of_rows(config, source, parser, notes))
     # `what.config` has the model's own sampling options.
     parser = RowParser.of_job(what.config)
-    notes = list(what.notes)
+    notes += what.notes
     # This includes the import of the libraries, which is a part of loading.
     start_seconds = time.perf_counter() - began
     with_grammars = has_grammars(what.config, source, parser)
@@ -161,8 +163,9 @@ def _run(
             plan = None if options.input == "-" else _plan(what.config, parser)
             watch = FailureWatch(options.max_failed, not options.keep_going)
             file_job = FileJob(
-                source, results, pool, load, remarks, progress, what.low_acceptance, warn, quarantine, plan, watch
-            )
+                source, results, pool, load, remarks, progress, what.low_acceptance, warn, quarantine, plan, watch,
+                options.control,
+            )  # fmt: skip
             completed = file_job.run()
         session = file_job.session
         remarked = [*remarks.lines(), *draft_remarks(session.engine)]

@@ -19,7 +19,7 @@ from specbatch.errors import InputError
 from specbatch.files.stats_types import SCHEMA_VERSION
 from specbatch.files.template_files import with_template_texts
 from specbatch.job.estimate import Estimate, FileTokens, Trial, count_tokens, estimate, run_trial
-from specbatch.job.plan import with_shared_tokens
+from specbatch.job.plan import with_facts_of_rows
 from specbatch.job.progress import duration
 from specbatch.job.runner import RowRunner
 from specbatch.job.terminal import input_bar, print_notes
@@ -59,8 +59,9 @@ def estimate_file(
     source = with_checked_fields(source, parser)
     source = part_of(source, options.limit, None)
     worker = Worker(runtime, lambda line: print_notes([line], console))
-    what = worker.describe(with_shared_tokens(config, source, parser))
-    print_notes(what.notes, console)
+    notes: list[str] = []
+    what = worker.describe(with_facts_of_rows(config, source, parser, notes))
+    print_notes([*notes, *what.notes], console)
     batch = what.config.engine.rows_at_once
 
     def doing(text: str) -> Any:

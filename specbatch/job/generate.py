@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Literal
 
 from specbatch.errors import InputError, RowError, TooManyFailed
 from specbatch.job.crash_retry import MAX_DEATHS, died, refusal
@@ -25,6 +26,16 @@ from specbatch.rows.sources import RawRow, Source
 from specbatch.signals import INTERRUPTED, on_signals
 
 _KEPT = "finished rows whose input line is the same are kept"
+
+
+@dataclass
+class JobControl:
+    """A link between a job and another thread: what is finished, and what that thread wishes."""
+
+    # finish: rows that have not started are left out of the results. interrupt: the job ends as after SIGINT.
+    wish: Literal["run", "finish", "interrupt"] = "run"
+    finished: int = 0  # rows with a result
+    failed: int = 0  # rows of these whose result is an error
 
 
 class _InputChanged(InputError):
@@ -47,6 +58,7 @@ class FileJob:
     quarantine: Callable[[RawRow, RowError], Finished] | None = None  # makes error rows of those that are left out
     plan: Callable[[Iterator[RawRow]], RowPlan] | None = None
     failures: FailureWatch = field(default_factory=FailureWatch)
+    control: JobControl = field(default_factory=JobControl)
     session: Session = field(default_factory=Session, init=False)
     interrupted: bool = field(default=False, init=False)
 
@@ -67,7 +79,9 @@ class FileJob:
         `crash_retry`) and for TooManyFailed.
         """
         try:
-            self._run_rows(self._rows_to_run())
+            self._count()
+            self._run_rows(self._wanted(self._rows_to_run()))
+            self.interrupted |= self.control.wish == "interrupt"
             if self._too_many_failed is not None:
                 self.results.release_input()
                 raise self._too_many_failed
@@ -91,7 +105,7 @@ class FileJob:
         with on_signals(self._on_signal), self.pool.recording(self.results):
             rows = itertools.chain([first], rows)
             self._held = None if self.plan is None else self.plan(rows)
-            self._loop(self._held or rows)
+            self._loop(self._wanted(self._held or rows))
         self.session.load_seconds = loaded - began
         self.session.run_seconds = time.perf_counter() - loaded
         self.session.engine = self.pool.stats
@@ -121,6 +135,12 @@ class FileJob:
                 yield row
             else:
                 self._leave_out(row, deaths)
+
+    def _wanted(self, rows: Iterable[RawRow]) -> Iterator[RawRow]:
+        """Yield the rows that may start. The others are read, too, so that finished rows after them are kept."""
+        for row in rows:
+            if self.control.wish != "finish":
+                yield row
 
     def _check_input(self) -> None:
         """Check that the rows that were read are those of the input as the statistics identify it."""
@@ -170,10 +190,11 @@ class FileJob:
 
     @property
     def _ends_early(self) -> bool:
-        return self.interrupted or self._too_many_failed is not None
+        return self.interrupted or self.control.wish == "interrupt" or self._too_many_failed is not None
 
     def _keep(self, finished: Finished) -> None:
         self.results.append(finished)
+        self._count()
         self.failures.add(finished)
         self.session.rows += len(finished.rows)
         self.session.completion_tokens += finished.totals.completion_tokens
@@ -181,6 +202,9 @@ class FileJob:
             self.remarks.add(row.index, row.remark)
         for raw, deaths in finished.left_out:
             self._leave_out(raw, deaths)
+
+    def _count(self) -> None:
+        self.control.finished, self.control.failed = self.results.totals.rows, self.results.totals.failed
 
     def _leave_out(self, row: RawRow, deaths: RowDeaths) -> None:
         if self.quarantine is None:

@@ -240,6 +240,22 @@ def with_shared_tokens(config: Config, source: Source, parser: RowParser) -> Con
     return replace(config, engine=replace(section, shared_tokens=shared_tokens(found)))
 
 
+def with_facts_of_rows(config: Config, source: Source, parser: RowParser, notes: list[str]) -> Config:
+    """Return `config` with what the first rows of the input decide. Decisions are added to `notes`."""
+    return with_shared_tokens(_with_method(config, source, parser, notes), source, parser)
+
+
+def _with_method(config: Config, source: Source, parser: RowParser, notes: list[str]) -> Config:
+    """Return `config` with method ngram instead of auto, if most of the first rows of a file predict their answers."""
+    if config.speculation.method != "auto" or config.speculation.draft is not None or source.path is None:
+        return config
+    rows = [row.prediction is not None for row in _first_rows(source, parser)]
+    if 2 * sum(rows) <= len(rows):
+        return config
+    notes.append("speculation.method: ngram (most of the first rows have a `prediction`)")
+    return replace(config, speculation=replace(config.speculation, method="ngram"))
+
+
 def has_grammars(config: Config, source: Source, parser: RowParser) -> bool:
     """Return whether the job's options, or one of the first rows of a file, ask for a grammar."""
     if has_grammar(config.sampling):

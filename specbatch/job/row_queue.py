@@ -24,15 +24,21 @@ _LOOK_SECONDS = 0.5  # between two looks at the bounds of a template, while a ro
 
 class RowPreparer:
     """Raw rows -> prepared ones, in their order. `limits`: of the engine. `no_grammars`: the option with which no
-    grammars run, if it is set."""
+    grammars run, if it is set. `with_predictions`: drafts come from the rows' predictions."""
 
     def __init__(
-        self, parser: RowParser, texts: TextProcessor, limits: EngineLimits, no_grammars: str | None = None
+        self,
+        parser: RowParser,
+        texts: TextProcessor,
+        limits: EngineLimits,
+        no_grammars: str | None = None,
+        with_predictions: bool = False,
     ) -> None:
         self._parser = parser
         self._texts = texts
         self._limits = limits
         self._no_grammars = no_grammars
+        self._with_predictions = with_predictions
 
     def __call__(self, raws: Sequence[RawRow]) -> list[Row]:
         rows = [self._parser.parse(raw) for raw in raws]
@@ -55,6 +61,10 @@ class RowPreparer:
         if row.choices:
             row.choice_tokens = self._texts.choice_tokens(row, self._limits)
         row.doubts = self._texts.doubts(row)
+        if self._with_predictions:
+            row.predicted_ids = self._texts.predicted_ids(row, self._limits)
+        elif row.prediction is not None:
+            row.doubts = [*row.doubts, "unused_prediction"]
 
 
 class RowQueue:

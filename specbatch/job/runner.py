@@ -98,7 +98,8 @@ class RowRunner:
     def preparer(self) -> RowPreparer:
         """Make the preparer, which decides which rows can run."""
         parser = RowParser.of_job(self._config)
-        return RowPreparer(parser, self._texts, self.engine.limits, _without_grammars(self._config))
+        no_grammars, is_ngram = _without_grammars(self._config), self._config.speculation.method == "ngram"
+        return RowPreparer(parser, self._texts, self.engine.limits, no_grammars, is_ngram)
 
     def drop(self, indices: Collection[int]) -> None:
         """Leave these rows out, if they have not been started."""
@@ -143,6 +144,7 @@ class RowRunner:
                 rng = RngKey(seed, row.index, sample)
             request_id, check_stop = self._add_request(row, sample), self._texts.stop_check(params)
             request = Request(request_id, row.token_ids, params, rng, check_stop, row.bad_words, *grammar)
+            request.predicted_token_ids = row.predicted_ids
             if check_stop is not None:
                 request.stop_spec = self._texts.stop_spec
             self.engine.submit(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,14 @@ _MIN_CUT = 0.05  # tokens per round that are worth an explanation
 
 
 def print_notes(notes: Iterable[str], console: Console) -> None:
-    """A line each. Those that begin with `warning: ` are yellow on a terminal."""
+    """Print each note. On a terminal, those that begin with `warning: ` are yellow, and lines end between words. In a
+    log or a pipe, a note is one line."""
     for note in notes:
         style = "bold yellow" if note.startswith("warning: ") else None
-        console.print(without_secrets(note), style=style, markup=False, soft_wrap=True)
+        text = without_secrets(note)
+        if console.is_terminal:
+            text = textwrap.fill(text, console.width, break_long_words=False, break_on_hyphens=False)
+        console.print(text, style=style, markup=False, soft_wrap=True)
 
 
 def print_table(table: Table, console: Console) -> None:

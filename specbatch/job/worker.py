@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
 import platform
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from specbatch.config import Config
+from specbatch.counts import EngineStats, GrammarCounts, SpeculationCounts
 from specbatch.job.runner import Load, RowRunner
 from specbatch.results.fingerprint import ModelFiles, job_fingerprint
 from specbatch.results.finished import Finished
@@ -169,3 +173,82 @@ class Worker:
             self._thaw_heap()
         if hasattr(self, "models"):
             self.models.close()
+
+
+class SharedRuntime:
+    """Resolves a configuration once and builds its engine once, when a job first needs it.
+
+    `runtime` is for the jobs: they can differ in `sampling` and `data`, on which no part of an engine depends.
+    """
+
+    def __init__(self, inner: Runtime, config: Config) -> None:
+        self._inner = inner
+        self._engine: BatchEngine | None = None
+        self.resolved: Any = inner.resolve(config)
+        self.runtime = Runtime(self._resolve, self._build, inner.model_paths)
+
+    def release(self) -> None:
+        """Free the engine and the GPU's memory."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+        gc.collect()
+        torch = sys.modules.get("torch")  # a stub engine needs no torch
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _resolve(self, config: Config) -> Any:
+        own = dataclasses.replace(self.resolved.config, sampling=config.sampling, data=config.data)
+        # The decisions are printed once: by the first job that needs the engine.
+        notes = self.resolved.notes if self._engine is None else []
+        return dataclasses.replace(self.resolved, config=own, notes=notes)
+
+    def _build(self, run: Any, log: Callable[[str], None]) -> BatchEngine:
+        if self._engine is None:
+            self._engine = self._inner.build_engine(run, log)
+        return cast(BatchEngine, _OneJob(self._engine))
+
+
+class _OneJob:
+    """An engine whose statistics begin now; everything else is the engine's own."""
+
+    def __init__(self, engine: BatchEngine) -> None:
+        assert engine.num_running == engine.num_waiting == 0, "the job before has left something"
+        self._engine = engine
+        self._before = copy.deepcopy(engine.stats)
+
+    @property
+    def stats(self) -> EngineStats:
+        return counts_since(self._engine.stats, self._before)
+
+    def close(self) -> None:
+        """The next job runs on the same engine."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
+    """`now` less `before`, an earlier copy of the same engine's statistics."""
+    sums = ("speculation", "grammar", "experts")
+    numbers = {f.name: getattr(now, f.name) for f in dataclasses.fields(EngineStats) if f.name not in sums}
+    grammar = GrammarCounts(
+        **{
+            f.name: getattr(now.grammar, f.name) - getattr(before.grammar, f.name)
+            for f in dataclasses.fields(GrammarCounts)
+        }
+    )
+    experts = copy.deepcopy(now.experts)
+    experts.add(before.experts, times=-1)
+    counts = SpeculationCounts()
+    for f in dataclasses.fields(SpeculationCounts):
+        new, old = getattr(now.speculation, f.name), getattr(before.speculation, f.name)
+        if isinstance(new, list):
+            value = [n - (old[i] if i < len(old) else 0) for i, n in enumerate(new)]
+            while value and value[-1] == 0:  # depths that only earlier jobs reached
+                value.pop()
+        else:
+            value = new - old
+        setattr(counts, f.name, value)
+    differences = {name: value - getattr(before, name) for name, value in numbers.items()}
+    return EngineStats(**differences, speculation=counts, grammar=grammar, experts=experts)

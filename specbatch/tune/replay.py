@@ -230,8 +230,8 @@ class NgramMatches:
                 for token in tokens[row.num_prompt :]:
                     text.append(token)
                     index.update(text)
-                    start = index.find(text)
-                    found.append(-1 if start is None else start)
+                    match = index.find(text)
+                    found.append(-1 if match is None else match[1])
             found_P = np.array(found, dtype=np.int64)
             self._found[size] = np.where(found_P >= 0, found_P + self._first_P, -1)
         return self._found[size]

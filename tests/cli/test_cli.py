@@ -67,6 +67,20 @@ def test_exit_codes_and_streams(tmp_path: Path, inline: Callable[..., Any]) -> N
     assert failed.stderr.strip().splitlines()[-1] == "2 of 7 rows failed: 2 invalid_json"
 
 
+def test_quiet(tmp_path: Path, inline: Callable[..., Any]) -> None:
+    """Only errors, and how many rows failed."""
+    write_rows(tmp_path, 3)
+    done = inline("generate", "d.jsonl", "-q")
+    assert (done.exit_code, done.output) == (0, "")
+    write_rows(tmp_path, 3, bad=2)
+    failed = inline("generate", "d.jsonl", "--quiet", "--overwrite")
+    assert (failed.exit_code, failed.stdout) == (1, "")
+    assert failed.stderr == "2 of 5 rows failed: 2 invalid_json\n"
+    refused = inline("generate", "d.jsonl", "-q", "--limit", "2")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: ")
+
+
 def test_shards_and_their_merge(tmp_path: Path, inline: Callable[..., Any]) -> None:
     write_rows(tmp_path, 30, bad=2)
     mistaken = inline("generate", "d.jsonl", "--shard", "3/3")

@@ -58,7 +58,8 @@ def test_every_help_ends_with_examples_that_parse(path: tuple[str, ...]) -> None
 
 def test_the_commands_are_those_of_the_readme() -> None:
     names = {path[0] for path in PATHS if len(path) == 1}
-    assert names == {"generate", "merge", "tune", "eval", "estimate", "report", "config", "init", "models"}
+    others = {"merge", "tune", "eval", "estimate", "report", "serve-batches", "config", "init", "models"}
+    assert names == {"generate", *others}
     readme = ROOT / "README.md"
     if not readme.is_file():
         pytest.skip("no checkout")
@@ -120,9 +121,19 @@ def test_config_takes_all_short_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("generate --set sampling.temp", ["sampling.temperature="]),
         ("eval gsm8k_", ["gsm8k_chat"]),
         ("models pull smollm2-135m-instruct-", ["smollm2-135m-instruct-eagle3"]),
+        ("generate --model buil", ["builtin:smollm2-135m-instruct"]),
+        ("config --draft b", ["builtin:smollm2-135m-instruct-eagle3"]),
+        ("generate -c builtin-c", ["builtin-cpu"]),
+        ("generate -c my", ["my.yaml", "mydir/"]),
+        ("eval -c mydir/", ["mydir/other.yml"]),
+        ("generate --model mydir/", ["mydir/m.gguf"]),
     ],
 )
-def test_shell_completion(typed: str, expected: list[str]) -> None:
+def test_shell_completion(typed: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mydir").mkdir()
+    for name in ("my.yaml", "my.txt", "mydir/other.yml", "mydir/m.gguf", "mydir/.hidden.yaml"):
+        Path(name).touch()
     words = f"specbatch {typed}"
     shell = {"_SPECBATCH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     done = CliRunner().invoke(app, [], prog_name="specbatch", env=shell)

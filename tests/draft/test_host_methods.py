@@ -15,7 +15,7 @@ from specbatch.config import SpeculationSection
 from specbatch.config_load import load_config
 from specbatch.draft import METHODS, DraftParts, MethodEntry
 from specbatch.draft.host import HostSequence, HostTrees
-from specbatch.draft.ngram import HostNgramDraft, NgramDraft, NgramIndex
+from specbatch.draft.ngram import HostNgramDraft, NgramDraft, RowIndex
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.sequence import Sequence as EngineSequence
@@ -177,14 +177,14 @@ def test_ngrams_of_host_and_device_are_the_oracles(
 
 
 def test_a_preempted_sequence_keeps_its_index(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[NgramIndex] = []
+    made: list[RowIndex] = []
 
-    class Counted(NgramIndex):
-        def __init__(self, min_match: int, max_match: int) -> None:
-            super().__init__(min_match, max_match)
+    class Counted(RowIndex):
+        def __init__(self, predicted: list[int], min_match: int, max_match: int) -> None:
+            super().__init__(predicted, min_match, max_match)
             made.append(self)
 
-    monkeypatch.setattr("specbatch.draft.ngram.NgramIndex", Counted)
+    monkeypatch.setattr("specbatch.draft.ngram.RowIndex", Counted)
     engine = tiny_engine("ngram", CHAIN, num_pages=24)
     run(engine, prompts, GREEDY)
     assert engine.stats.preemptions > 0

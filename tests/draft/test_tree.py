@@ -106,12 +106,12 @@ def test_chains() -> None:
     assert [tree.mask(b) for b in range(3)] == [None] * 3
 
 
-def brute_force(tokens: list[int], low: int, high: int) -> int | None:
-    """The token after the latest earlier occurrence of the longest suffix."""
+def brute_force(tokens: list[int], low: int, high: int) -> tuple[int, int] | None:
+    """The length of the longest suffix that occurs earlier, and the token after its latest earlier occurrence."""
     for size in range(high, low - 1, -1):
         for end in range(len(tokens) - 1, size - 1, -1):
             if size < len(tokens) and tokens[end - size : end] == tokens[-size:]:
-                return end
+                return size, end
     return None
 
 
@@ -124,14 +124,15 @@ def brute_force(tokens: list[int], low: int, high: int) -> int | None:
 @settings(max_examples=400, deadline=None)
 def test_ngram_index(tokens: list[int], pieces: list[int], low: int, extra: int) -> None:
     """However the text grows, the index finds what a search of the whole text finds."""
-    indexes = NgramIndex(low, low + extra), OracleIndex(low, low + extra)
+    index, oracle = NgramIndex(low, low + extra), OracleIndex(low, low + extra)
     length = 1
     for piece in [0, *pieces, len(tokens)]:
         length = min(len(tokens), length + piece)
         expected = brute_force(tokens[:length], low, low + extra)
-        for index in indexes:
-            index.update(tokens[:length])
-            assert index.find(tokens[:length]) == expected
+        index.update(tokens[:length])
+        oracle.update(tokens[:length])
+        assert index.find(tokens[:length]) == expected
+        assert oracle.find(tokens[:length]) == (None if expected is None else expected[1])
 
 
 def propose(tokens: list[int], num_draft_tokens: int, low: int, high: int, room: int = 100) -> list[int]:

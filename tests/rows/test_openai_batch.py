@@ -63,6 +63,37 @@ def test_completion_request() -> None:
     assert (prompt.kind, prompt.content) == ("token_ids", [1, 2])
 
 
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("def f():", "def f():"),
+        ("", ""),
+        ([{"type": "text", "text": "def f"}, {"type": "text", "text": "():"}], "def f():"),
+    ],
+)
+def test_a_prediction(content: Any, text: str) -> None:
+    assert prompt_of(line(messages=USER, prediction={"type": "content", "content": content})).prediction == text
+    assert prompt_of(line(messages=USER, prediction=None)).prediction is None
+
+
+@pytest.mark.parametrize(
+    ("prediction", "words"),
+    [
+        ("x", 'prediction must be {"type": "content", "content": ...}'),
+        ({"type": "diff", "content": "x"}, 'prediction must be {"type": "content", "content": ...}'),
+        ({"type": "content"}, "prediction.content must be text or a list of text parts, not null"),
+        ({"type": "content", "content": 3}, "prediction.content must be text or a list of text parts, not a number"),
+        ({"type": "content", "content": ["x"]}, 'prediction.content[0] must be {"type": "text"'),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content[0] must be text"),
+        ({"type": "content", "content": "\ud800"}, "prediction.content has U+D800"),
+    ],
+)
+def test_a_prediction_of_another_form(prediction: Any, words: str) -> None:
+    _, error = parse(line(messages=USER, prediction=prediction))
+    assert isinstance(error, RowError)
+    assert error.message.startswith(words)
+
+
 BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     (line(), "missing_prompt"),
     (line(COMPLETIONS), "missing_prompt"),
@@ -85,6 +116,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     (line(COMPLETIONS, prompt=[[1]]), "unsupported_parameter"),
     (line(COMPLETIONS, prompt=3), "invalid_type"),
     (line(COMPLETIONS, prompt="x", suffix="y"), "unsupported_parameter"),
+    (line(COMPLETIONS, prompt="x", prediction={"type": "content", "content": "y"}), "unsupported_parameter"),
 ]
 
 

@@ -150,7 +150,7 @@ def test_an_unknown_parameter_of_a_body_that_is_null_is_absent() -> None:
     chat = {"messages": [{"role": "user", "content": "x"}]}
     for url, prompt in (("chat/completions", chat), ("completions", {"prompt": "x"})):
         line = {"custom_id": "c", "method": "POST", "url": f"/v1/{url}"}
-        for name in ("prediction", "moderation", "extra_body", "made_up", "lora", "temprature"):
+        for name in ("moderation", "extra_body", "made_up", "lora", "temprature"):
             assert isinstance(parse({**line, "body": {**prompt, name: None}})[1], Row)
             assert isinstance(parse({**line, "body": {**prompt, name: "a"}})[1], RowError)
 

@@ -83,6 +83,33 @@ def test_rows_that_may_differ_are_left_to_the_run(tmp_path: Path, rows: list[Any
         assert [raw.index for raw in source.rows()] == list(range(len(rows)))
 
 
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("/v1/embeddings", "vllm run-batch"),
+        ("/v1/responses", "`input` and `instructions` become messages"),
+        ("/v1/moderations", "with response_format"),
+        ("/v1/images/generations", "text only"),
+        ("/v1/images/edits", "text only"),
+        ("/v1/made/up", ""),
+        (None, ""),
+    ],
+)
+def test_openai_endpoints_that_do_not_exist_here(tmp_path: Path, url: str | None, hint: str) -> None:
+    line = {"custom_id": "c", "method": "POST", "url": url, "body": {"input": "x"}}
+    (tmp_path / "d.jsonl").write_bytes(lines([line] * 3))
+    error = refusal(tmp_path / "d.jsonl", DataSection())
+    assert f"url must be /v1/chat/completions or /v1/completions, not {str(url)!r}" in error.message
+    assert hint in (error.hint or "")
+    assert bool(hint) == bool(error.hint)
+    # One line among others is an error of this line.
+    (tmp_path / "d.jsonl").write_bytes(lines([line, {"prompt": "x"}]))
+    first, _ = checked(open_source(str(tmp_path / "d.jsonl"), DataSection()), DataSection()).rows()
+    row = RowParser(SamplingParams(), DataSection()).parse(first)
+    assert row.error is not None
+    assert hint in row.error.message
+
+
 def test_tables_are_known_by_their_first_row(tmp_path: Path) -> None:
     path = tmp_path / "d.csv"
     path.write_text("id,qestion\n" + "1,why\n" * 300)

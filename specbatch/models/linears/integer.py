@@ -51,7 +51,8 @@ class IntegerNumbers:
     def dequantised(self) -> Tensor:
         """(O, I) float32."""
         zeros = 1 << (self.bits - 1) if self.zeros_OG is None else self._spread(self.zeros_OG.float())
-        return (self.numbers_OI.float() - zeros) * self._spread(self.scales_OG.float())
+        weight_OI = (self.numbers_OI.float() - zeros) * self._spread(self.scales_OG.float())
+        return weight_OI.contiguous()  # AWQ stores the numbers of an input together
 
     def _spread(self, of_groups_OG: Tensor) -> Tensor:
         if self.groups_I is not None:

@@ -34,7 +34,6 @@ from specbatch.models.formats.gguf_config import gguf_model_config
 from specbatch.models.linears.integer import IntegerLinear
 from specbatch.models.linears.integer_quantization import IntegerQuantization
 from specbatch.models.weight_loader import WeightLoader
-from specbatch.setup import model as setup_model
 from specbatch.setup.build import build_decoder
 from specbatch.setup.model import resolve_quantization
 from tests.engine.test_parity import piecewise_logits
@@ -221,10 +220,11 @@ def test_whole_numbers_stay_so_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Monk
             assert isinstance(linear, IntegerLinear)
             torch.testing.assert_close(linear(x), x @ weight.T)
         options = load_config(None, [f"model.target={path}"])
-        for device, has_run in itertools.product(("cpu", "cuda"), (False, True)):
-            monkeypatch.setattr(setup_model, "_PACKED_RAN_ON_GPU", has_run)
-            kept = resolve_quantization(options, checkpoint, torch.device(device), torch.bfloat16, [])
-            assert kept == (found if device == "cuda" and has_run else None)
+        for device, available in itertools.product(("cpu", "cuda"), (0, 1 << 40)):
+            kept = resolve_quantization(
+                options, checkpoint, torch.device(device), torch.bfloat16, [], available=available
+            )
+            assert kept == (found if device == "cuda" and not available else None)
 
 
 def test_k_quants_and_headers_equal_the_gguf_package(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ _MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
         1: GemmTile("fma", 1, 8, 1024, 1, 4, pdl=True, early=True),
         4: GemmTile("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
         16: GemmTile("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True),
-        64: GemmTile("dot", 64, 256, 64, 5, 8, tma=True, fuse_norm=False, pdl=True, early=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
     },
     (2560, 10240): {  # down
         1: GemmTile("fma", 1, 8, 2048, 1, 8, pdl=True, early=True, prefetch=512),
