@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.grammar.characters import MAX_STATES, ByteTable, NotRegularError
+from specbatch.grammar.characters import MAX_STATES, ByteTable, NotRegularError, TooLargeError
 
 DEAD, START = 0, 1  # states: no text goes on from the first one; a text begins in the second
 MAX_CLASSES = 128  # the most classes of bytes
@@ -27,6 +27,7 @@ class Automaton:
     next_QK: NDArray[np.int32]
     classes_B: NDArray[np.uint8]
     accepts_Q: NDArray[np.bool_]
+    exit: int = DEAD  # the state from which texts go on in ways that the automaton does not have; DEAD: there is none
 
     def __len__(self) -> int:
         return len(self.next_QK)
@@ -47,13 +48,14 @@ class Automaton:
 
 
 class AutomatonBuilder:
-    """A builder of an automaton from parts. States are numbers; `end` is the state in which a text may end."""
+    """A builder of an automaton from parts. States are numbers; `end` is the state in which a text may end. A text that
+    comes to `exit` leaves the automaton: whatever follows is not known."""
 
     def __init__(self) -> None:
         self._next_QB = np.full((1024, 256), -1, dtype=np.int32)
         self._count = 0
         self._empty: dict[int, list[int]] = {}  # steps that read no byte
-        self.end = self.state()
+        self.end, self.exit = self.state(), self.state()
 
     def state(self) -> int:
         """Add a state."""
@@ -62,7 +64,7 @@ class AutomatonBuilder:
     def _add(self, next_QB: NDArray[np.int32]) -> int:
         first, self._count = self._count, self._count + len(next_QB)
         if self._count > MAX_STATES:
-            raise NotRegularError("it has too many states")
+            raise TooLargeError("it has too many states")
         if self._count > len(self._next_QB):
             more = np.full((max(self._count, 2 * len(self._next_QB)), 256), -1, dtype=np.int32)
             more[:first] = self._next_QB[:first]
@@ -98,18 +100,20 @@ class AutomatonBuilder:
         """Return the deterministic automaton."""
         next_QB = self._next_QB[: self._count]
         leads_on: NDArray[np.bool_] = np.asarray((next_QB >= 0).any(axis=1))
-        leads_on[self.end] = True
+        leads_on[[self.end, self.exit]] = True
         sets: dict[frozenset[int], int] = {}  # sets of several states, and their numbers
         members: list[frozenset[int]] = []
 
         def number_of(states: frozenset[int]) -> int:
+            if self.exit in states:
+                return self.exit
             if len(states) < 2:
                 return next(iter(states), -1)
             if states not in sets:
                 sets[states] = self._count + len(members)
                 members.append(states)
                 if len(members) > MAX_STATES:
-                    raise NotRegularError("it has too many states")
+                    raise TooLargeError("it has too many states")
             return sets[states]
 
         def states_of(number: int) -> frozenset[int]:
@@ -134,7 +138,7 @@ class AutomatonBuilder:
         accepts = np.zeros(len(next_QB), dtype=np.bool_)
         accepts[self.end] = True
         accepts[[sets[one] for one in members if self.end in one]] = True
-        return _compact(next_QB, accepts, int(number_Q[start]))
+        return _compact(next_QB, accepts, int(number_Q[start]), self.exit)
 
     def _closure(self, state: int, leads_on: NDArray[np.bool_]) -> frozenset[int]:
         seen, stack = {state}, [state]
@@ -146,7 +150,7 @@ class AutomatonBuilder:
         return frozenset(one for one in seen if leads_on[one])
 
 
-def _compact(next_QB: NDArray[np.int32], accepts_Q: NDArray[np.bool_], start: int) -> Automaton:
+def _compact(next_QB: NDArray[np.int32], accepts_Q: NDArray[np.bool_], start: int, exit_: int) -> Automaton:
     """Keep the states that can be reached, in the order of their distance from the start."""
     if start < 0:
         raise NotRegularError("no text matches it")
@@ -166,8 +170,9 @@ def _compact(next_QB: NDArray[np.int32], accepts_Q: NDArray[np.bool_], start: in
     table[START:] = number_Q[next_QB[kept]]
     classes, first = _classes(table)
     if len(first) > MAX_CLASSES:
-        raise NotRegularError(f"it has more than {MAX_CLASSES} classes of bytes")
-    return Automaton(np.ascontiguousarray(table[:, first]), classes, np.concatenate(([False], accepts_Q[kept])))
+        raise TooLargeError(f"it has more than {MAX_CLASSES} classes of bytes")
+    accepts_Q = np.concatenate(([False], accepts_Q[kept]))
+    return Automaton(np.ascontiguousarray(table[:, first]), classes, accepts_Q, int(number_Q[exit_]))
 
 
 def _classes(table_QB: NDArray[np.int32]) -> tuple[NDArray[np.uint8], list[int]]:

@@ -42,6 +42,10 @@ class NotRegularError(Exception):
     """An error that says why a grammar has no automaton here."""
 
 
+class TooLargeError(NotRegularError):
+    """The automaton would be too large."""
+
+
 @dataclass(slots=True)
 class CharAutomaton:
     """A deterministic automaton that starts in state 0. Edges of a state are sorted and do not overlap. From every

@@ -1,7 +1,7 @@
 """The automaton of a JSON Schema: the texts that llguidance accepts for it.
 
-llguidance writes keys in the order of the schema. What is not regular, such as schemas that contain themselves or
-objects with any further keys, is refused, and so is what is rare.
+llguidance writes keys in the order of the schema. Schemas that contain themselves and values of any kind are not
+regular: they are nested as deep as the automaton has room for, and deeper texts leave it. What is rare is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from specbatch.grammar import characters, numbers
 from specbatch.grammar.automaton import Automaton, AutomatonBuilder
-from specbatch.grammar.characters import ByteTable, CharAutomaton, NotRegularError
+from specbatch.grammar.characters import ByteTable, CharAutomaton, NotRegularError, TooLargeError
 from specbatch.grammar.constraint import ONE_LINE
 
 _NOTES = frozenset(("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"))
@@ -36,6 +36,9 @@ _ALL_KEYS = frozenset().union(*_KEYS.values())
 _MAX_ITEMS = 1_000  # the most items of an array, one after the other
 _MAX_DEPTH = 64
 _MAX_COPIES = 10_000  # the most parts of a schema, one for each place where it is used
+_LEVELS = (3, 2, 1)  # how often a schema may contain itself, the first number with which the automaton is small
+_MAX_NESTED = 4096  # states of a small automaton
+_ANY = "any value"  # stands for the schema that allows any value, where references are counted
 
 _OCTET = "(?:[0-9]|[1-9][0-9]|25[0-5]|2[0-4][0-9]|1[0-9][0-9])"
 _IPV4 = rf"(?:{_OCTET}\.){{3}}{_OCTET}"
@@ -73,17 +76,29 @@ def schema_automaton(schema_json: str, leaves: Leaves) -> Automaton:
     options = dict[str, Any](item_separator=",", key_separator=":", whitespace_flexible=True) | options
     if options["whitespace_flexible"]:
         raise NotRegularError("it allows any spaces")
-    made = _SchemaBuilder(root, leaves, options["item_separator"], options["key_separator"])
-    start = made.parts.state()
-    made.parts.skip(made.add(root, start, ()), made.parts.end)
-    return made.parts.build(start)
+    for levels in _LEVELS:
+        made = _SchemaBuilder(root, leaves, options["item_separator"], options["key_separator"], levels)
+        try:
+            start = made.parts.state()
+            made.parts.skip(made.add(root, start, ()), made.parts.end)
+            found = made.parts.build(start)
+        except TooLargeError:
+            if levels == _LEVELS[-1] or not made.is_cut:
+                raise
+        else:
+            if len(found) <= _MAX_NESTED or levels == _LEVELS[-1] or not made.is_cut:
+                return found
+    raise AssertionError
 
 
 class _SchemaBuilder:
-    """A builder of the automaton of `root`. Its methods add a part after a state and return the state after it."""
+    """A builder of the automaton of `root`. Its methods add a part after a state and return the state after it.
+    `levels`: how often a schema may contain itself. Where it would once more, `is_cut` is set, and texts leave the
+    automaton."""
 
-    def __init__(self, root: Any, leaves: Leaves, comma: str, colon: str) -> None:
-        self._root, self._leaves = root, leaves
+    def __init__(self, root: Any, leaves: Leaves, comma: str, colon: str, levels: int) -> None:
+        self._root, self._leaves, self._levels = root, leaves, levels
+        self.is_cut = False
         self._comma, self._colon = (_as_literal(text) for text in (comma, colon))
         self.parts = AutomatonBuilder()
         self._num_parts = 0
@@ -92,15 +107,15 @@ class _SchemaBuilder:
         """Add the texts of a schema. `references`: those that led to it."""
         self._num_parts += 1
         if self._num_parts > _MAX_COPIES or len(references) > _MAX_DEPTH:
-            raise NotRegularError("it is too large")
-        if not isinstance(schema, dict):
-            raise NotRegularError("it allows any value")
-        keys = schema.keys() - _NOTES
+            raise TooLargeError("it is too large")
+        keys = set() if schema is True else schema.keys() - _NOTES
+        if not keys:
+            return self._any_value(state, references)
         if "$ref" in keys:
             if keys != {"$ref"}:
                 raise NotRegularError("a reference has other keys")
-            if (name := schema["$ref"]) in references:
-                raise NotRegularError("it contains itself")
+            if self._is_deep(name := schema["$ref"], references):
+                return self._leave(state)
             return self.add(self._found(name), state, (*references, name))
         for several in ("anyOf", "oneOf"):  # llguidance refuses oneOf unless its schemas have no text in common
             if several in keys:
@@ -115,11 +130,26 @@ class _SchemaBuilder:
             return self._constants(schema, keys, state)
         types = schema.get("type")
         if types is None:
-            raise NotRegularError("it allows any value")
+            raise NotRegularError("it has no type")
         if keys - {"type"} - _ALL_KEYS:
             raise NotRegularError("it has a key that is rare")
         of_types = [types] if isinstance(types, str) else types
         return self._any_of([partial(self._typed, schema, name, references=references) for name in of_types], state)
+
+    def _any_value(self, state: int, references: tuple[str, ...]) -> int:
+        if self._is_deep(_ANY, references):
+            return self._leave(state)
+        types = ("null", "boolean", "number", "string", "array", "object")
+        deeper = (*references, _ANY)
+        return self._any_of([partial(self._typed, {}, name, references=deeper) for name in types], state)
+
+    def _is_deep(self, name: str, references: tuple[str, ...]) -> bool:
+        return references.count(name) >= self._levels
+
+    def _leave(self, state: int) -> int:
+        self.is_cut = True
+        self.parts.skip(state, self.parts.exit)
+        return self.parts.state()  # No text comes here.
 
     def _any_of(self, options: Sequence[Callable[[int], int]], state: int) -> int:
         if len(options) == 1:
@@ -247,9 +277,10 @@ class _SchemaBuilder:
                 key = partial(self._pattern_key, pattern, matchers[pattern], tuple(taken))
                 any_key.append(partial(self._pair, key, schema, references=references))
         if others is not False:
-            if taken or patterns:
-                raise NotRegularError("it allows any further keys")
-            any_key.append(partial(self._pair, self._any_string, others, references=references))
+            if patterns:
+                raise NotRegularError("it has patterns of keys, and allows any further keys")
+            key = partial(self._other_key, tuple(taken)) if taken else self._any_string
+            any_key.append(partial(self._pair, key, others, references=references))
         state = self.parts.literal(state, b"{")
         close = self._keys(items, any_key, bounds, state)
         return self.parts.literal(close, b"}")
@@ -313,16 +344,24 @@ class _SchemaBuilder:
 
     def _pattern_key(self, pattern: str, matcher: CharAutomaton, taken: tuple[str, ...], state: int) -> int:
         names = [name for name in taken if _matches(matcher, name)]
+        made = partial(_key_without, matcher, tuple(names))
+        return self.parts.part(state, self._leaves.of(("key", pattern, tuple(names)), made))
 
-        def make() -> ByteTable:
-            free = matcher
-            for name in names:
-                free = characters.joined(free, characters.of_text(name), lambda a, b: a and not b)
-            if free.is_empty:
-                raise NotRegularError("no key matches")
-            return characters.to_bytes(free, quoted=True)
+    def _other_key(self, taken: tuple[str, ...], state: int) -> int:
+        made = partial(_key_without, characters.of_length(0, None), taken)
+        return self.parts.part(state, self._leaves.of(("key", None, taken), made))
 
-        return self.parts.part(state, self._leaves.of(("key", pattern, tuple(names)), make))
+
+def _key_without(matcher: CharAutomaton, names: tuple[str, ...]) -> ByteTable:
+    free = characters.joined(matcher, characters.union([characters.of_text(name) for name in names]), _is_first_only) \
+        if names else matcher
+    if free.is_empty:
+        raise NotRegularError("no key matches")
+    return characters.to_bytes(free, quoted=True)
+
+
+def _is_first_only(first: bool, second: bool) -> bool:
+    return first and not second
 
 
 def _as_literal(text: Any) -> bytes:

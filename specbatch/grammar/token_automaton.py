@@ -8,6 +8,7 @@ Shape suffixes: Q states, V tokens, L bytes of a token.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from specbatch.grammar.characters import NotRegularError
 _MAX_TOKEN = 255  # A token with more bytes may not come.
 _CHECK_SECONDS = 2.0  # A check may take that long.
 _NUM_WALKS, _MAX_WALK = 6, 200  # random texts of a check, and their bytes
+Beginnings = dict[int, Any]  # the beginnings of texts: what comes after each first byte, of the same type
 
 
 class TokenBytes:
@@ -37,16 +39,33 @@ class TokenBytes:
         padded = b"".join(text.ljust(width, b"\0") for text in texts)
         self.bytes_LV = np.ascontiguousarray(np.frombuffer(padded, dtype=np.uint8).reshape(count, width).T)
         self.texts = texts
+        self._beginnings: dict[frozenset[int], Beginnings] = {}
         self.of_byte = {text[0]: i for i, text in reversed(list(enumerate(texts))) if len(text) == 1}
+
+    def beginnings(self, last: frozenset[int]) -> Beginnings:
+        """Return the beginnings of tokens, without the whole tokens, that end with one of these bytes, and maybe others
+        whose last byte is one of these."""
+        if last not in self._beginnings:
+            pattern = re.compile(b"[" + b"".join(re.escape(bytes((byte,))) for byte in sorted(last)) + b"]")
+            root: Beginnings = {}
+            for text in self.texts:
+                for found in pattern.finditer(text, 0, len(text) - 1) if len(text) > 1 else ():
+                    node = root
+                    for byte in text[: found.end()]:
+                        node = node.setdefault(byte, {})
+            self._beginnings[last] = root
+        return self._beginnings[last]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenAutomaton:
     """An automaton whose texts are written in tokens. `forced_Q`: the only token that may come after a state; -1: all
-    tokens may come whose bytes the automaton has."""
+    tokens may come whose bytes the automaton has. `leaves_Q`: states after which the automaton does not have all tokens
+    that may come."""
 
     automaton: Automaton
     forced_Q: NDArray[np.int32]
+    leaves_Q: NDArray[np.bool_]
     vocabulary: TokenBytes
 
     def __len__(self) -> int:
@@ -78,7 +97,7 @@ def with_tokens(automaton: Automaton, compiled: Any, vocabulary: TokenBytes) -> 
     is_forced_Q = automaton.forced_bytes_Q >= 0
     forced_Q = np.full(len(automaton), -1, dtype=np.int32)
     if not is_forced_Q.any():
-        return TokenAutomaton(automaton, forced_Q, vocabulary)
+        return TokenAutomaton(automaton, forced_Q, _leaves(automaton, forced_Q, vocabulary), vocabulary)
     children = _wanted_children(automaton, is_forced_Q)
     matcher = compiled.deep_copy()
     stack: list[tuple[int, int]] = [(START, -1)]  # (state, the byte that leads to it); state -1: go back
@@ -99,11 +118,38 @@ def with_tokens(automaton: Automaton, compiled: Any, vocabulary: TokenBytes) -> 
             if tokens and not num_legal:
                 raise NotRegularError("it forces a text that the vocabulary has as a special token, or not at all")
             for token in tokens[:num_legal]:  # where the whole forced text begins, its usual tokens follow each other
-                if forced_Q[after] < 0:
-                    forced_Q[after] = token
-                after = automaton.step(after, vocabulary.texts[token])
+                before, after = after, automaton.step(after, vocabulary.texts[token])
+                if after == DEAD:  # The forced text goes on outside of the automaton.
+                    break
+                if forced_Q[before] < 0:
+                    forced_Q[before] = token
         stack += children.get(state, ())
-    return TokenAutomaton(automaton, forced_Q, vocabulary)
+    return TokenAutomaton(automaton, forced_Q, _leaves(automaton, forced_Q, vocabulary), vocabulary)
+
+
+def _leaves(automaton: Automaton, forced_Q: NDArray[np.int32], vocabulary: TokenBytes) -> NDArray[np.bool_]:
+    """Find the states after which a token may come that the automaton does not have: its exit, and those from which a
+    token leads there and further."""
+    leaves_Q = np.zeros(len(automaton), dtype=np.bool_)
+    if automaton.exit == DEAD:
+        return leaves_Q
+    leads_to_exit_K = (automaton.next_QK == automaton.exit).any(axis=0)
+    last = frozenset(np.flatnonzero(leads_to_exit_K[automaton.classes_B]).tolist())
+    states = np.arange(len(automaton))
+    # (the states that are left, the states after a text, the next bytes of such texts)
+    stack = [(states, states, vocabulary.beginnings(last))]
+    while stack:
+        origins, reached, following = stack.pop()
+        for byte, more in following.items():
+            after = automaton.next_QK[reached, automaton.classes_B[byte]]
+            if byte in last:
+                leaves_Q[origins[after == automaton.exit]] = True
+            goes_on = (after != DEAD) & (after != automaton.exit)
+            if more and goes_on.any():
+                stack.append((origins[goes_on], after[goes_on], more))
+    leaves_Q &= forced_Q < 0
+    leaves_Q[automaton.exit] = True
+    return leaves_Q
 
 
 def _wanted_children(automaton: Automaton, is_wanted_Q: NDArray[np.bool_]) -> dict[int, list[tuple[int, int]]]:
@@ -130,8 +176,8 @@ def _wanted_children(automaton: Automaton, is_wanted_Q: NDArray[np.bool_]) -> di
 
 
 def check(automaton: Automaton, matcher: Any, seconds: float = _CHECK_SECONDS) -> None:
-    """Compare an automaton with llguidance: each state at the end of a shortest text that leads there, and the states
-    along some random texts. `matcher`: that of the same grammar, at its start, with a tokenizer whose tokens are bytes.
+    """Compare an automaton with llguidance: each state but its exit at the end of a shortest text that leads there, and
+    the states along some random texts. `matcher`: that of the same grammar, at its start, with a tokenizer whose tokens are bytes.
     It raises NotRegularError where they differ, or if this takes longer than `seconds`."""
     ends = time.perf_counter() + seconds
     leads_on_QB = automaton.next_QK[:, automaton.classes_B] != DEAD
@@ -146,6 +192,8 @@ def check(automaton: Automaton, matcher: Any, seconds: float = _CHECK_SECONDS) -
             if one.try_consume_tokens([byte]) != 1:
                 raise NotRegularError("llguidance refuses a text of it")
             stack.append((-1, 0))
+        if state == automaton.exit:
+            continue
         _compare(one, leads_on_QB[state], bool(automaton.accepts_Q[state]))
         stack += children.get(state, ())
         if time.perf_counter() > ends:
@@ -161,6 +209,8 @@ def check(automaton: Automaton, matcher: Any, seconds: float = _CHECK_SECONDS) -
             if one.try_consume_tokens([byte]) != 1:
                 raise NotRegularError("llguidance refuses a text of it")
             state = automaton.step(state, bytes((byte,)))
+            if state == automaton.exit:
+                break
             _compare(one, leads_on_QB[state], bool(automaton.accepts_Q[state]))
 
 
