@@ -51,6 +51,8 @@ _FORMATS = {
     "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
     "unknown": "(?s:.*)",
 }
+_ESCAPES = rf"[dD][0-7]{_HEX}{{2}}|[dD][89aAbB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}"
+_QUOTED = rf'"(?:[^"\\\x00-\x1f\x7f]|\\[bfnrt"\\]|\\u(?:[0-9a-ce-fA-CE-F]{_HEX}{{3}}|{_ESCAPES}))*"'
 
 
 class Leaves:
@@ -348,20 +350,27 @@ class _SchemaBuilder:
         return self.parts.part(state, self._leaves.of(("key", pattern, tuple(names)), made))
 
     def _other_key(self, taken: tuple[str, ...], state: int) -> int:
-        made = partial(_key_without, characters.of_length(0, None), taken)
-        return self.parts.part(state, self._leaves.of(("key", None, taken), made))
+        return self.parts.part(state, self._leaves.of(("key", None, taken), partial(_other_keys, taken)))
 
 
 def _key_without(matcher: CharAutomaton, names: tuple[str, ...]) -> ByteTable:
-    free = characters.joined(matcher, characters.union([characters.of_text(name) for name in names]), _is_first_only) \
-        if names else matcher
-    if free.is_empty:
+    return characters.to_bytes(_without(matcher, names), quoted=True)
+
+
+def _other_keys(taken: tuple[str, ...]) -> ByteTable:
+    """Return the keys of an object that are not these. Here llguidance allows the escapes of all characters, so that a
+    key that is written with them can be one of these."""
+    quoted = tuple(json.dumps(name, ensure_ascii=False) for name in taken)
+    return characters.to_bytes(_without(characters.of_regex(_QUOTED), quoted), quoted=False)
+
+
+def _without(matcher: CharAutomaton, texts: tuple[str, ...]) -> CharAutomaton:
+    if texts:
+        others = characters.union([characters.of_text(text) for text in texts])
+        matcher = characters.joined(matcher, others, lambda a, b: a and not b)
+    if matcher.is_empty:
         raise NotRegularError("no key matches")
-    return characters.to_bytes(free, quoted=True)
-
-
-def _is_first_only(first: bool, second: bool) -> bool:
-    return first and not second
+    return matcher
 
 
 def _as_literal(text: Any) -> bytes:
