@@ -108,6 +108,7 @@ class GrammarBuffers:
     next_QK: Tensor  # int32, the state after a byte of each class
     forced_Q: Tensor  # int32, the only token that may come; -1: all may come whose bytes lead on
     accepts_Q: Tensor  # bool, the text may end
+    leaves_Q: Tensor  # bool, the automaton does not know what may come next: the request is done on the device
     classes_GB: Tensor  # uint8, the class of each byte
     # int32, (V + 1,): the bytes of token t are starts[t] to starts[t + 1]. A token without bytes may not come.
     starts_V: Tensor
@@ -119,6 +120,7 @@ class GrammarBuffers:
     masks_CW: Tensor  # int32
     owners_C: Tensor  # int32, the state that a mask belongs to; -1: none
     eos_K: Tensor  # int64, tokens that end a text
+    max_token_bytes: int = 255  # bytes of the longest token
 
 
 class TreeNodes(NamedTuple):

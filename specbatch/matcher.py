@@ -17,7 +17,8 @@ class Vocabulary(Protocol):
 
 
 class FollowedAutomaton(Protocol):
-    """An automaton as the engine reads it (see `grammar.token_automaton`). State 0 is dead, and 1 is the start. Shape
+    """An automaton as the engine reads it (see `grammar.token_automaton`). State 0 is dead, and 1 is the start.
+    After the states `leaves_Q` the host follows the output. Shape
     suffixes: Q states, K classes of bytes, B bytes."""
 
     @property
@@ -28,6 +29,8 @@ class FollowedAutomaton(Protocol):
     def accepts_Q(self) -> NDArray[np.bool_]: ...
     @property
     def forced_Q(self) -> NDArray[np.int32]: ...
+    @property
+    def leaves_Q(self) -> NDArray[np.bool_]: ...
     @property
     def vocabulary(self) -> Vocabulary: ...
     def state_after(self, tokens: Sequence[int]) -> int: ...

@@ -41,6 +41,7 @@ class GrammarTable(GrammarBuffers):
             next_QK=zeros(_MAX_STATES, MAX_CLASSES),
             forced_Q=zeros(_MAX_STATES).fill_(-1),
             accepts_Q=zeros(_MAX_STATES, dtype=torch.bool),
+            leaves_Q=zeros(_MAX_STATES, dtype=torch.bool),
             classes_GB=zeros(_MAX_AUTOMATA, 256, dtype=torch.uint8),
             starts_V=zeros(vocab_size + 1),
             bytes_F=zeros(_TOKEN_BYTES * vocab_size + 1, dtype=torch.uint8),
@@ -89,6 +90,7 @@ class GrammarTable(GrammarBuffers):
         self.next_QK[states, : next_QK.shape[1]].copy_(torch.from_numpy(next_QK))
         self.forced_Q[states].copy_(torch.from_numpy(automaton.forced_Q[1:]))
         self.accepts_Q[states].copy_(torch.from_numpy(automaton.accepts_Q[1:]))
+        self.leaves_Q[states].copy_(torch.from_numpy(automaton.leaves_Q[1:]))
         self.classes_GB[place.index].copy_(torch.from_numpy(automaton.classes_B))
         return place
 
@@ -119,9 +121,11 @@ class GrammarTable(GrammarBuffers):
                 return False
             self.starts_V.copy_(torch.from_numpy(starts))
             self.bytes_F[: len(joined)].copy_(torch.from_numpy(joined.copy()))
+            self.max_token_bytes = max(map(len, texts))
             self._vocabulary = vocabulary
         return self._vocabulary is vocabulary
 
     @property
     def num_bytes(self) -> int:
-        return sum(getattr(self, field.name).nbytes for field in fields(GrammarBuffers))
+        values = (getattr(self, field.name) for field in fields(GrammarBuffers))
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

@@ -51,6 +51,7 @@ from specbatch.types import Completion, EngineLimits, FinishReason, Request
 
 # A launch that cannot be made smaller is tried again: other programs may take memory for a moment.
 _SMALLEST_CHUNK, _TRIES = 32, 4
+DEEP = "its output is nested deeper than its automaton"  # why the host follows a grammar
 
 
 def check_finite(completions: Iterable[Completion]) -> None:
@@ -221,12 +222,26 @@ class Engine:
             return None
         found = request.matcher.automaton
         if not isinstance(found, str):
-            if len(request.params.stop_token_ids) > MAX_STOP_IDS:
+            if found.leaves_Q[found.state_after(())]:
+                found = DEEP
+            elif len(request.params.stop_token_ids) > MAX_STOP_IDS:
                 found = f"the request has more than {MAX_STOP_IDS} stop tokens"
             elif not self._table.grammars().acquire(found):
                 found = "the table of grammars is full"
         self._stats.grammar.requests[found if isinstance(found, str) else DEVICE] += 1
         return None if isinstance(found, str) else found
+
+    def _restart_leaving(self) -> None:
+        """Start requests again that have left their automata: the host follows their grammars now."""
+        if not any(seq.leaves_automaton for seq in self._scheduler.running):
+            return
+        self._read_all()  # Nothing in flight may have them.
+        for seq in [seq for seq in self._scheduler.running if seq.leaves_automaton]:
+            self._release(seq)
+            self._stats.grammar.requests[DEVICE] -= 1
+            self._stats.grammar.requests[DEEP] += 1
+            seq.leave_automaton()
+            self._scheduler.restart(seq)
 
     def _release(self, seq: Sequence) -> None:
         """Give up what an ended request holds of the tables."""
@@ -269,6 +284,7 @@ class Engine:
     def _launch(self) -> bool:
         """Launch a prefill chunk or a round, if there is anything to run. Return whether something was launched."""
         graphs, seconds = self._captured()
+        self._restart_leaving()
         spans = self._scheduler.plan_prefill()
         has_launched = self._launch_prompts(spans) if self._has_prompts(spans) else self._launch_round()
         graphs_now, seconds_now = self._captured()

@@ -90,7 +90,8 @@ class Report:
 def read_report(
     report: Report, rows_BZ: NDArray[np.int32], eos: Set[int], stats: EngineStats
 ) -> list[tuple[Sequence, FinishReason]]:
-    """Append what the rows of a report hold, and count it. Returns the requests that end, and why."""
+    """Append what the rows of a report hold, and count it. Returns the requests that end, and why. A request that has
+    left its automaton, and so is done on the device, is marked."""
     if report.scored is not None:
         _read_scores(report.scored)
     ended = []
@@ -130,6 +131,10 @@ def _read_round(
     seq: Sequence, report: list[int], max_path: int, eos: Set[int], stats: EngineStats
 ) -> FinishReason | None:
     count, drafted, depth, broken = report[:_TOKENS]  # The order is that of `Output`.
+    if not count and seq.automaton is not None:
+        seq.leave_round(max_path)
+        seq.leaves_automaton = True
+        return None
     assert count >= 1, f"request {seq.request.request_id} ended on the device only"
     seq.rounds_in_flight -= 1
     seq.num_in_flight -= max_path

@@ -212,7 +212,8 @@ class Round:
 
     def follow(self, view: BatchView, trees: DraftTrees, edits: Edits) -> DraftTrees:
         """Return the trees with the states of their nodes in the automata of grammars, and with forced tokens. Without
-        fixed shapes, chains get up to MAX_FORCED nodes more."""
+        fixed shapes, chains get up to MAX_FORCED nodes more. A node after which its request leaves the automaton is no
+        part of its tree: the token can only be the last one of a round."""
         if not edits & Edits.GRAMMAR:
             return trees
         grammars, num_drafts = self.state.grammars, trees.tokens_BN.shape[1] - 1
@@ -225,7 +226,8 @@ class Round:
         tokens_BN, counts_B, states_BN = self.ops.follow_trees(
             tokens_BN, view.req_idx_B, grammars, before_B, trees.parents_BN
         )
-        trees = replace(trees, tokens_BN=tokens_BN, num_nodes_B=counts_B, states_BN=states_BN)
+        counts_B, parents_BN = _without_leaving(trees, counts_B, self._leaves(states_BN))
+        trees = replace(trees, tokens_BN=tokens_BN, num_nodes_B=counts_B, parents_BN=parents_BN, states_BN=states_BN)
         if not grows:
             return trees if self.fixed_shapes else replace(trees, max_path=self.max_path(trees))
         assert counts_B is not None
@@ -249,7 +251,7 @@ class Round:
         that."""
         grammars = self.state.grammars
         assert grammars is not None
-        self.ops.advance_states(view.req_idx_B, is_live_B, state_B, token_B, grammars)
+        self.ops.advance_states(view.req_idx_B, is_live_B, state_B, token_B, self.state.ints_SF, grammars)
         if self.simulates:
             grammars.states_S.masked_fill_(grammars.states_S == BROKEN, FREE)
 
@@ -332,7 +334,24 @@ class Round:
             keep = wanted.num_top is not None and edited is logits
             edited = self._edited(view, trees, edited, edits, keep=keep)
         target_ids = None if self.method.net is None else self.method.net.target_ids
-        return self._acceptance.decide(view, trees, verified, edited, target_ids, wanted.sampled)
+        decided = self._acceptance.decide(view, trees, verified, edited, target_ids, wanted.sampled)
+        if trees.states_BN is None or decided.next_token_B is None or decided.num_path_B is None:
+            return decided
+        # A draft that was drawn has to be accepted or rejected. Where its request leaves the automaton after it, it is
+        # the last token of the round.
+        first_B = _first_leaving(self._leaves(trees.states_BN))
+        is_cut_B = decided.num_path_B > first_B
+        last_B = trees.tokens_BN.gather(1, first_B.clamp(max=trees.tokens_BN.shape[1] - 1)[:, None])[:, 0]
+        return replace(
+            decided,
+            num_path_B=torch.minimum(decided.num_path_B, first_B),
+            next_token_B=torch.where(is_cut_B, last_B, decided.next_token_B),
+        )
+
+    def _leaves(self, states_BN: Tensor) -> Tensor:
+        """(B, N) bool: the request leaves its automaton after the node."""
+        assert self.state.grammars is not None
+        return self.state.grammars.leaves_Q[states_BN.long()]
 
     def _launched(self, verified: Verified, num_top: int | None) -> Launched:
         """Return what the host reads of the round."""
@@ -466,10 +485,11 @@ class Round:
         is_new = chunk.roots_R < 0  # a request that is computed again has its root already
         reported = torch.where(is_new, choice[:, 0], chunk.roots_R)
         tokens = reported.clamp(min=0)
-        if states_R is not None:
-            self._advance(rows, is_new, states_R, tokens)
         limit = rows.field(Field.LIMIT)
         done = self._ends(rows, tokens[:, None], is_new[:, None]) | (chunk.lengths_R + 1 >= limit)
+        if grammars is not None and states_R is not None:
+            self._advance(rows, is_new, states_R, tokens)
+            done |= self._leaves(grammars.states_S[chunk.ready_R])
         done |= reported == NO_TOKEN
         ints = rows.ints_BF.clone()
         ints[:, Field.LENGTH], ints[:, Field.ROOT], ints[:, Field.DONE] = chunk.lengths_R, tokens, done.long()
@@ -506,3 +526,23 @@ class Round:
         features = net.features(hidden_TE, aux_hidden_states)
         hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected, trunk)
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
+
+
+def _without_leaving(
+    trees: DraftTrees, counts_B: Tensor | None, leaves_BN: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the numbers of nodes of chains, or the parents of trees, without the nodes after which requests leave
+    their automata. `counts_B`: the numbers of nodes."""
+    if trees.parents_BN is not None:
+        is_cut_BN = leaves_BN.clone()
+        is_cut_BN[:, 0] = False
+        return counts_B, torch.where(is_cut_BN, -2, trees.parents_BN)
+    first_B = _first_leaving(leaves_BN)
+    return (first_B if counts_B is None else torch.minimum(counts_B, first_B)), None
+
+
+def _first_leaving(leaves_BN: Tensor) -> Tensor:
+    """(B,) the first node of a chain after which the request leaves its automaton; N: there is none."""
+    num_nodes = leaves_BN.shape[1]
+    nodes = torch.arange(num_nodes, device=leaves_BN.device)
+    return torch.where(leaves_BN & (nodes > 0), nodes, num_nodes).amin(dim=1)

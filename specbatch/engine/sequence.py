@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specbatch.batch import NO_TOKEN, Edits
@@ -60,6 +60,7 @@ class Sequence:
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     grammar: GrammarState | None = None
     automaton: FollowedAutomaton | None = None  # with it the device follows the grammar; None: the host does
+    leaves_automaton: bool = False  # its output goes on in a way that the automaton does not have
     num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `tree.MAX_FORCED`
 
     @classmethod
@@ -81,6 +82,12 @@ class Sequence:
             predicted = [*prompt[-_CONTEXT:], *request.predicted_token_ids][: min(max_length, MAX_PREDICTED)]
         longest = min(len(prompt) + params.max_tokens, max_length)
         return cls(request, prompt, longest, predicted=predicted, rules=rules, grammar=grammar, automaton=automaton)
+
+    def leave_automaton(self) -> None:
+        """Let the host follow the grammar from now on. The request must not run."""
+        assert self.rules is not None
+        self.rules = replace(self.rules, edits=self.rules.edits & ~Edits.GRAMMAR | Edits.NODE_MASK)
+        self.automaton, self.leaves_automaton = None, False
 
     @property
     def host_grammar(self) -> GrammarState | None:

@@ -62,7 +62,8 @@ def table(num_masks: int | None = None) -> tuple[GrammarTable, list[TokenAutomat
 
 
 def on_device(buffers: GrammarBuffers) -> GrammarBuffers:
-    return GrammarBuffers(*(getattr(buffers, field.name).clone().to(DEVICE) for field in fields(GrammarBuffers)))
+    values = (getattr(buffers, field.name) for field in fields(GrammarBuffers))
+    return GrammarBuffers(*(one.clone().to(DEVICE) if isinstance(one, Tensor) else one for one in values))
 
 
 def walks(num_tokens: int, seed: int) -> Iterator[tuple[int, list[int], GrammarMatcher]]:
@@ -160,7 +161,7 @@ def test_trees_as_the_reference(kind: str, ops: Ops) -> None:
 def test_states_advance_as_the_reference(ops: Ops) -> None:
     buffers, automata = table()
     device_buffers = on_device(buffers)
-    seen = set()
+    seen, num_left = set(), 0
     for seed in range(60):
         rng = np.random.default_rng(seed)
         index, is_live = torch.tensor([0, 1, 2]), torch.from_numpy(rng.random(3) < 0.8)
@@ -168,10 +169,15 @@ def test_states_advance_as_the_reference(ops: Ops) -> None:
             [*(buffers.start(automaton, int(rng.integers(1, len(automaton))))[0] for automaton in automata), FREE],
             dtype=torch.int32,
         )
-        tokens = torch.from_numpy(rng.integers(0, VOCAB, 3))
-        reference.advance_states(index, is_live, states, tokens, buffers)
-        ops.raw.advance_states(*(one.to(DEVICE) for one in (index, is_live, states, tokens)), device_buffers)
+        tokens, ints = torch.from_numpy(rng.integers(0, VOCAB, 3)), torch.zeros(3, NUM_FIELDS, dtype=torch.int64)
+        device_ints = ints.to(DEVICE)
+        given = (index, is_live, states, tokens)
+        reference.advance_states(*given, ints, buffers)
+        ops.raw.advance_states(*(one.to(DEVICE) for one in given), device_ints, device_buffers)
         assert torch.equal(device_buffers.states_S.cpu(), buffers.states_S)
+        assert torch.equal(device_ints.cpu(), ints)
+        num_left += int(ints.sum())
+        assert not (ints[:, Field.DONE].bool() & ~is_live).any()
         seen |= set(buffers.states_S.tolist())
     assert {FREE, BROKEN} < seen
     assert DEAD not in seen

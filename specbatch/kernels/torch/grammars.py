@@ -60,7 +60,7 @@ def _after(state_B: Tensor, automata_B: Tensor, token_B: Tensor, grammars: Gramm
     start_B, end_B = grammars.starts_V[index_B].long(), grammars.starts_V[index_B + 1].long()
     length_B = torch.where(is_token_B, end_B - start_B, 0)
     found_B, last = state_B, len(grammars.bytes_F) - 1
-    for i in range(int(length_B.max())):
+    for i in range(grammars.max_token_bytes):  # The device is not read, so that a CUDA graph can hold this.
         byte_B = grammars.bytes_F[(start_B + i).clamp(max=last)].long()
         class_B = grammars.classes_GB[automata_B.long(), byte_B].long()
         found_B = torch.where(i < length_B, grammars.next_QK[found_B.long(), class_B], found_B)
@@ -68,23 +68,30 @@ def _after(state_B: Tensor, automata_B: Tensor, token_B: Tensor, grammars: Gramm
 
 
 def advance_states(
-    req_idx_B: Tensor, is_live_B: Tensor, state_B: Tensor, token_B: Tensor, grammars: GrammarBuffers
+    req_idx_B: Tensor, is_live_B: Tensor, state_B: Tensor, token_B: Tensor, ints_SF: Tensor, grammars: GrammarBuffers
 ) -> None:
     """Write the states of live requests after they have committed tokens. `state_B`: the state before the last one of
-    these, `token_B`. A state that no text leads on from becomes BROKEN."""
+    these, `token_B`. A state that no text leads on from becomes BROKEN. A request that leaves its automaton is marked
+    done."""
     after_B = _after(state_B, grammars.automata_S[req_idx_B], token_B, grammars)
     after_B = torch.where(after_B == DEAD, BROKEN, after_B)
     grammars.states_S[req_idx_B] = torch.where(is_live_B, after_B, grammars.states_S[req_idx_B])
+    leaves_B = is_live_B & grammars.leaves_Q[after_B.long()]
+    ints_SF[req_idx_B, Field.DONE] = torch.where(leaves_B, 1, ints_SF[req_idx_B, Field.DONE])
 
 
 def forbid_by_states(
     logits_TV: Tensor, states_T: Tensor, req_idx_T: Tensor, ints_SF: Tensor, grammars: GrammarBuffers
 ) -> None:
     """Set the logits of tokens that may not come after these states to -inf, in place. Where a text may end, the tokens
-    `eos_K` and the stop tokens of the request may come. FREE and DEAD forbid nothing: DEAD is never reached."""
+    `eos_K` and the stop tokens of the request may come. FREE and DEAD forbid nothing, because DEAD is never reached,
+    and neither do states after which a request leaves its automaton."""
     vocab = logits_TV.shape[1]
+    if logits_TV.device.type != "cpu":
+        _forbid_all(logits_TV, states_T, req_idx_T, ints_SF, grammars)
+        return
     for row, (state, line) in enumerate(zip(states_T.tolist(), req_idx_T.tolist(), strict=True)):
-        if state <= DEAD:
+        if state <= DEAD or grammars.leaves_Q[state]:
             continue
         if (token := int(grammars.forced_Q[state])) >= 0:
             is_legal_V = torch.zeros(vocab, dtype=torch.bool, device=logits_TV.device)
@@ -97,6 +104,25 @@ def forbid_by_states(
             ends = torch.cat((grammars.eos_K, ints_SF[line, Field.STOP : Field.STOP + MAX_STOP_IDS]))
             is_legal_V[ends[(ends >= 0) & (ends < vocab)]] = True
         logits_TV[row].masked_fill_(~is_legal_V, -torch.inf)
+
+
+def _forbid_all(
+    logits_TV: Tensor, states_T: Tensor, req_idx_T: Tensor, ints_SF: Tensor, grammars: GrammarBuffers
+) -> None:
+    """Do what `forbid_by_states` does. The host reads nothing, so that a CUDA graph can hold this."""
+    count, vocab = logits_TV.shape
+    tokens_V = torch.arange(vocab, device=logits_TV.device)
+    automata_T = grammars.automata_S[req_idx_T]
+    after_X = _after(
+        states_T.repeat_interleave(vocab), automata_T.repeat_interleave(vocab), tokens_V.repeat(count), grammars
+    )
+    forced_T1 = grammars.forced_Q[states_T.long()][:, None]
+    is_legal_TV = torch.where(forced_T1 >= 0, tokens_V == forced_T1, after_X.view(count, vocab) > DEAD)
+    ends_TE = ints_SF[req_idx_T, Field.STOP : Field.STOP + MAX_STOP_IDS]
+    is_end_TV = (ends_TE[:, :, None] == tokens_V).any(dim=1) | (grammars.eos_K[:, None] == tokens_V).any(dim=0)
+    is_legal_TV |= is_end_TV & grammars.accepts_Q[states_T.long()][:, None]
+    is_legal_TV |= ((states_T <= DEAD) | grammars.leaves_Q[states_T.long()])[:, None]
+    logits_TV.masked_fill_(~is_legal_TV, -torch.inf)
 
 
 def _mask(state: int, automaton: int, grammars: GrammarBuffers) -> Tensor:

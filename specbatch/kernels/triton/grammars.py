@@ -121,7 +121,7 @@ def _tables(grammars: GrammarBuffers) -> tuple[Tensor, ...]:
 @triton.jit
 def _advance_states(
     lines_ptr, live_ptr, before_ptr, token_ptr, next_ptr, classes_ptr, starts_ptr, bytes_ptr, request_states_ptr,
-    automata_ptr, num_tokens, num_classes, PDL: tl.constexpr,
+    automata_ptr, leaves_ptr, ints_ptr, num_tokens, num_classes, num_fields, DONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_former(PDL)
     request = tl.program_id(0).to(tl.int64)
@@ -131,10 +131,12 @@ def _advance_states(
         automaton, token = tl.load(automata_ptr + line), tl.load(token_ptr + request)
         state = _after(before, automaton, token, next_ptr, classes_ptr, starts_ptr, bytes_ptr, num_tokens, num_classes)
         tl.store(request_states_ptr + line, tl.where(state == _DEAD, _BROKEN, state))
+        leaves = tl.load(leaves_ptr + state) != 0
+        tl.store(ints_ptr + line.to(tl.int64) * num_fields + DONE, leaves.to(tl.int64), mask=leaves)
 
 
 def advance_states(
-    req_idx_B: Tensor, is_live_B: Tensor, state_B: Tensor, token_B: Tensor, grammars: GrammarBuffers
+    req_idx_B: Tensor, is_live_B: Tensor, state_B: Tensor, token_B: Tensor, ints_SF: Tensor, grammars: GrammarBuffers
 ) -> None:
     """See `kernels/torch/grammars.py`."""
     pdl = dependent_launch(token_B)
@@ -142,17 +144,21 @@ def advance_states(
         _advance_states, (len(req_idx_B),),
         req_idx_B, is_live_B.contiguous(), state_B.contiguous(), token_B.contiguous().long(), grammars.next_QK,
         grammars.classes_GB, grammars.starts_V, grammars.bytes_F, grammars.states_S, grammars.automata_S,
-        len(grammars.starts_V) - 1, grammars.next_QK.shape[1], PDL=pdl, num_warps=1, **launch_options(pdl),
+        grammars.leaves_Q, ints_SF, len(grammars.starts_V) - 1, grammars.next_QK.shape[1], ints_SF.shape[1],
+        DONE=int(Field.DONE), PDL=pdl, num_warps=1, **launch_options(pdl),
     )  # fmt: skip
 
 
 @triton.jit
-def _claim(states_ptr, owners_ptr, claims_ptr, forced_ptr, num_rows, num_masks, ROWS: tl.constexpr, PDL: tl.constexpr):
+def _claim(
+    states_ptr, owners_ptr, claims_ptr, forced_ptr, leaves_ptr, num_rows, num_masks, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Let each row that needs a mask claim its place, and each row that reads one keep others from its place."""
     await_former(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     state = tl.load(states_ptr + row, mask=row < num_rows, other=_FREE)
-    needs = (state > _DEAD) & (tl.load(forced_ptr + state) < 0)
+    needs = (state > _DEAD) & (tl.load(forced_ptr + state) < 0) & (tl.load(leaves_ptr + state) == 0)
     place = state % num_masks
     owner = tl.load(owners_ptr + place, mask=needs, other=-1)
     tl.atomic_max(claims_ptr + place, tl.where(owner == state, _READ, row), mask=needs)
@@ -161,14 +167,14 @@ def _claim(states_ptr, owners_ptr, claims_ptr, forced_ptr, num_rows, num_masks, 
 @triton.jit
 def _forbid_by_states(
     x_ptr, states_ptr, lines_ptr, ints_ptr, eos_ptr, next_ptr, forced_ptr, classes_ptr, starts_ptr, bytes_ptr,
-    accepts_ptr, automata_ptr, masks_ptr, owners_ptr, claims_ptr, vocab, stride, num_fields, num_eos, num_tokens,
+    accepts_ptr, leaves_ptr, automata_ptr, masks_ptr, owners_ptr, claims_ptr, vocab, stride, num_fields, num_eos, num_tokens,
     num_classes, num_masks, num_words,
     STOP: tl.constexpr, NUM_STOPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_former(PDL)
     row = tl.program_id(1).to(tl.int64)
     state = tl.load(states_ptr + row)
-    if state <= _DEAD:
+    if (state <= _DEAD) | (tl.load(leaves_ptr + state) != 0):
         return
     line = tl.load(lines_ptr + row)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -236,13 +242,13 @@ def forbid_by_states(
     options = {"PDL": pdl, **launch_options(pdl)}
     grid = (triton.cdiv(num_rows, _ROWS),)
     launch(
-        _claim, grid, states_T, grammars.owners_C, claims_C, grammars.forced_Q, num_rows, num_masks, ROWS=_ROWS,
-        **options,
+        _claim, grid, states_T, grammars.owners_C, claims_C, grammars.forced_Q, grammars.leaves_Q, num_rows, num_masks,
+        ROWS=_ROWS, **options,
     )  # fmt: skip
     launch(
         _forbid_by_states, (triton.cdiv(vocab, _TOKENS), num_rows),
         logits_TV, states_T, req_idx_T.contiguous(), ints_SF, grammars.eos_K, *_tables(grammars), grammars.accepts_Q,
-        grammars.automata_S, grammars.masks_CW, grammars.owners_C, claims_C, vocab, logits_TV.stride(0),
+        grammars.leaves_Q, grammars.automata_S, grammars.masks_CW, grammars.owners_C, claims_C, vocab, logits_TV.stride(0),
         ints_SF.shape[1], len(grammars.eos_K), len(grammars.starts_V) - 1, grammars.next_QK.shape[1], num_masks,
         num_words, STOP=int(Field.STOP), NUM_STOPS=MAX_STOP_IDS, BLOCK=_TOKENS, **options,
     )  # fmt: skip
