@@ -54,7 +54,10 @@ class Edits(IntFlag):
     def family(self) -> Edits:
         """The edits that a CUDA graph for such a batch applies: none, those of grammars alone, all that forbid tokens,
         or all. So there are few graphs. Kernels read which edits each request has."""
-        return self if self is Edits.GRAMMAR else self | Edits.MASK | Edits.BAD_WORDS if self else self
+        if not self or self is Edits.GRAMMAR:
+            return self
+        of_grammars = Edits.GRAMMAR if self & Edits.NODE_MASK else Edits.NONE
+        return self | Edits.MASK | Edits.BAD_WORDS | of_grammars
 
 
 ALL_EDITS = Edits.MASK | Edits.NODE_MASK | Edits.BAD_WORDS | Edits.VALUES | Edits.GRAMMAR

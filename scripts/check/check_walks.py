@@ -7,8 +7,8 @@ that of the built-in model (byte-level BPE, 49,152 tokens), and two that are tra
 byte-level one with up to 150,000 tokens, and one like SentencePiece's, with a token for each byte that no other has.
 
 Where a grammar forces bytes, llguidance allows one token only. It depends on the last token, too, so it can be another
-one than the automaton's. Such steps are counted as `forced_differ`, with examples; `differ` must be 0. Grammars without
-an automaton are counted by their reason.
+one than the automaton's. Such steps are counted as `forced_differ`, with examples; `differ` must be 0. Walks that leave
+an automaton end there, and are counted as `left`. Grammars without an automaton are counted by their reason.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ PARTS = ["a", "[a-c]+", "(foo|bar)", r"\d{1,3}", "[^x]?", "é", "(ab)*", "z{2}",
 def generated_value(rng: random.Random, depth: int) -> dict[str, Any]:
     """Generate a schema."""
     kinds = ["string"] * 4 + ["integer", "number", "boolean", "null", "enum"]
-    kinds += ["array", "object", "anyOf"] * (depth > 0)
+    kinds += ["array", "object", "anyOf", "any"] * (depth > 0)
     kind = rng.choice(kinds)
     if kind == "string":
         one: dict[str, Any] = {"type": "string"}
@@ -90,6 +90,8 @@ def generated_value(rng: random.Random, depth: int) -> dict[str, Any]:
         return one | ({"maxItems": low + rng.choice([0, 1, 3])} if rng.random() < 0.6 else {})
     if kind == "object":
         return generated_object(rng, depth - 1)
+    if kind == "any":
+        return {}
     if kind == "anyOf":
         return {"anyOf": [generated_value(rng, depth - 1) for _ in range(rng.randint(2, 3))]}
     return {"type": kind}
@@ -111,7 +113,8 @@ def generated_object(rng: random.Random, depth: int) -> dict[str, Any]:
     names = rng.sample([word for word in WORDS if word], rng.randint(1, 5))
     required = [name for name in names if rng.random() < 0.6]
     properties = {name: generated_value(rng, depth) for name in names}
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    found = {"type": "object", "properties": properties, "required": required}
+    return found if rng.random() < 0.2 else found | {"additionalProperties": False}
 
 
 def constraints(num_schemas: int, num_regexes: int, seed: int) -> list[Constraint]:
@@ -198,7 +201,7 @@ def texts_of(automaton: TokenAutomaton, tokens: Iterable[int]) -> list[str]:
 def walk(compiler: GrammarCompiler, end: int, wanted: list[Constraint], num_steps: int, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     reasons: Counter[str] = Counter()
-    count = dict.fromkeys(("steps", "walks", "differ", "forced_differ"), 0)
+    count = dict.fromkeys(("steps", "walks", "left", "differ", "forced_differ"), 0)
     examples: list[str] = []
     each = max(1, num_steps // len(wanted))
     for constraint in wanted:
@@ -220,6 +223,9 @@ def walk(compiler: GrammarCompiler, end: int, wanted: list[Constraint], num_step
             count["walks"] += 1
             for _ in range(min(left, 120)):
                 left -= 1
+                if automaton.leaves_Q[state]:
+                    count["left"] += 1
+                    break
                 count["steps"] += 1
                 theirs = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[
                     : len(automaton.vocabulary.texts)
@@ -243,7 +249,7 @@ def walk(compiler: GrammarCompiler, end: int, wanted: list[Constraint], num_step
                 tokens.append(int(options[rng.integers(len(options))]))
                 if not matcher.advance(tokens[-1]):
                     break
-                state = automaton.state_after(tokens)
+                state = automaton.automaton.step(state, automaton.vocabulary.texts[tokens[-1]])
     return {**count, "grammars": dict(reasons.most_common()), "examples": examples}
 
 

@@ -148,6 +148,8 @@ class Engine:
         }
         self._grammars = Grammars(self._table, self._transfers, lookahead + self.max_forced, **traits)
         self._forget_rounds()
+        # The needs of requests with grammars, and whether the graphs for them are captured.
+        self._grammar_kinds: dict[Wanted, bool] = {}
         self._in_flight: deque[Report] = deque()  # the oldest first; only the last one can be open
         self._finished: list[Completion] = []  # what `step` or `drain` returns next
         self._failed = 0  # launches in a row that ran out of memory
@@ -214,6 +216,8 @@ class Engine:
         automaton = self._automaton_of(request)
         seq = Sequence.of(request, self.limits, self._max_length, automaton)
         seq.num_forced_room = self.max_forced if seq.grammar is not None else 0
+        if seq.grammar is not None:
+            self._note_grammar(seq)
         self._scheduler.waiting.append(seq)
 
     def _automaton_of(self, request: Request) -> FollowedAutomaton | None:
@@ -231,6 +235,35 @@ class Engine:
         self._stats.grammar.requests[found if isinstance(found, str) else DEVICE] += 1
         return None if isinstance(found, str) else found
 
+    def _note_grammar(self, seq: Sequence) -> None:
+        """Note a request with a grammar, for which all graphs are captured at once, before it is admitted."""
+        wanted = self._wanted([seq])
+        if wanted in self._grammar_kinds or self.executor.runner is None or self._lockstep is not None:
+            return
+        for kind in [wanted, *self._grammar_kinds]:
+            self._grammar_kinds.setdefault(kind.with_other(wanted), False)
+
+    def _capture_for_grammars(self) -> None:
+        """Capture the graphs for the kinds of requests with grammars that are new, so that none is captured later."""
+        if all(self._grammar_kinds.values()):
+            return
+        self._complete_round()
+        for wanted in [wanted for wanted, is_captured in self._grammar_kinds.items() if not is_captured]:
+            self._grammar_kinds[wanted] = True
+            self._table.make_rules(wanted.edits)
+            for has_room in (False, True):
+                self.executor.capture_kind(wanted, functools.partial(self._grammar_hook, wanted.edits, has_room))
+
+    def _grammar_hook(self, edits: Edits, has_room: bool, method: DraftMethod, size: int) -> RoundHook | None:
+        """Return the hook of a round of such requests. None: there are no such rounds."""
+        if has_room:
+            if not self._grammars.may_have_room(method, size):
+                return None
+            method = method.with_room(size)
+        if edits & Edits.NODE_MASK:
+            return self._grammars.of_round([], method, self._read_all)
+        return RoomHook(method) if has_room else NO_HOOK
+
     def _restart_leaving(self) -> None:
         """Start requests again that have left their automata: the host follows their grammars now."""
         if not any(seq.leaves_automaton for seq in self._scheduler.running):
@@ -241,6 +274,7 @@ class Engine:
             self._stats.grammar.requests[DEVICE] -= 1
             self._stats.grammar.requests[DEEP] += 1
             seq.leave_automaton()
+            self._note_grammar(seq)
             self._scheduler.restart(seq)
 
     def _release(self, seq: Sequence) -> None:
@@ -285,6 +319,7 @@ class Engine:
         """Launch a prefill chunk or a round, if there is anything to run. Return whether something was launched."""
         graphs, seconds = self._captured()
         self._restart_leaving()
+        self._capture_for_grammars()
         spans = self._scheduler.plan_prefill()
         has_launched = self._launch_prompts(spans) if self._has_prompts(spans) else self._launch_round()
         graphs_now, seconds_now = self._captured()
@@ -447,6 +482,8 @@ class Engine:
         packed = self._packer.pack(spans)
         ready = [s.seq for s in spans if s.end == s.seq.num_prefill_tokens]
         wanted = self._wanted(ready)
+        if wanted.edits:
+            self._table.make_rules(wanted.edits)
         self._grammars.write_first_masks(ready)
         with marked("prompts"):
             launched, scores = self.prompts.run(self._round, packed, wanted, self.executor.mode, has_lanes)
@@ -556,6 +593,7 @@ class Engine:
         rounds, size, lanes = methods.map(self._round.drafting), self._max_batch_size, self.executor.lanes
         self.executor = RoundExecutor(rounds, size, self.device, mode, lanes, shrinks=self._shrinks)
         self._round = self.executor.rounds.items[0]
+        self._grammar_kinds.clear()
         self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before
         if ahead and self.executor.runner is not None:
             for kind in [False, True] if sampled else [False]:

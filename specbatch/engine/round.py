@@ -47,6 +47,12 @@ class Wanted(NamedTuple):
     num_top: int | None = None  # log-probabilities with this number of most likely tokens; None: none
     edits: Edits = Edits.NONE  # the kinds of edits that the requests' rules make in logits
 
+    def with_other(self, other: Wanted) -> Wanted:
+        """Return the needs of these requests and others. Both must have `Edits.family`."""
+        num_tops = [one.num_top for one in (self, other) if one.num_top is not None]
+        edits = (self.edits | other.edits).family
+        return Wanted(self.sampled or other.sampled, max(num_tops, default=None), edits)
+
 
 GREEDY = Wanted()  # only the largest of the target's logits after each token is needed
 

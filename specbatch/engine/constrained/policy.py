@@ -74,9 +74,13 @@ class Grammars:
     def wants_room(self, sequences: Seq[Sequence], method: DraftMethod) -> bool:
         """Return whether the next round has room for forced tokens. `method`: its draft method. Plain decoding has room
         only while there are some, because the room makes rounds longer."""
-        if method.has_drafts or not self._may_vary or all(seq.grammar is None for seq in sequences):
+        if all(seq.grammar is None for seq in sequences) or not self.may_have_room(method, len(sequences)):
             return False
         return self._room.next()
+
+    def may_have_room(self, method: DraftMethod, batch_size: int) -> bool:
+        """Return whether rounds of this size can have room for forced tokens."""
+        return not method.has_drafts and self._may_vary and method.with_room(batch_size).num_nodes > 1
 
     def of_round(self, sequences: Seq[Sequence], method: DraftMethod, read: Callable[[], object]) -> RoundHook:
         """Return the hook of the round of a batch with grammars, or of one whose round is with another rank's grammars.
