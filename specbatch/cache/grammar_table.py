@@ -14,7 +14,7 @@ from specbatch.batch import BROKEN, DEAD, FREE, GrammarBuffers
 from specbatch.matcher import FollowedAutomaton, Vocabulary
 
 MAX_CLASSES = 128  # classes of bytes of an automaton
-_MAX_STATES, _MAX_AUTOMATA = 1 << 16, 1024
+_MAX_STATES, _MAX_AUTOMATA = 1 << 17, 1024
 _MASK_BYTES = 80 << 20  # memory of masks
 _TOKEN_BYTES = 16  # the mean length of a token for which there is room
 _FIRST = BROKEN + 1  # the first state that belongs to an automaton

@@ -28,7 +28,7 @@ from specbatch.grammar.constraint import MAX_CHARS, ONE_LINE, Constraint
 from specbatch.grammar.deep_thread import Abandoned, DeepThread
 from specbatch.grammar.matcher import DEAD_END, Matcher, Threads, first_words
 from specbatch.grammar.reasoning import AfterReasoning, Reasoning
-from specbatch.grammar.schema_automaton import Leaves, schema_automaton
+from specbatch.grammar.schema_automaton import MAX_LEVELS, Leaves, schema_automaton
 from specbatch.grammar.token_automaton import TokenAutomaton, TokenBytes, check, with_tokens
 from specbatch.matcher import GrammarMatcher
 
@@ -72,10 +72,12 @@ class GrammarCompiler:
         *,
         max_seconds: float | None = _MAX_SECONDS,
         max_automata: int = _MAX_AUTOMATA,
+        max_levels: int = MAX_LEVELS,
     ) -> None:
         """`max_seconds`: the longest time of a compilation; None: there is no limit. `max_automata`: the
-        number of grammars that get automata, with which the device follows them."""
-        self._max_automata = max_automata
+        number of grammars that get automata, with which the device follows them. `max_levels`: see
+        `schema_automaton`."""
+        self._max_automata, self._max_levels = max_automata, max_levels
         self._hf_tokenizer = tokenizer
         self._max_seconds = math.inf if max_seconds is None else max_seconds
         self._is_ending = threading.Event()
@@ -183,7 +185,7 @@ class GrammarCompiler:
         if len(constraint.text) > _MAX_AUTOMATON_CHARS:
             raise NotRegularError(f"it has more than {_MAX_AUTOMATON_CHARS:,} characters")
         if constraint.kind == "json_schema":
-            automaton = schema_automaton(constraint.text, self._leaves)
+            automaton = schema_automaton(constraint.text, self._leaves, self._max_levels)
         elif constraint.kind == "regex":
             automaton = _regex_automaton(constraint.text)
         else:

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from specbatch.grammar import characters, numbers
 from specbatch.grammar.automaton import Automaton, AutomatonBuilder
-from specbatch.grammar.characters import ByteTable, CharAutomaton, NotRegularError, TooLargeError
+from specbatch.grammar.characters import MAX_STATES, ByteTable, CharAutomaton, NotRegularError, TooLargeError
 from specbatch.grammar.constraint import ONE_LINE
 
 _NOTES = frozenset(("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"))
@@ -36,8 +36,10 @@ _ALL_KEYS = frozenset().union(*_KEYS.values())
 _MAX_ITEMS = 1_000  # the most items of an array, one after the other
 _MAX_DEPTH = 64
 _MAX_COPIES = 10_000  # the most parts of a schema, one for each place where it is used
-_LEVELS = (3, 2, 1)  # how often a schema may contain itself, the first number with which the automaton is small
-_MAX_NESTED = 4096  # states of a small automaton
+# The most states of an automaton in which schemas contain themselves that often, at least; more levels are added while
+# the automaton is smaller than that.
+_MAX_STATES_OF = {1: MAX_STATES, 2: 8192, 3: 4096}
+MAX_LEVELS, _MAX_ANY_LEVELS = 8, 4  # the most levels; those of values of any kind are needed less often
 _ANY = "any value"  # stands for the schema that allows any value, where references are counted
 
 _OCTET = "(?:[0-9]|[1-9][0-9]|25[0-5]|2[0-4][0-9]|1[0-9][0-9])"
@@ -69,8 +71,8 @@ class Leaves:
         return self._known[key]
 
 
-def schema_automaton(schema_json: str, leaves: Leaves) -> Automaton:
-    """Return the automaton of a schema. It raises NotRegularError if it has none, or none that is small."""
+def schema_automaton(schema_json: str, leaves: Leaves, max_levels: int = MAX_LEVELS) -> Automaton:
+    """Return the automaton of a schema. `max_levels`: how often a schema may contain itself, at most. It raises NotRegularError if it has none, or none that is small."""
     root = json.loads(schema_json)
     options: Any = root.get("x-guidance", ONE_LINE) if isinstance(root, dict) else ONE_LINE
     if not isinstance(options, dict) or not options.keys() <= ONE_LINE.keys():
@@ -78,19 +80,28 @@ def schema_automaton(schema_json: str, leaves: Leaves) -> Automaton:
     options = dict[str, Any](item_separator=",", key_separator=":", whitespace_flexible=True) | options
     if options["whitespace_flexible"]:
         raise NotRegularError("it allows any spaces")
-    for levels in _LEVELS:
+    found: Automaton | None = None
+    num_before = 0
+    for levels in range(1, max_levels + 1):
+        most = _MAX_STATES_OF[min(levels, max(_MAX_STATES_OF))]
+        if found is not None and 2 * len(found) - num_before > most:
+            break  # A level adds no fewer states than the one before.
         made = _SchemaBuilder(root, leaves, options["item_separator"], options["key_separator"], levels)
         try:
             start = made.parts.state()
             made.parts.skip(made.add(root, start, ()), made.parts.end)
-            found = made.parts.build(start)
+            more = made.parts.build(start)
         except TooLargeError:
-            if levels == _LEVELS[-1] or not made.is_cut:
+            if found is None:
                 raise
-        else:
-            if len(found) <= _MAX_NESTED or levels == _LEVELS[-1] or not made.is_cut:
-                return found
-    raise AssertionError
+            break
+        if found is not None and len(more) > most:
+            break
+        found, num_before = more, 0 if found is None else len(found)
+        if not made.is_cut or len(found) == num_before:
+            break
+    assert found is not None
+    return found
 
 
 class _SchemaBuilder:
@@ -146,7 +157,7 @@ class _SchemaBuilder:
         return self._any_of([partial(self._typed, {}, name, references=deeper) for name in types], state)
 
     def _is_deep(self, name: str, references: tuple[str, ...]) -> bool:
-        return references.count(name) >= self._levels
+        return references.count(name) >= (min(self._levels, _MAX_ANY_LEVELS) if name == _ANY else self._levels)
 
     def _leave(self, state: int) -> int:
         self.is_cut = True

@@ -177,8 +177,8 @@ def _wanted_children(automaton: Automaton, is_wanted_Q: NDArray[np.bool_]) -> di
 
 def check(automaton: Automaton, matcher: Any, seconds: float = _CHECK_SECONDS) -> None:
     """Compare an automaton with llguidance: each state but its exit at the end of a shortest text that leads there, and
-    the states along some random texts. `matcher`: that of the same grammar, at its start, with a tokenizer whose tokens are bytes.
-    It raises NotRegularError where they differ, or if this takes longer than `seconds`."""
+    the states along some random texts. `matcher`: that of the same grammar, at its start, with a tokenizer whose tokens
+    are bytes. It raises NotRegularError where they differ, or if this takes longer than `seconds`."""
     ends = time.perf_counter() + seconds
     leads_on_QB = automaton.next_QK[:, automaton.classes_B] != DEAD
     children = _wanted_children(automaton, np.arange(len(automaton)) > DEAD)

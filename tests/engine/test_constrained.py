@@ -37,7 +37,7 @@ from tests.tiny_models import (
 )
 
 TOKENIZER = tiny_tokenizer()
-COMPILER = GrammarCompiler(TOKENIZER)
+COMPILER = GrammarCompiler(TOKENIZER, max_levels=1)
 HOST_COMPILER = GrammarCompiler(TOKENIZER, max_automata=0)  # the host follows its grammars
 SHAPES: dict[str, tuple[str, DraftShape | None]] = {
     "none": ("none", None),

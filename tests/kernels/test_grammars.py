@@ -32,6 +32,7 @@ SCHEMA: dict[str, Any] = {
         "name": {"type": "string", "maxLength": 5},
         "tru": {"type": "array", "items": {"type": "number", "minimum": -3, "maximum": 10.5}, "maxItems": 2},
         "é": {"enum": ["ab", "true", "tru", True]},
+        "ab": {},  # deep values leave the automaton
     },
     "required": ["name", "é"],
     "additionalProperties": False,
@@ -113,6 +114,8 @@ def test_tokens_are_those_of_llguidance(num_masks: int | None, is_reference: boo
     base = [int(state) for state in buffers.states_S]
     for seed in range(3):
         for line, tokens, matcher in walks(12, seed):
+            if automata[line].leaves_Q[automata[line].state_after(tokens)]:
+                continue
             ends = [END, VOCAB - 1] if matcher.is_complete() else []
             states.append(base[line] - 1 + automata[line].state_after(tokens))
             lines.append(line)
@@ -162,6 +165,13 @@ def test_states_advance_as_the_reference(ops: Ops) -> None:
     buffers, automata = table()
     device_buffers = on_device(buffers)
     seen, num_left = set(), 0
+    first, texts = automata[0].automaton, automata[0].vocabulary.texts
+    leaving = [
+        (state, token)
+        for state in range(1, len(first))
+        for token, text in enumerate(texts)
+        if text and automata[0].leaves_Q[first.step(state, text)]
+    ]
     for seed in range(60):
         rng = np.random.default_rng(seed)
         index, is_live = torch.tensor([0, 1, 2]), torch.from_numpy(rng.random(3) < 0.8)
@@ -170,6 +180,9 @@ def test_states_advance_as_the_reference(ops: Ops) -> None:
             dtype=torch.int32,
         )
         tokens, ints = torch.from_numpy(rng.integers(0, VOCAB, 3)), torch.zeros(3, NUM_FIELDS, dtype=torch.int64)
+        if seed % 4 == 0:
+            state, tokens[0] = leaving[int(rng.integers(len(leaving)))]
+            states[0] = buffers.start(automata[0], state)[0]
         device_ints = ints.to(DEVICE)
         given = (index, is_live, states, tokens)
         reference.advance_states(*given, ints, buffers)
@@ -180,4 +193,5 @@ def test_states_advance_as_the_reference(ops: Ops) -> None:
         assert not (ints[:, Field.DONE].bool() & ~is_live).any()
         seen |= set(buffers.states_S.tolist())
     assert {FREE, BROKEN} < seen
+    assert num_left > 0
     assert DEAD not in seen

@@ -167,8 +167,8 @@ def _claim(
 @triton.jit
 def _forbid_by_states(
     x_ptr, states_ptr, lines_ptr, ints_ptr, eos_ptr, next_ptr, forced_ptr, classes_ptr, starts_ptr, bytes_ptr,
-    accepts_ptr, leaves_ptr, automata_ptr, masks_ptr, owners_ptr, claims_ptr, vocab, stride, num_fields, num_eos, num_tokens,
-    num_classes, num_masks, num_words,
+    accepts_ptr, leaves_ptr, automata_ptr, masks_ptr, owners_ptr, claims_ptr, vocab, stride, num_fields, num_eos,
+    num_tokens, num_classes, num_masks, num_words,
     STOP: tl.constexpr, NUM_STOPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_former(PDL)
@@ -248,8 +248,9 @@ def forbid_by_states(
     launch(
         _forbid_by_states, (triton.cdiv(vocab, _TOKENS), num_rows),
         logits_TV, states_T, req_idx_T.contiguous(), ints_SF, grammars.eos_K, *_tables(grammars), grammars.accepts_Q,
-        grammars.leaves_Q, grammars.automata_S, grammars.masks_CW, grammars.owners_C, claims_C, vocab, logits_TV.stride(0),
-        ints_SF.shape[1], len(grammars.eos_K), len(grammars.starts_V) - 1, grammars.next_QK.shape[1], num_masks,
-        num_words, STOP=int(Field.STOP), NUM_STOPS=MAX_STOP_IDS, BLOCK=_TOKENS, **options,
+        grammars.leaves_Q, grammars.automata_S, grammars.masks_CW, grammars.owners_C, claims_C, vocab,
+        logits_TV.stride(0), ints_SF.shape[1], len(grammars.eos_K), len(grammars.starts_V) - 1,
+        grammars.next_QK.shape[1], num_masks, num_words, STOP=int(Field.STOP), NUM_STOPS=MAX_STOP_IDS, BLOCK=_TOKENS,
+        **options,
     )  # fmt: skip
     launch(_keep, grid, states_T, grammars.owners_C, claims_C, num_rows, num_masks, ROWS=_ROWS, **options)
