@@ -72,7 +72,8 @@ class Leaves:
 
 
 def schema_automaton(schema_json: str, leaves: Leaves, max_levels: int = MAX_LEVELS) -> Automaton:
-    """Return the automaton of a schema. `max_levels`: how often a schema may contain itself, at most. It raises NotRegularError if it has none, or none that is small."""
+    """Return the automaton of a schema. `max_levels`: how often a schema may contain itself, at most. It
+    raises NotRegularError if it has none, or none that is small."""
     root = json.loads(schema_json)
     options: Any = root.get("x-guidance", ONE_LINE) if isinstance(root, dict) else ONE_LINE
     if not isinstance(options, dict) or not options.keys() <= ONE_LINE.keys():

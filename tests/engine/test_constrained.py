@@ -306,6 +306,8 @@ def test_no_token_is_left() -> None:
 
 # A grammar with forced tokens, tokens that no draft may be, and free ones.
 CHI_SQUARE = SamplingParams(max_tokens=5, temperature=4.0, seed=3, regex="([ab]:(1|10))?[abc][12]")
+# Half of its outputs leave the automaton after their second token.
+DEEPER = SamplingParams(max_tokens=5, temperature=4.0, seed=3, response_format=GRAMMARS["nested"]["response_format"])
 CASES = [
     ("eagle-chain", True),
     *(
@@ -316,37 +318,41 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("params", [CHI_SQUARE, DEEPER], ids=["forced", "deeper"])
 @pytest.mark.parametrize("compiler", [COMPILER, HOST_COMPILER], ids=["device", "host"])
 @pytest.mark.parametrize(("case", "lazy"), CASES)
-def test_sampled_chains_fit_the_target(case: str, lazy: bool, compiler: GrammarCompiler) -> None:
+def test_sampled_chains_fit_the_target(
+    case: str, lazy: bool, compiler: GrammarCompiler, params: SamplingParams
+) -> None:
     """Counts of whole outputs against exact probabilities, by chi-square at 1e-4. `lazy`: as on a CPU."""
     prompt, num_rows = [1, 2, 3, 4, 1, 2, 3, 4], 300
-    constraint = constraint_of(CHI_SQUARE)
+    constraint = constraint_of(params)
     assert constraint is not None
     make = tiny_engine if lazy else tiny_device_engine
     engine = make(*SHAPES[case], eos=(END,), num_pages=600, max_batch_size=100, prefill_chunk_tokens=500)
     for row in range(num_rows):
-        engine.submit(Request(row, prompt, CHI_SQUARE, RngKey(3, row, 0), matcher=compiler.matcher(constraint)))
+        engine.submit(Request(row, prompt, params, RngKey(3, row, 0), matcher=compiler.matcher(constraint)))
     counts: Counter[tuple[int, ...]] = Counter()
     while engine.num_running or engine.num_waiting:
         counts.update(tuple(c.token_ids) for c in engine.step())
-    expected = exact_probabilities(prompt)
+    expected = exact_probabilities(prompt, params)
     assert set(counts) <= set(expected)
     cells = [(counts[tokens], p * num_rows) for tokens, p in expected.items() if p * num_rows >= 5]
     cells.append((num_rows - sum(c for c, _ in cells), num_rows - sum(mean for _, mean in cells)))
     statistic = sum((observed - mean) ** 2 / mean for observed, mean in cells if mean > 0)
     assert len(cells) > 6, "hardly anything to compare"
     assert chi2.sf(statistic, len(cells) - 1) > 1e-4
-    assert engine.stats.grammar.forbidden > 0 or compiler is COMPILER
+    assert engine.stats.grammar.forbidden > 0 or compiler is COMPILER or params is DEEPER
+    assert (engine.stats.grammar.requests[DEEP] > 50) == (compiler is COMPILER and params is DEEPER)
     assert engine.stats.speculation.accepted > 0
 
 
-def exact_probabilities(prompt: list[int]) -> dict[tuple[int, ...], float]:
+def exact_probabilities(prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
     oracle: Any = tiny_oracle(eos=(END,))
     (request,) = requests((1.2,), ["none"])
-    constraint = constraint_of(CHI_SQUARE)
+    constraint = constraint_of(params)
     assert constraint is not None
-    request = Request(0, prompt, CHI_SQUARE, request.rng, matcher=COMPILER.matcher(constraint))
+    request = Request(0, prompt, params, request.rng, matcher=COMPILER.matcher(constraint))
     oracle.submit(request)
     seq = oracle._scheduler.waiting[0]
     result: dict[tuple[int, ...], float] = {}
@@ -355,9 +361,9 @@ def exact_probabilities(prompt: list[int]) -> dict[tuple[int, ...], float]:
         prefix, mass = open_.popitem()
         logits = plain_logits(oracle._target, [*prompt, *prefix])[-1]
         edited = edited_logits(logits, seq, list(prefix), frozenset({END}))
-        for token, p in enumerate(reference_distribution(edited.tolist(), CHI_SQUARE)):
+        for token, p in enumerate(reference_distribution(edited.tolist(), params)):
             if p > 0.0:
-                ended = token == END or len(prefix) + 1 == CHI_SQUARE.max_tokens
+                ended = token == END or len(prefix) + 1 == params.max_tokens
                 (result if ended else open_)[*prefix, token] = mass * p
     return result
 
