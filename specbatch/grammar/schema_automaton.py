@@ -40,7 +40,7 @@ _MAX_COPIES = 10_000  # the most parts of a schema, one for each place where it 
 # the automaton is smaller than that.
 _MAX_STATES_OF = {1: MAX_STATES, 2: 8192, 3: 4096}
 MAX_LEVELS, _MAX_ANY_LEVELS = 8, 4  # the most levels; those of values of any kind are needed less often
-_ANY = "any value"  # stands for the schema that allows any value, where references are counted
+_ANY = "any value"  # the name of the schema that allows any value, where references are counted
 
 _OCTET = "(?:[0-9]|[1-9][0-9]|25[0-5]|2[0-4][0-9]|1[0-9][0-9])"
 _IPV4 = rf"(?:{_OCTET}\.){{3}}{_OCTET}"
@@ -293,8 +293,8 @@ class _SchemaBuilder:
         if others is not False:
             if patterns:
                 raise NotRegularError("it has patterns of keys, and allows any further keys")
-            key = partial(self._other_key, tuple(taken)) if taken else self._any_string
-            any_key.append(partial(self._pair, key, others, references=references))
+            other_key: Callable[[int], int] = partial(self._other_key, tuple(taken)) if taken else self._any_string
+            any_key.append(partial(self._pair, other_key, others, references=references))
         state = self.parts.literal(state, b"{")
         close = self._keys(items, any_key, bounds, state)
         return self.parts.literal(close, b"}")

@@ -144,9 +144,9 @@ def _leaves(automaton: Automaton, forced_Q: NDArray[np.int32], vocabulary: Token
             after = automaton.next_QK[reached, automaton.classes_B[byte]]
             if byte in last:
                 leaves_Q[origins[after == automaton.exit]] = True
-            goes_on = (after != DEAD) & (after != automaton.exit)
-            if more and goes_on.any():
-                stack.append((origins[goes_on], after[goes_on], more))
+            is_inside = (after != DEAD) & (after != automaton.exit)
+            if more and is_inside.any():
+                stack.append((origins[is_inside], after[is_inside], more))
     leaves_Q &= forced_Q < 0
     leaves_Q[automaton.exit] = True
     return leaves_Q
