@@ -48,15 +48,19 @@ class Edits(IntFlag):
     NODE_MASK = 2  # tokens that the host forbids at each node: `RuleBuffers.node_masks_SNW`
     BAD_WORDS = 4  # bad words of several tokens
     VALUES = 8  # biases and penalties: logits become float32
+    GRAMMAR = 16  # tokens that the automata of `GrammarBuffers` forbid at each node
 
     @property
     def family(self) -> Edits:
-        """The edits that a CUDA graph for such a batch applies: none, all that forbid tokens, or all. So there are few
-        graphs. Kernels read which edits each request has."""
-        return self | Edits.MASK | Edits.BAD_WORDS if self else self
+        """The edits that a CUDA graph for such a batch applies: none, those of grammars alone, all that forbid tokens,
+        or all. So there are few graphs. Kernels read which edits each request has."""
+        if not self or self is Edits.GRAMMAR:
+            return self
+        of_grammars = Edits.GRAMMAR if self & Edits.NODE_MASK else Edits.NONE
+        return self | Edits.MASK | Edits.BAD_WORDS | of_grammars
 
 
-ALL_EDITS = Edits.MASK | Edits.NODE_MASK | Edits.BAD_WORDS | Edits.VALUES
+ALL_EDITS = Edits.MASK | Edits.NODE_MASK | Edits.BAD_WORDS | Edits.VALUES | Edits.GRAMMAR
 
 # Values in place of a token before a bad word's last one. ANY_TOKEN matches each token. The prompt's tokens are read as
 # NO_TEXT, so that bad words are found in the output alone. NEVER matches nothing: this line has no bad word here.
@@ -87,9 +91,39 @@ class RuleBuffers:
     # token. After drafting, the host writes the masks that acceptance needs; the others allow everything. None: there
     # is no room for them yet.
     node_masks_SNW: Tensor | None
-    # int64, the only token that may come after each node of the next round's trees, for greedy requests whose choices
-    # are not checked before acceptance. A negative number: other tokens may come. None: all choices are checked.
-    forced_SN: Tensor | None
+
+
+# States of `GrammarBuffers` that belong to no automaton. A request without one is in FREE, where all tokens may come.
+# No text leads on from DEAD, to which forbidden tokens lead. In BROKEN no token may come: a request would be there that
+# had committed a forbidden token.
+FREE, DEAD, BROKEN = 0, 1, 2
+
+
+@dataclass(slots=True)
+class GrammarBuffers:
+    """The automata of grammars, over the bytes of texts, and the states of running requests in them. The states of all
+    automata have numbers of their own.
+
+    Shape suffixes: Q states, K classes of bytes, G automata, V tokens, F bytes of all tokens, C masks, W words of a
+    mask, S request indices.
+    """
+
+    next_QK: Tensor  # int32, the state after a byte of each class
+    forced_Q: Tensor  # int32, the only token that may come; -1: all may come whose bytes lead on
+    accepts_Q: Tensor  # bool, the text may end
+    leaves_Q: Tensor  # bool, the automaton does not know what may come next: the request is done on the device
+    classes_GB: Tensor  # uint8, the class of each byte
+    # int32, (V + 1,): the bytes of token t are starts[t] to starts[t + 1]. A token without bytes may not come.
+    starts_V: Tensor
+    bytes_F: Tensor  # uint8
+    states_S: Tensor  # int32, the state of each request after its root
+    automata_S: Tensor  # int32, the automaton of each request
+    # Masks of states like `RuleBuffers.masks_S2W`, without the tokens that end a text. The mask of state q can only be
+    # at q % C.
+    masks_CW: Tensor  # int32
+    owners_C: Tensor  # int32, the state that a mask belongs to; -1: none
+    eos_K: Tensor  # int64, tokens that end a text
+    max_token_bytes: int = 255  # bytes of the longest token
 
 
 class TreeNodes(NamedTuple):

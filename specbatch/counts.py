@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import NamedTuple
@@ -73,10 +74,16 @@ def _at_least(counts: list[int]) -> list[int]:
     return list(accumulate(reversed(counts[1:])))[::-1]
 
 
+DEVICE = "device"
+
+
 @dataclass(slots=True)
 class GrammarCounts:
-    """Counters of the work that grammars do in rounds. Seconds are the host's time."""
+    """Counters of the work that grammars do in rounds. Seconds are the host's time. All but `requests` count the work
+    of the host."""
 
+    # Requests with a grammar: DEVICE, or why the device does not follow the grammar.
+    requests: Counter[str] = field(default_factory=Counter)
     forced: int = 0  # nodes that grammars added to draft trees
     forbidden: int = 0  # drafts that grammars removed from draft trees
     refused: int = 0  # nodes at which a grammar refused a greedy request's choice, so that it needed a mask

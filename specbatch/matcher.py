@@ -10,9 +10,41 @@ if TYPE_CHECKING:  # commands that run no rows do not import numpy
     from numpy.typing import NDArray
 
 
+class Vocabulary(Protocol):
+    """The bytes of tokens; those of no text have none."""
+
+    texts: list[bytes]
+
+
+class FollowedAutomaton(Protocol):
+    """An automaton as the engine reads it (see `grammar.token_automaton`). State 0 is dead, and 1 is the start.
+    After the states `leaves_Q` the host follows the output. Shape
+    suffixes: Q states, K classes of bytes, B bytes."""
+
+    @property
+    def next_QK(self) -> NDArray[np.int32]: ...
+    @property
+    def classes_B(self) -> NDArray[np.uint8]: ...
+    @property
+    def accepts_Q(self) -> NDArray[np.bool_]: ...
+    @property
+    def forced_Q(self) -> NDArray[np.int32]: ...
+    @property
+    def leaves_Q(self) -> NDArray[np.bool_]: ...
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+    def state_after(self, tokens: Sequence[int]) -> int: ...
+    def __len__(self) -> int: ...
+
+
 class GrammarMatcher(Protocol):
     """The position of a request's output in its grammar. A new matcher is before the first token. What it returns
     depends on the accepted tokens alone, and not on the calls that led to them."""
+
+    @property
+    def automaton(self) -> FollowedAutomaton | str:
+        """The automaton with which the device follows the output; a text says why there is none."""
+        ...
 
     def advance(self, token: int) -> bool:
         """Advance by one token, if the grammar allows it. Return whether it did."""

@@ -428,7 +428,6 @@ def tiny_device_engine(
     group: Group | None = None,
     min_lane: int | None = None,
     cascade: GroupLimits | None = None,
-    checks: bool = True,
     deterministic: bool = False,
     family: str = "llama",
     division: Division = "tensors",
@@ -438,10 +437,9 @@ def tiny_device_engine(
     """Make the engine as it runs on a GPU, with the oracle's weights; on a CPU it has the reference kernels. `kv_dtype`
     None: `dtype`. `num_layers`: the layers of the target; None: the number that `method` needs. `chunk_cost`: the cost
     of chunks where shapes are fixed. `min_lane`: the least requests of a lane; None: there is one lane. `piece_sizes`:
-    the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `checks`: plain
-    decoding checks all choices before acceptance; False: its rounds are unchecked where that gains. `deterministic`:
-    see `Grammars`. `division`: the ranks' division of the target.
-    `num_checkpoints`: checkpoints of states, if the family is a hybrid."""
+    the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `deterministic`:
+    see `Grammars`. `division`: the ranks' division of the target. `num_checkpoints`: checkpoints of states, if the
+    family is a hybrid."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, **score_traits(config))
@@ -487,8 +485,6 @@ def tiny_device_engine(
         deterministic=deterministic,
         lockstep=Lockstep(group) if has_own_requests and group is not None else None,
     )
-    if checks:
-        engine._grammars._unchecked.next = lambda: False  # type: ignore[method-assign]
     return engine
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import NUM_FIELDS, Field, PagedBatch, PrefixGroups, StateSpans
+from specbatch.cache.grammar_table import GrammarTable
 from specbatch.cache.prefix_groups import GroupLimits, GroupTable
 from specbatch.cache.rule_table import RuleTable
 
@@ -60,6 +61,7 @@ class RequestTable:
         # The groups of the next round's batch.
         self.groups = None if cascade is None else GroupTable(num_requests, cascade, device)
         self.rules: RuleTable | None = None
+        self.grammars: GrammarTable | None = None
         self._max_length, self._keeps_tokens = max_length, keeps_tokens
 
     @property
@@ -77,26 +79,38 @@ class RequestTable:
             self.rules = RuleTable(lines, vocab_size, self.floats_S3.dtype, device)
         return self.rules
 
+    def add_grammars(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarTable:
+        """Return the table of grammars, which the first call makes."""
+        if self.grammars is None:
+            lines, device = self.ints_SF.shape[0], self.ints_SF.device
+            self.grammars = GrammarTable(lines, vocab_size, eos_token_ids, device)
+        return self.grammars
+
     def remove_rules(self) -> None:
-        """Undo `add_rules`. No request with rules may run, and no graph with edits may be replayed."""
+        """Undo `add_rules` and `add_grammars`. No request with rules may run, and no graph with edits may be
+        replayed."""
         if self.rules is not None and not self._keeps_tokens:
             self.tokens_SL = self.tokens_SL[:, :0].clone()
-        self.rules = None
+        self.rules = self.grammars = None
 
     @property
     def rule_bytes(self) -> int:
-        """The bytes that `add_rules` has allocated."""
+        """The bytes that `add_rules` and `add_grammars` have allocated."""
         if self.rules is None:
             return 0
-        return self.rules.num_bytes + (0 if self._keeps_tokens else self.tokens_SL.nbytes)
+        of_grammars = 0 if self.grammars is None else self.grammars.num_bytes
+        return of_grammars + self.rules.num_bytes + (0 if self._keeps_tokens else self.tokens_SL.nbytes)
 
     def saved(self) -> Callable[[], None]:
         """Save the state of all requests, and return a function that restores it. That function allocates nothing."""
         ints, features = self.ints_SF.clone(), self.features_SE.clone()
+        states = None if self.grammars is None else self.grammars.states_S.clone()
 
         def restore() -> None:
             self.ints_SF.copy_(ints)
             self.features_SE.copy_(features)
+            if self.grammars is not None and states is not None:
+                self.grammars.states_S.copy_(states)
 
         return restore
 

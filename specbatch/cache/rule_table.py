@@ -31,7 +31,6 @@ class RuleTable(RuleBuffers):
             bad_ends_SC=zeros(MAX_BAD_WORDS),
             bad_starts_SCM=zeros(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS - 1),
             node_masks_SNW=None,
-            forced_SN=None,
         )
         self.clear(slice(None))
 
@@ -44,19 +43,15 @@ class RuleTable(RuleBuffers):
         _fill(self.bad_starts_SCM, lines, NEVER)
         if self.node_masks_SNW is not None:
             _fill(self.node_masks_SNW, lines, -1)
-        if self.forced_SN is not None:
-            _fill(self.forced_SN, lines, -1)
 
-    def add_node_masks(self, num_nodes: int, *, with_forced: bool = False) -> None:
+    def add_node_masks(self, num_nodes: int) -> None:
         """Make room for the masks of trees of `num_nodes` nodes. They allow everything at first. Graphs that were
-        captured before do not read them. `with_forced`: make room for forced tokens, too."""
+        captured before do not read them."""
         if self.node_masks_SNW is None:
             lines, _, num_words = self.masks_S2W.shape
             self.node_masks_SNW = torch.full(
                 (lines, num_nodes, num_words), -1, dtype=torch.int32, device=self.masks_S2W.device
             )
-            if with_forced:
-                self.forced_SN = torch.full((lines, num_nodes), -1, dtype=torch.int64, device=self.masks_S2W.device)
 
     @property
     def num_bytes(self) -> int:

@@ -34,6 +34,8 @@ class DraftTrees:
     # int64, the number of drafts of each chain in `probs_BDW`. A grammar forbids a draft past `num_nodes_B`: it is
     # rejected without being verified. None: each chain has D drafts.
     num_drafts_B: Tensor | None = None
+    # int32, the state of each node in the automaton of its request, see `GrammarBuffers`. None: no request has one.
+    states_BN: Tensor | None = None
 
 
 class DraftMethod(ABC):

@@ -233,19 +233,3 @@ def _chain_parents(trees: DraftTrees) -> Tensor:
     nodes = torch.arange(num_nodes)
     parents = (nodes - 1).expand(batch, -1)
     return parents if trees.num_nodes_B is None else torch.where(nodes < trees.num_nodes_B[:, None], parents, -2)
-
-
-def with_forced(verified: Verified, forced_BN: Tensor, logits_TV: Tensor) -> Verified:
-    """Replace the target's choices by forced tokens: those that alone may come (`RuleBuffers.forced_SN`). The result is
-    the same as if masks had left nothing else. It is NO_TOKEN where another rule forbids the forced token."""
-    if verified.choice_BN is None or verified.margin_BN is None:
-        return verified
-    logits_BNV = logits_TV.view(*forced_BN.shape, -1)
-    of_forced_BN = logits_BNV.gather(2, forced_BN.clamp(min=0)[:, :, None])[:, :, 0]
-    is_other_BN = (forced_BN >= 0) & (verified.choice_BN != forced_BN) & (verified.choice_BN != NO_TOKEN)
-    taken_BN = torch.where(of_forced_BN > -torch.inf, forced_BN, NO_TOKEN)
-    return replace(
-        verified,
-        choice_BN=torch.where(is_other_BN, taken_BN, verified.choice_BN),
-        margin_BN=torch.where(is_other_BN, torch.inf, verified.margin_BN),
-    )

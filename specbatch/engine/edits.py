@@ -31,7 +31,8 @@ def edited_logits(
     fixed_shapes: bool,
     keep: bool,
 ) -> Tensor:
-    """Return the logits under the rules of `state.rules`. `edits`: all kinds of edits that requests of the batch have.
+    """Return the logits under the rules of `state.rules` and of grammars. `edits`: all kinds of edits that requests of
+    the batch have.
     `fixed_shapes`: all N nodes of each request are computed, otherwise only its first `num_nodes`. `keep`: `logits_TV`
     must not change."""
     if not edits:
@@ -43,6 +44,8 @@ def edited_logits(
         logits_TV = logits_TV.to(wanted, copy=keep)
     elif keep:
         logits_TV = logits_TV.clone()
+    if edits & Edits.GRAMMAR:
+        _forbid_by_grammars(state, view, trees, logits_TV, ops, fixed_shapes=fixed_shapes)
     nodes = TreeNodes(view.req_idx_B, view.length_B, trees.tokens_BN, trees.depths_BN, trees.mask_BNW)
     if fixed_shapes:
         ops.edit_logits(logits_TV, nodes, rules, state.tokens_SL, edits)
@@ -58,3 +61,23 @@ def edited_logits(
             ops.edit_logits(logits_TV[row : row + count], nodes.of_request(i, count), rules, text_SL, kind)
         row += count
     return logits_TV
+
+
+def _forbid_by_grammars(
+    state: RequestTable,
+    view: BatchView,
+    trees: DraftTrees,
+    logits_TV: Tensor,
+    ops: ModuleType,
+    *,
+    fixed_shapes: bool,
+) -> None:
+    assert state.grammars is not None
+    assert trees.states_BN is not None
+    states_BN = trees.states_BN
+    lines_BN = view.req_idx_B[:, None].expand_as(states_BN)
+    states_T, lines_T = states_BN.reshape(-1), lines_BN.reshape(-1)
+    if not fixed_shapes and trees.num_nodes_B is not None:
+        is_node_BN = torch.arange(states_BN.shape[1]) < trees.num_nodes_B[:, None]
+        states_T, lines_T = states_BN[is_node_BN], lines_BN[is_node_BN]
+    ops.forbid_by_states(logits_TV, states_T, lines_T, state.ints_SF, state.grammars)

@@ -18,17 +18,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specbatch.batch import Edits
+from specbatch.batch import MAX_STOP_IDS, Edits, Output
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix import PrefixIndex
 from specbatch.cache.request_table import RequestTable
-from specbatch.counts import EngineStats, ExpertCounts
+from specbatch.counts import DEVICE, EngineStats, ExpertCounts
 from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.batch_groups import BatchGroups
-from specbatch.engine.constrained.policy import Grammars
-from specbatch.engine.constrained.tree import MAX_FORCED
+from specbatch.engine.constrained.policy import Grammars, RoomHook
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundBatch, RoundExecutor
 from specbatch.engine.lockstep import Lockstep, NextRound
@@ -39,7 +38,7 @@ from specbatch.engine.prefill.graphs import PromptGraphs
 from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.prefill.packing import PromptPacker
 from specbatch.engine.reports import Report, Scored, read_report
-from specbatch.engine.round import NO_HOOK, Round, Wanted
+from specbatch.engine.round import MAX_FORCED, NO_HOOK, Round, RoundHook, Wanted
 from specbatch.engine.scheduler import PrefillSpan, Scheduler
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.table_writer import TableWriter
@@ -47,10 +46,12 @@ from specbatch.engine.transfers import Transfers
 from specbatch.errors import NOT_FINITE, NOT_FINITE_HINT, MemoryShortage, ModelError
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.kernels.trace_marks import marked
+from specbatch.matcher import FollowedAutomaton
 from specbatch.types import Completion, EngineLimits, FinishReason, Request
 
 # A launch that cannot be made smaller is tried again: other programs may take memory for a moment.
 _SMALLEST_CHUNK, _TRIES = 32, 4
+DEEP = "its output is nested deeper than its automaton"  # why the host follows a grammar
 
 
 def check_finite(completions: Iterable[Completion]) -> None:
@@ -138,7 +139,14 @@ class Engine:
             trunks,
             shrinks=self._shrinks,
         )
-        self._table = TableWriter(self._state, self._transfers, sizes.max_batch_size, self._round.vocab_size, states)
+        self._table = TableWriter(
+            self._state,
+            self._transfers,
+            sizes.max_batch_size,
+            self._round.vocab_size,
+            self._round.eos_token_ids,
+            states,
+        )
         self._groups = BatchGroups(self._state.groups, sizes.page_size, sizes.max_batch_size)
         self._lanes = None if executor.lanes is None else Lanes(executor.lanes, pads=self._round.fixed_shapes)
         self.max_forced = 0 if self._round.fixed_shapes else MAX_FORCED  # nodes that a grammar may add to a draft tree
@@ -149,6 +157,8 @@ class Engine:
         }
         self._grammars = Grammars(self._table, self._transfers, lookahead + self.max_forced, **traits)
         self._forget_rounds()
+        # The needs of requests with grammars, and whether the graphs for them are captured.
+        self._grammar_kinds: dict[Wanted, bool] = {}
         self._in_flight: deque[Report] = deque()  # the oldest first; only the last one can be open
         self._finished: list[Completion] = []  # what `step` or `drain` returns next
         self._failed = 0  # launches in a row that ran out of memory
@@ -212,9 +222,74 @@ class Engine:
         return tokens
 
     def submit(self, request: Request) -> None:
-        seq = Sequence.of(request, self.limits, self._max_length)
+        automaton = self._automaton_of(request)
+        seq = Sequence.of(request, self.limits, self._max_length, automaton)
         seq.num_forced_room = self.max_forced if seq.grammar is not None else 0
+        if seq.grammar is not None:
+            self._note_grammar(seq)
         self._scheduler.waiting.append(seq)
+
+    def _automaton_of(self, request: Request) -> FollowedAutomaton | None:
+        """Return the automaton with which the device follows the request's grammar; None: the host does."""
+        if request.matcher is None:
+            return None
+        found = request.matcher.automaton
+        if not isinstance(found, str):
+            if found.leaves_Q[found.state_after(())]:
+                found = DEEP
+            elif len(request.params.stop_token_ids) > MAX_STOP_IDS:
+                found = f"the request has more than {MAX_STOP_IDS} stop tokens"
+            elif not self._table.grammars().acquire(found):
+                found = "the table of grammars is full"
+        self._stats.grammar.requests[found if isinstance(found, str) else DEVICE] += 1
+        return None if isinstance(found, str) else found
+
+    def _note_grammar(self, seq: Sequence) -> None:
+        """Note a request with a grammar, for which all graphs are captured at once, before it is admitted."""
+        wanted = self._wanted([seq])
+        if wanted in self._grammar_kinds or self.executor.runner is None or self._lockstep is not None:
+            return
+        for kind in [wanted, *self._grammar_kinds]:
+            self._grammar_kinds.setdefault(kind.with_other(wanted), False)
+
+    def _capture_for_grammars(self) -> None:
+        """Capture the graphs for the kinds of requests with grammars that are new, so that none is captured later."""
+        if all(self._grammar_kinds.values()):
+            return
+        self._complete_round()
+        for wanted in [wanted for wanted, is_captured in self._grammar_kinds.items() if not is_captured]:
+            self._grammar_kinds[wanted] = True
+            self._table.make_rules(wanted.edits)
+            for has_room in (False, True):
+                self.executor.capture_kind(wanted, functools.partial(self._grammar_hook, wanted.edits, has_room))
+
+    def _grammar_hook(self, edits: Edits, has_room: bool, method: DraftMethod, size: int) -> RoundHook | None:
+        """Return the hook of a round of such requests. None: there are no such rounds."""
+        if has_room:
+            if not self._grammars.may_have_room(method, size):
+                return None
+            method = method.with_room(size)
+        if edits & Edits.NODE_MASK:
+            return self._grammars.of_round([], method, self._read_all)
+        return RoomHook(method) if has_room else NO_HOOK
+
+    def _restart_leaving(self) -> None:
+        """Start requests again that have left their automata: the host follows their grammars now."""
+        if not any(seq.leaves_automaton for seq in self._scheduler.running):
+            return
+        self._read_all()  # Nothing in flight may have them.
+        for seq in [seq for seq in self._scheduler.running if seq.leaves_automaton]:
+            self._release(seq)
+            self._stats.grammar.requests[DEVICE] -= 1
+            self._stats.grammar.requests[DEEP] += 1
+            seq.leave_automaton()
+            self._note_grammar(seq)
+            self._scheduler.restart(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        """Give up what an ended request holds of the tables."""
+        if seq.automaton is not None:
+            self._table.grammars().release(seq.automaton)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -252,6 +327,8 @@ class Engine:
     def _launch(self) -> bool:
         """Launch a prefill chunk or a round, if there is anything to run. Return whether something was launched."""
         graphs, seconds = self._captured()
+        self._restart_leaving()
+        self._capture_for_grammars()
         spans = self._scheduler.plan_prefill()
         has_launched = self._launch_prompts(spans) if self._has_prompts(spans) else self._launch_round()
         graphs_now, seconds_now = self._captured()
@@ -365,15 +442,16 @@ class Engine:
             method = method.with_room(self.executor.padded_size(count))
         groups = self._groups.of(rows, method.num_nodes)
         self._complete_round()
-        self._set_back()
         self._table.upload_pages(rows)
         if isinstance(method, HostDraftMethod) and rows:
             self._table.upload_host_trees(rows, method.pack(method.host_draft(rows)))
         # The hook reads the results before this round after a part of it is launched: grammars follow all tokens.
-        hook = self._grammars.of_round(rows, method, self._read_all) if next_round.has_grammars else NO_HOOK
+        hook: RoundHook = RoomHook(method) if next_round.has_room else NO_HOOK
+        if next_round.has_grammars:
+            hook = self._grammars.of_round(rows, method, self._read_all)
         wanted = next_round.wanted if self._round.fixed_shapes else self._wanted(rows)
         if wanted.edits:
-            self._table.make_rules()
+            self._table.make_rules(wanted.edits)
         batch = RoundBatch(rows, wanted, hook, num_requests=count)
         if self._lanes is not None and next_round.has_lanes and not hook.takes_part:
             sequences, lane = self._lanes.divide(rows, count)
@@ -405,22 +483,16 @@ class Engine:
         if self._has_open:
             self._in_flight.pop()
 
-    def _set_back(self) -> None:
-        """Set the lines of requests back that began a round with a token that their grammar refuses."""
-        if going_back := [seq for seq in self._scheduler.running if seq.goes_back]:
-            self._table.set_back(going_back)
-            for seq in going_back:
-                seq.goes_back = False
-
     def _prefill(self, spans: list[PrefillSpan], has_lanes: bool) -> None:
         """Launch a prefill chunk. `has_lanes`: it has two lanes, unless it is one graph."""
         self._complete_round()
-        self._set_back()
         self._table.upload_started()
         self._table.upload_pages([s.seq for s in spans])
         packed = self._packer.pack(spans)
         ready = [s.seq for s in spans if s.end == s.seq.num_prefill_tokens]
         wanted = self._wanted(ready)
+        if wanted.edits:
+            self._table.make_rules(wanted.edits)
         self._grammars.write_first_masks(ready)
         with marked("prompts"):
             launched, scores = self.prompts.run(self._round, packed, wanted, self.executor.mode, has_lanes)
@@ -468,6 +540,9 @@ class Engine:
         else:
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
+        if isinstance(report.hook, RoomHook):
+            num_new_B = rows[: len(report.sequences), Output.NUM_NEW]
+            self._grammars.saw_room(int((num_new_B - 1).clip(min=0).sum()), len(report.sequences))
         for seq, reason in read_report(report, rows, self._eos, self._stats):
             self._finish(seq, reason)
 
@@ -478,6 +553,7 @@ class Engine:
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         """End a request. Its completion is returned by the step."""
         seq.is_finished = True
+        self._release(seq)
         self._scheduler.finish(seq, failed=reason is FinishReason.ERROR)
         self._rounds_of_rows.add(seq.counts.rounds)
         if self.chunk_cost is not None:
@@ -500,7 +576,6 @@ class Engine:
         self._groups.forget(seq.req_idx)
         seq.num_draft_computed = seq.num_computed_tokens
         seq.num_in_flight = seq.rounds_in_flight = 0
-        seq.goes_back = False
 
     @torch.inference_mode()
     def set_methods(
@@ -527,6 +602,7 @@ class Engine:
         rounds, size, lanes = methods.map(self._round.drafting), self._max_batch_size, self.executor.lanes
         self.executor = RoundExecutor(rounds, size, self.device, mode, lanes, shrinks=self._shrinks)
         self._round = self.executor.rounds.items[0]
+        self._grammar_kinds.clear()
         self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before
         if ahead and self.executor.runner is not None:
             for kind in [False, True] if sampled else [False]:
@@ -554,7 +630,10 @@ class Engine:
         self.drain()  # The rounds in flight write to pages that are freed next.
         for seq in list(self._scheduler.running):
             seq.is_finished = True
+            self._release(seq)
             self._scheduler.finish(seq)
+        for seq in self._scheduler.waiting:
+            self._release(seq)
         self._scheduler.waiting.clear()
         self._table.forget_started()
 

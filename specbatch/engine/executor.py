@@ -13,6 +13,7 @@ import torch
 from specbatch.batch import ALL_EDITS
 from specbatch.cache.prefix_groups import Group
 from specbatch.draft.host import HostDraftMethod
+from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.overlap.lanes import LaneSizes
@@ -125,6 +126,23 @@ class RoundExecutor:
             on_progress(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
             self._capture(RoundKey(size, i, Wanted(sampled, num_top), lane), self.rounds.items[i])
 
+    def capture_kind(self, wanted: Wanted, hook_of: Callable[[DraftMethod, int], RoundHook | None]) -> None:
+        """Capture all sizes of a kind of batch that are not captured yet. `hook_of`: the hook of its rounds, given the
+        draft method and the size; None: it has no such rounds of this size."""
+        for (size, lane), i in self._captures:
+            if (hook := hook_of(self.rounds.items[i].method, size)) is not None:
+                if hook.takes_part and lane:  # The host takes part in rounds of one lane.
+                    size, lane = self.padded_size(min(size, self._sizes[-1])), 0
+                self._graphs_of(*self._kind_of(size, i, wanted, lane, hook), hook)
+
+    def _kind_of(self, size: int, item: int, wanted: Wanted, lane: int, hook: RoundHook) -> tuple[RoundKey, Round]:
+        """Return the key of a round's graphs, and the round."""
+        round_, key = self.rounds.items[item], RoundKey(size, item, wanted, lane)
+        if hook.method is None:
+            return key, round_
+        key = key._replace(num_nodes=hook.method.num_nodes, with_host=hook.takes_part)
+        return key, round_.drafting(hook.method)
+
     def capture_largest(self) -> None:
         """Capture what takes the most memory: for a trial, which wants to know how much. There is a table of rules."""
         largest = {i: size for size, i in reversed(self._captures)}
@@ -180,9 +198,7 @@ class RoundExecutor:
         count = len(lines) - lines.count(padding) if batch.num_requests is None else batch.num_requests
         size, i = self.padded_size(batch.num_requests or len(lines), batch.lane), self.rounds.index(count)
         self._upload(lines + [padding] * (size - len(lines)))
-        round_, key = self.rounds.items[i], RoundKey(size, i, batch.wanted, batch.lane)
-        if hook.method is not None:
-            round_, key = round_.drafting(hook.method), key._replace(num_nodes=hook.method.num_nodes)
+        key, round_ = self._kind_of(size, i, batch.wanted, batch.lane, hook)
         if (graphs := self._graphs_of(key, round_, hook)) is not None:
             return Report.of_round(batch.sequences, *graphs.begin(key, hook), hook)
         max_path, complete = round_.begin(self._req_idx_B[:size], batch.wanted, batch.lane, hook)

@@ -79,20 +79,7 @@ class Report:
                 if seq is not None:
                     seq.leave_round(self.max_path)
             raise
-        counted = self.hook.counted(self.sequences)
-        if counted is not self.sequences:
-            self._take_back(counted)
         self.rows, self.logprobs = transfers.download(launched.output_BZ), launched.logprobs
-
-    def _take_back(self, counted: Seq[Sequence | None]) -> None:
-        """Take the round back from the requests for which it does not count."""
-        assert self.max_path is not None
-        for before, seq in zip(self.sequences, counted, strict=True):
-            if before is not None and seq is None:
-                before.leave_round(self.max_path)
-                if not before.is_finished:
-                    before.counts.record(0, 0, 0, 0)
-        self.sequences = counted
 
     def wait(self) -> NDArray[np.int32]:
         """Wait for what the launch decided; return `rows`."""
@@ -103,7 +90,8 @@ class Report:
 def read_report(
     report: Report, rows_BZ: NDArray[np.int32], eos: Set[int], stats: EngineStats
 ) -> list[tuple[Sequence, FinishReason]]:
-    """Append what the rows of a report hold, and count it. Returns the requests that end, and why."""
+    """Append what the rows of a report hold, and count it. Returns the requests that end, and why. A request that has
+    left its automaton, and so is done on the device, is marked."""
     if report.scored is not None:
         _read_scores(report.scored)
     ended = []
@@ -143,25 +131,24 @@ def _read_round(
     seq: Sequence, report: list[int], max_path: int, eos: Set[int], stats: EngineStats
 ) -> FinishReason | None:
     count, drafted, depth, broken = report[:_TOKENS]  # The order is that of `Output`.
+    if not count and seq.automaton is not None:
+        seq.leave_round(max_path)
+        seq.leaves_automaton = True
+        return None
     assert count >= 1, f"request {seq.request.request_id} ended on the device only"
     seq.rounds_in_flight -= 1
     seq.num_in_flight -= max_path
     tokens, num_accepted = report[_TOKENS : _TOKENS + count], count - 1
     if broken:
         stats.broken_drafts += broken
-    if seq.grammar is not None and seq.grammar.failure is not None:
+    if seq.host_grammar is not None and seq.host_grammar.failure is not None:
         seq.counts.record(drafted, depth, 0, 0)
         return FinishReason.ERROR
-    if seq.grammar is not None and (legal := seq.grammar.admit(tokens)) < count:
-        count, tokens, seq.goes_back = legal, tokens[:legal], True
-        if not legal:
-            seq.counts.record(drafted, depth, 0, 0)
-            return None
     seq.num_computed_tokens += count
     before = len(seq.tokens)
     reason = seq.append(tokens, eos)
     committed = len(seq.tokens) - before
-    # A token that is refused, or that comes after a stop, was accepted by the device only.
+    # A token that comes after a stop was accepted by the device only.
     seq.counts.record(drafted, depth, num_accepted if num_accepted <= committed else committed, committed)
     return reason
 

@@ -10,7 +10,6 @@ W words of a mask or draft vocabulary, R selected tokens, Z columns of the round
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
@@ -20,25 +19,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, Committed, Edits, Field, LogitsIndices
+from specbatch.batch import BROKEN, FREE, NO_TOKEN, Committed, Edits, Field, LogitsIndices
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.cache.states import StateCache
 from specbatch.counts import EngineStats
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.engine.acceptance import Acceptance, Verified, of_nodes, with_forced
+from specbatch.engine.acceptance import Acceptance, Verified, of_nodes
 from specbatch.engine.edits import edited_logits
 from specbatch.engine.logprobs import LogprobLayout, Logprobs, with_logprobs
 from specbatch.engine.overlap.two_lanes import TwoLanes
 from specbatch.engine.prefill.models import EAGER, PromptTrunks
 from specbatch.engine.prefill.packing import PromptChunk
-from specbatch.engine.sequence import Sequence
 from specbatch.kernels.trace_marks import marked
 from specbatch.models.decoder import CausalModel, Trunk
 from specbatch.models.routing_counter import RoutingCounter
 
 # Up to this many rows a draft-extend only streams weights: computing the hidden states of all rows costs nothing.
 _FREE_ROWS = 64
+MAX_FORCED = 15  # nodes that a grammar may add to a tree without a fixed shape, in addition to its draft shape
 _SCORED_ROWS = 32  # prompt tokens whose log-probabilities are computed at once
 
 
@@ -48,6 +47,12 @@ class Wanted(NamedTuple):
     sampled: bool = False  # some request may have a positive temperature
     num_top: int | None = None  # log-probabilities with this number of most likely tokens; None: none
     edits: Edits = Edits.NONE  # the kinds of edits that the requests' rules make in logits
+
+    def with_other(self, other: Wanted) -> Wanted:
+        """Return the needs of these requests and others. Both must have `Edits.family`."""
+        num_tops = [one.num_top for one in (self, other) if one.num_top is not None]
+        edits = (self.edits | other.edits).family
+        return Wanted(self.sampled or other.sampled, max(num_tops, default=None), edits)
 
 
 GREEDY = Wanted()  # only the largest of the target's logits after each token is needed
@@ -60,8 +65,9 @@ class RoundKey(NamedTuple):
     item: int  # item of the schedule
     wanted: Wanted = GREEDY
     lane: int = 0  # requests of the first lane, see `executor.PaddedSize`
-    # If the host takes part: nodes of each tree. Plain decoding may have room for forced tokens or not.
+    # Nodes of each tree, if they depend on more than the item: plain decoding may have room for forced tokens or not.
     num_nodes: int | None = None
+    with_host: bool = False  # the host takes part
 
 
 class Launched(NamedTuple):
@@ -95,10 +101,6 @@ class RoundHook:
 
     def check(self) -> None:
         """Change the rules of acceptance by what the target chose. The device waits for this."""
-
-    def counted(self, sequences: Seq[Sequence | None]) -> Seq[Sequence | None]:
-        """Return the requests for which the round counts; None in place of the others, and of padding."""
-        return sequences
 
     def record(self, stats: EngineStats) -> None:
         """Add the counts of a round that was launched."""
@@ -198,7 +200,7 @@ class Round:
         is one lane."""
         with marked("draft"):
             view, drafted = self.draft(req_idx_B, wanted.sampled)
-        trees = hook.reshape(drafted)
+        trees = self.follow(view, hook.reshape(drafted), wanted.edits)
         with marked("target"):
             verified = self.forward(view, trees, lane, is_greedy=wanted == GREEDY)
             if hook.takes_part:
@@ -219,6 +221,51 @@ class Round:
         with marked("extend"):
             self.extend(view, trees, verified)
         return launched
+
+    def follow(self, view: BatchView, trees: DraftTrees, edits: Edits) -> DraftTrees:
+        """Return the trees with the states of their nodes in the automata of grammars, and with forced tokens. Without
+        fixed shapes, chains get up to MAX_FORCED nodes more. A node after which its request leaves the automaton is no
+        part of its tree: the token can only be the last one of a round."""
+        if not edits & Edits.GRAMMAR:
+            return trees
+        grammars, num_drafts = self.state.grammars, trees.tokens_BN.shape[1] - 1
+        assert grammars is not None
+        grows = not self.fixed_shapes and trees.parents_BN is None
+        tokens_BN, before_B = trees.tokens_BN, trees.num_nodes_B
+        if grows:
+            tokens_BN = torch.nn.functional.pad(tokens_BN, (0, MAX_FORCED))
+            before_B = torch.full_like(view.length_B, num_drafts + 1) if before_B is None else before_B
+        tokens_BN, counts_B, states_BN = self.ops.follow_trees(
+            tokens_BN, view.req_idx_B, grammars, before_B, trees.parents_BN
+        )
+        counts_B, parents_BN = _without_leaving(trees, counts_B, self._leaves(states_BN))
+        trees = replace(trees, tokens_BN=tokens_BN, num_nodes_B=counts_B, parents_BN=parents_BN, states_BN=states_BN)
+        if not grows:
+            return trees if self.fixed_shapes else replace(trees, max_path=self.max_path(trees))
+        assert counts_B is not None
+        assert before_B is not None
+        room_B = torch.maximum(view.field(Field.LIMIT) - view.length_B, before_B)
+        counts_B = torch.minimum(counts_B, room_B)
+        width = max(num_drafts + 1, int(counts_B.max()))
+        trees = replace(
+            trees, tokens_BN=tokens_BN[:, :width], num_nodes_B=counts_B, states_BN=states_BN[:, :width], max_path=width
+        )
+        if trees.probs_BDW is None:
+            return trees
+        drawn_B = torch.full_like(counts_B, num_drafts) if trees.num_drafts_B is None else trees.num_drafts_B
+        probs_BDW = torch.nn.functional.pad(trees.probs_BDW, (0, 0, 0, width - 1 - num_drafts))
+        # A forbidden draft is rejected, without being verified.
+        drawn_B = torch.where(counts_B < before_B, counts_B, drawn_B + counts_B - before_B)
+        return replace(trees, probs_BDW=probs_BDW, num_drafts_B=drawn_B)
+
+    def _advance(self, view: BatchView, is_live_B: Tensor, state_B: Tensor, token_B: Tensor) -> None:
+        """Advance the states of requests in their automata. Where acceptance is simulated, a forbidden token ends
+        that."""
+        grammars = self.state.grammars
+        assert grammars is not None
+        self.ops.advance_states(view.req_idx_B, is_live_B, state_B, token_B, self.state.ints_SF, grammars)
+        if self.simulates:
+            grammars.states_S.masked_fill_(grammars.states_S == BROKEN, FREE)
 
     def max_path(self, trees: DraftTrees) -> int:
         """Tokens that a round may commit of a request."""
@@ -279,6 +326,10 @@ class Round:
         """Accept, commit, and make the accepted paths contiguous."""
         verified = self._decide(view, trees, verified, wanted)
         committed = self._commit(view, trees, verified)
+        if trees.states_BN is not None:
+            last_B1 = committed.num_path_B[:, None] - 1
+            before_B = trees.states_BN.gather(1, committed.path_BM.gather(1, last_B1))[:, 0]
+            self._advance(view, view.field(Field.DONE) == 0, before_B, committed.tokens_BM.gather(1, last_B1)[:, 0])
         if trees.parents_BN is not None:  # a chain's path is contiguous
             paths = committed.path_BM.shape
             self.ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
@@ -295,12 +346,24 @@ class Round:
             keep = wanted.num_top is not None and edited is logits
             edited = self._edited(view, trees, edited, edits, keep=keep)
         target_ids = None if self.method.net is None else self.method.net.target_ids
-        verified = self._acceptance.decide(view, trees, verified, edited, target_ids, wanted.sampled)
-        if edits & Edits.NODE_MASK and (rules := self.state.rules) is not None and rules.forced_SN is not None:
-            assert edited is not None
-            num_nodes = trees.tokens_BN.shape[1]
-            verified = with_forced(verified, rules.forced_SN[view.req_idx_B, :num_nodes], edited)
-        return verified
+        decided = self._acceptance.decide(view, trees, verified, edited, target_ids, wanted.sampled)
+        if trees.states_BN is None or decided.next_token_B is None or decided.num_path_B is None:
+            return decided
+        # A draft that was drawn has to be accepted or rejected. Where its request leaves the automaton after it, it is
+        # the last token of the round.
+        first_B = _first_leaving(self._leaves(trees.states_BN))
+        is_cut_B = decided.num_path_B > first_B
+        last_B = trees.tokens_BN.gather(1, first_B.clamp(max=trees.tokens_BN.shape[1] - 1)[:, None])[:, 0]
+        return replace(
+            decided,
+            num_path_B=torch.minimum(decided.num_path_B, first_B),
+            next_token_B=torch.where(is_cut_B, last_B, decided.next_token_B),
+        )
+
+    def _leaves(self, states_BN: Tensor) -> Tensor:
+        """(B, N) bool: the request leaves its automaton after the node."""
+        assert self.state.grammars is not None
+        return self.state.grammars.leaves_Q[states_BN.long()]
 
     def _launched(self, verified: Verified, num_top: int | None) -> Launched:
         """Return what the host reads of the round."""
@@ -322,7 +385,14 @@ class Round:
 
     def _edited(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, edits: Edits, keep: bool) -> Tensor:
         return edited_logits(
-            self.state, view, trees, logits_TV, edits, self.ops, fixed_shapes=self.fixed_shapes, keep=keep
+            self.state,
+            view,
+            trees,
+            logits_TV,
+            edits,
+            self.ops,
+            fixed_shapes=self.fixed_shapes,
+            keep=keep,
         )
 
     def _commit(self, view: BatchView, trees: DraftTrees, verified: Verified) -> Committed:
@@ -417,7 +487,9 @@ class Round:
             return Launched(chunk.ready_R[:, None].int().expand(-1, 2), None, 1), scores
         rows = BatchView.gather(self.state, chunk.ready_R, self.page_size, self.ops)
         logits = self._target.raw_logits(hidden[chunk.logits_indices.index_R] if logits_indices is None else hidden)
-        roots = DraftTrees(chunk.roots_R[:, None])
+        grammars = self.state.grammars if wanted.edits & Edits.GRAMMAR else None
+        states_R = None if grammars is None else grammars.states_S[chunk.ready_R]
+        roots = DraftTrees(chunk.roots_R[:, None], states_BN=None if states_R is None else states_R[:, None])
         # The first token's position is the prompt's length: one past the position of its last token.
         rows.ints_BF[:, Field.LENGTH] = chunk.lengths_R - 1
         edited = self._edited(rows, roots, logits, wanted.edits, keep=wanted.num_top is not None)
@@ -427,6 +499,9 @@ class Round:
         tokens = reported.clamp(min=0)
         limit = rows.field(Field.LIMIT)
         done = self._ends(rows, tokens[:, None], is_new[:, None]) | (chunk.lengths_R + 1 >= limit)
+        if grammars is not None and states_R is not None:
+            self._advance(rows, is_new, states_R, tokens)
+            done |= self._leaves(grammars.states_S[chunk.ready_R])
         done |= reported == NO_TOKEN
         ints = rows.ints_BF.clone()
         ints[:, Field.LENGTH], ints[:, Field.ROOT], ints[:, Field.DONE] = chunk.lengths_R, tokens, done.long()
@@ -463,3 +538,23 @@ class Round:
         features = net.features(hidden_TE, aux_hidden_states)
         hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected, trunk)
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
+
+
+def _without_leaving(
+    trees: DraftTrees, counts_B: Tensor | None, leaves_BN: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the numbers of nodes of chains, or the parents of trees, without the nodes after which requests leave
+    their automata. `counts_B`: the numbers of nodes."""
+    if trees.parents_BN is not None:
+        is_cut_BN = leaves_BN.clone()
+        is_cut_BN[:, 0] = False
+        return counts_B, torch.where(is_cut_BN, -2, trees.parents_BN)
+    first_B = _first_leaving(leaves_BN)
+    return (first_B if counts_B is None else torch.minimum(counts_B, first_B)), None
+
+
+def _first_leaving(leaves_BN: Tensor) -> Tensor:
+    """(B,) the first node of a chain after which the request leaves its automaton; N: there is none."""
+    num_nodes = leaves_BN.shape[1]
+    nodes = torch.arange(num_nodes, device=leaves_BN.device)
+    return torch.where(leaves_BN & (nodes > 0), nodes, num_nodes).amin(dim=1)

@@ -46,7 +46,7 @@ class RoundGraphs:
     def capture(self, round_: Round, req_idx_B: Tensor, key: RoundKey, padding: RoundHook) -> None:
         """Capture the graphs of a kind of round. `padding`: a hook whose batch has no requests. Only what the host
         reads of a round is kept: other sizes can use the memory of everything else that it leaves."""
-        if key.num_nodes is None:
+        if not key.with_host:
             self._runner.capture((_WHOLE, *key), lambda: round_(req_idx_B, key.wanted, key.lane))
             return
         size, wanted = key.size, key.wanted
@@ -64,24 +64,25 @@ class RoundGraphs:
             # The host reads no more of them. What is kept is memory that other sizes cannot use.
             return dataclasses.replace(trees, depths_BN=None, mask_BNW=None, probs_BDW=given.probs_BDW)
 
-        def forward() -> tuple[BatchView, Verified]:
+        def forward() -> tuple[BatchView, DraftTrees, Verified]:
             view = BatchView.gather(round_.state, req_idx_B, round_.page_size, round_.ops)
-            return view, round_.choose(view, given, round_.forward(view, given), wanted)
+            trees = round_.follow(view, given, wanted.edits)
+            return view, trees, round_.choose(view, trees, round_.forward(view, trees), wanted)
 
         def accept() -> Launched:
-            return round_.finish(view, given, verified, wanted)
+            return round_.finish(view, followed, verified, wanted)
 
         names = [(part, *key) for part in _PARTS]
         self._runner.capture(names[0], draft)
         _copy(trees, buffers, size)  # probabilities are drafted by now
-        view, verified = self._runner.capture(names[1], forward)
+        view, followed, verified = self._runner.capture(names[1], forward)
         self._runner.capture(names[2], accept)
         self._runner.replace_output(names[1], verified.choice_BN)
 
     def begin(self, key: RoundKey, hook: RoundHook) -> tuple[int, Callable[[], Launched]]:
         """Launch a round as `Round.begin` does. The rest must be launched before anything else that could write into
         memory of the first graphs."""
-        if key.num_nodes is None:
+        if not key.with_host:
             launched: Launched = self._runner.replay((_WHOLE, *key))
             return launched.max_path, lambda: launched
         draft, forward, accept = ((part, *key) for part in _PARTS)
@@ -105,7 +106,7 @@ class RoundGraphs:
 
 
 def _last_part(key: RoundKey) -> str:
-    return _WHOLE if key.num_nodes is None else _PARTS[-1]
+    return _PARTS[-1] if key.with_host else _WHOLE
 
 
 def _kind(key: RoundKey) -> tuple[int, bool, int | None]:

@@ -43,9 +43,10 @@ class Rules:
 
 
 def make_rules(
-    params: SamplingParams, bad_words: Sequence[tuple[int, ...]], limits: EngineLimits, has_grammar: bool = False
+    params: SamplingParams, bad_words: Sequence[tuple[int, ...]], limits: EngineLimits, of_grammar: Edits = Edits.NONE
 ) -> Rules | None:
-    """Make the rules of a request; None: it has none. `bad_words`: their token ids. Raise FieldError if a token id is
+    """Make the rules of a request; None: it has none. `bad_words`: their token ids. `of_grammar`: the edits of its
+    grammar. Raise FieldError if a token id is
     not in the vocabulary, if there are more of something than the device has room for, or if no token is allowed."""
     biases = dict(params.logit_bias or {})
     penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
@@ -57,8 +58,7 @@ def make_rules(
         edits |= Edits.BAD_WORDS
     if biases or penalties != (1.0, 0.0, 0.0):
         edits |= Edits.VALUES
-    if has_grammar:
-        edits |= Edits.NODE_MASK
+    edits |= of_grammar
     if edits is Edits.NONE:
         return None
     allowed = params.allowed_token_ids

@@ -277,9 +277,13 @@ class Scheduler:
         self._put_back(seq)
 
     def _put_back(self, seq: Sequence) -> None:
+        self.restart(seq)
+        self.num_preemptions += 1
+
+    def restart(self, seq: Sequence) -> None:
+        """Let a running request wait, to be admitted again."""
         self._release(seq)
         self.waiting.appendleft(seq)
-        self.num_preemptions += 1
 
     def give_up(self, spans: Seq[PrefillSpan], least: int) -> None:
         """Pieces of prompts were not computed, for want of memory: their requests wait again, in their order, and next

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specbatch.batch import NO_TOKEN
+from specbatch.batch import NO_TOKEN, Edits
 from specbatch.cache.request_table import MAX_PREDICTED
 from specbatch.counts import SpeculationCounts
 from specbatch.engine.constrained.state import GrammarState
 from specbatch.engine.logprobs import read_records
 from specbatch.engine.rules import Rules, make_rules
 from specbatch.logprobs import TokenLogprob, TokenLogprobs
+from specbatch.matcher import FollowedAutomaton
 from specbatch.types import NO_MARGIN, Completion, EngineLimits, FinishReason, Margin, Request
 
 # Tokens of the prompt's end before a prediction. With them, the output's first token has an occurrence there.
@@ -60,17 +61,21 @@ class Sequence:
     # keys: index of the token, as far as computed
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
     grammar: GrammarState | None = None
-    goes_back: bool = False  # the device continued with a token that the grammar refuses, see `optimistic_round`
+    automaton: FollowedAutomaton | None = None  # with it the device follows the grammar; None: the host does
+    leaves_automaton: bool = False  # its output goes on in a way that the automaton does not have
     num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `tree.MAX_FORCED`
 
     @classmethod
-    def of(cls, request: Request, limits: EngineLimits, max_length: int) -> Sequence:
+    def of(
+        cls, request: Request, limits: EngineLimits, max_length: int, automaton: FollowedAutomaton | None = None
+    ) -> Sequence:
         """Start a request. Raises ValueError for a prompt that does not fit `limits`. `max_length` bounds prompt and
-        output together."""
+        output together. `automaton`: that of its grammar, if the device follows it."""
         prompt = list(request.prompt_token_ids)
         check_prompt(prompt, limits)
         params, matcher = request.params, request.matcher
-        rules = make_rules(params, request.bad_words, limits, has_grammar=matcher is not None)
+        of_grammar = Edits.NODE_MASK if automaton is None else Edits.GRAMMAR
+        rules = make_rules(params, request.bad_words, limits, Edits.NONE if matcher is None else of_grammar)
         grammar = None
         if matcher is not None:
             grammar = GrammarState(matcher, limits.eos_token_ids, params.stop_token_ids, limits.vocab_size)
@@ -78,7 +83,18 @@ class Sequence:
         if request.predicted_token_ids:
             predicted = [*prompt[-_CONTEXT:], *request.predicted_token_ids][: min(max_length, MAX_PREDICTED)]
         longest = min(len(prompt) + params.max_tokens, max_length)
-        return cls(request, prompt, longest, predicted=predicted, rules=rules, grammar=grammar)
+        return cls(request, prompt, longest, predicted=predicted, rules=rules, grammar=grammar, automaton=automaton)
+
+    def leave_automaton(self) -> None:
+        """Let the host follow the grammar from now on. The request must not run."""
+        assert self.rules is not None
+        self.rules = replace(self.rules, edits=self.rules.edits & ~Edits.GRAMMAR | Edits.NODE_MASK)
+        self.automaton, self.leaves_automaton = None, False
+
+    @property
+    def host_grammar(self) -> GrammarState | None:
+        """Return the grammar that the host follows, if there is one."""
+        return self.grammar if self.automaton is None else None
 
     @property
     def num_prompt(self) -> int:

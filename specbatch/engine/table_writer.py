@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from specbatch.batch import ANY_TOKEN, MAX_STOP_IDS, NUM_FIELDS, Field
+from specbatch.batch import ANY_TOKEN, FREE, MAX_STOP_IDS, NUM_FIELDS, Edits, Field
+from specbatch.cache.grammar_table import GrammarTable
 from specbatch.cache.request_table import RequestTable
 from specbatch.cache.rule_table import RuleTable
 from specbatch.cache.states import StateCache
@@ -32,13 +33,14 @@ class TableWriter:
         transfers: Transfers,
         num_requests: int,
         vocab_size: int,
+        eos_token_ids: tuple[int, ...],
         states: StateCache | None = None,
     ) -> None:
         self._state, self._states = state, states
         self._transfers = transfers
         self._page_table = np.zeros(state.page_table_SP.shape, dtype=np.int32)
         self._num_pages_of = [0] * num_requests  # number of pages in the table for each request index
-        self._vocab_size = vocab_size
+        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
         self._started: list[Sequence] = []  # requests that are not yet on the device
         self._with_rules: set[int] = set()  # request indices whose line in the rules' table changes something
 
@@ -79,8 +81,21 @@ class TableWriter:
         if self._states is not None:
             for seq in self._started:
                 self._states.start(seq.req_idx, seq.checkpoint)
+        self._upload_automata(req_idx)
         self._state.floats_S3.index_copy_(0, req_idx, self._transfers.upload(floats).to(self._state.floats_S3.dtype))
         self._started.clear()
+
+    def _upload_automata(self, req_idx: Tensor) -> None:
+        """Write the states of the requests that start in the automata of their grammars."""
+        if (table := self._state.grammars) is None:
+            return
+        states = [
+            (FREE, 0) if seq.automaton is None else table.start(seq.automaton, seq.automaton.state_after(seq.generated))
+            for seq in self._started
+        ]
+        values = self._transfers.upload(np.array(states, dtype=np.int32))
+        table.states_S.index_copy_(0, req_idx, values[:, 0])
+        table.automata_S.index_copy_(0, req_idx, values[:, 1])
 
     def _upload_rules(self) -> None:
         """Write the rules of the requests that start. This comes before their tokens: the first rules make room for
@@ -94,15 +109,21 @@ class TableWriter:
                 table = self._state.add_rules(self._vocab_size)
                 write_rules(table, self._transfers, seq.req_idx, seq.rules, seq.num_prompt)
 
-    def make_rules(self) -> None:
-        """Make the rules' table, if there is none: a round of all ranks has the rules of other ranks' requests."""
+    def make_rules(self, edits: Edits) -> None:
+        """Make the tables of rules and of grammars, if there are none: a round of all ranks has the rules of other
+        ranks' requests."""
         self._state.add_rules(self._vocab_size)
+        if edits & Edits.GRAMMAR:
+            self.grammars()
 
-    def node_masks(self, num_nodes: int, *, with_forced: bool) -> RuleTable:
-        """Return the rules' table, with room for the masks of that number of nodes. `with_forced`: make room for forced
-        tokens, too."""
+    def grammars(self) -> GrammarTable:
+        """Return the table of grammars."""
+        return self._state.add_grammars(self._vocab_size, self._eos_token_ids)
+
+    def node_masks(self, num_nodes: int) -> RuleTable:
+        """Return the rules' table, with room for the masks of that number of nodes."""
         table = self._state.add_rules(self._vocab_size)
-        table.add_node_masks(num_nodes, with_forced=with_forced)
+        table.add_node_masks(num_nodes)
         return table
 
     def upload_pages(self, sequences: Iterable[Sequence]) -> None:
@@ -118,14 +139,6 @@ class TableWriter:
         self._state.page_table_SP.index_copy_(0, req_idx, self._transfers.upload(self._page_table[changed]))
         for seq in grown:  # The numbers are stored last, because an upload may run out of memory.
             self._num_pages_of[seq.req_idx] = len(seq.pages)
-
-    def set_back(self, sequences: Seq[Sequence]) -> None:
-        """Set the device back to what the host knows of these requests: rounds have gone further with tokens that do
-        not count."""
-        values = [[len(seq.tokens) - 1, seq.tokens[-1], 0] for seq in sequences]
-        req_idx = self._transfers.upload(np.array([[seq.req_idx] for seq in sequences], dtype=np.int64))
-        fields = self._transfers.upload(np.array([[Field.LENGTH, Field.ROOT, Field.DONE]], dtype=np.int64))
-        self._state.ints_SF.index_put_((req_idx, fields), self._transfers.upload(np.array(values, dtype=np.int64)))
 
     def upload_host_trees(self, sequences: Seq[Sequence], packed_BZ: np.ndarray) -> None:
         """Upload the next round's trees, which `HostDraftMethod.pack` made."""

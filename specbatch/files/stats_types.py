@@ -95,6 +95,7 @@ class SessionStats(TypedDict):
     memory_shortages: int
     late_graphs: int
     late_graph_seconds: float
+    grammars: dict[str, int]
     acceptance_length: float | None
     acceptance_rate_by_position: list[float | None]
     draft_rate_by_position: list[float | None]

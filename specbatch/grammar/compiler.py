@@ -21,10 +21,15 @@ from typing import Any
 import llguidance
 
 from specbatch.errors import RowError
+from specbatch.grammar import characters
+from specbatch.grammar.automaton import Automaton, AutomatonBuilder
+from specbatch.grammar.characters import NotRegularError
 from specbatch.grammar.constraint import MAX_CHARS, ONE_LINE, Constraint
 from specbatch.grammar.deep_thread import Abandoned, DeepThread
 from specbatch.grammar.matcher import DEAD_END, Matcher, Threads, first_words
 from specbatch.grammar.reasoning import AfterReasoning, Reasoning
+from specbatch.grammar.schema_automaton import MAX_LEVELS, Leaves, schema_automaton
+from specbatch.grammar.token_automaton import TokenAutomaton, TokenBytes, check, with_tokens
 from specbatch.matcher import GrammarMatcher
 
 # Limits of the compiled text. Choices become a regex, in which a character can take eight characters. Schemas and
@@ -36,6 +41,10 @@ _MAX_ITEMS_IN_ROW, _MAX_ITEMS_IN_STEP = 10_000, 200_000
 # The most copies of grammars that are kept, and the most characters of all of them. A copy takes about 50 KB, or 60
 # bytes for each character.
 _MAX_COMPILED, _MAX_KEPT_CHARS = 1024, 8 << 20
+_MAX_AUTOMATON_CHARS = 1 << 16  # A longer schema or regex gets no automaton.
+# The first grammars of a job get automata: each takes about 0.1 seconds of Python's time.
+_MAX_AUTOMATA = 128
+_MAX_AUTOMATON_SECONDS = 5.0  # An automaton may take that long.
 _MAX_THREADS = 16  # the most threads that compute masks
 _USERS_OF_COPY = 4  # requests that share a lexer before there is another one: a schema takes a millisecond to compile
 _MAX_COPY_SECONDS = 0.25  # the longest time for all copies of a grammar, which is compiled again for more threads
@@ -57,15 +66,27 @@ class GrammarCompiler:
     the number of threads that compute masks."""
 
     def __init__(
-        self, tokenizer: Any, num_threads: int | None = None, *, max_seconds: float | None = _MAX_SECONDS
+        self,
+        tokenizer: Any,
+        num_threads: int | None = None,
+        *,
+        max_seconds: float | None = _MAX_SECONDS,
+        max_automata: int = _MAX_AUTOMATA,
+        max_levels: int = MAX_LEVELS,
     ) -> None:
-        """`max_seconds`: the longest time of a compilation; None: there is no limit."""
+        """`max_seconds`: the longest time of a compilation; None: there is no limit. `max_automata`: the
+        number of grammars that get automata, with which the device follows them. `max_levels`: see
+        `schema_automaton`."""
+        self._max_automata, self._max_levels = max_automata, max_levels
         self._hf_tokenizer = tokenizer
         self._max_seconds = math.inf if max_seconds is None else max_seconds
         self._is_ending = threading.Event()
         self._num_threads = num_threads or grammar_threads()
         self._threads: Threads | None = None  # made for the first grammar, like the tokenizer
         self._tokenizer: Any = None  # llguidance's tokenizer, which takes a third of a second to make
+        self._of_bytes: Any = None  # a tokenizer of llguidance's whose tokens are bytes
+        self._vocabulary: TokenBytes | None = None
+        self._leaves, self._num_automata = Leaves(), 0
         self._compiled: OrderedDict[Constraint, _Grammar | RowError] = OrderedDict()
         self._num_copies = self._num_chars = 0  # They count what is kept.
         self._lock = threading.Lock()
@@ -124,6 +145,7 @@ class GrammarCompiler:
                 self._tokenizer = self._wrap(constraint)
                 executor = llguidance.LLExecutor(self._num_threads)
                 self._threads = Threads(executor, self._num_threads, self._tokenizer.eos_token)
+                self._of_bytes, self._vocabulary = llguidance.LLTokenizer("byte"), TokenBytes(self._tokenizer)
             threads, tokenizer = self._threads, self._tokenizer
         options: Any = ONE_LINE
         make = {
@@ -144,7 +166,33 @@ class GrammarCompiler:
         if not start.mask().any() and not start.is_complete():
             problem = start.failure(None)
             raise _refused(constraint, "no text matches it" if problem is None or problem == DEAD_END else problem)
+        try:
+            work = DeepThread(lambda: self._automaton(constraint, text, made()))
+            grammar.automaton = work.result(min(_MAX_AUTOMATON_SECONDS, self._max_seconds), self._is_ending)
+        except NotRegularError as exc:
+            grammar.automaton = str(exc)
+        except (Abandoned, RecursionError):
+            grammar.automaton = "its automaton takes long to make"
         return grammar
+
+    def _automaton(self, constraint: Constraint, text: str, compiled: Any) -> TokenAutomaton:
+        """Return the automaton of a grammar. It raises NotRegularError if it has none. `text`, `compiled`: llguidance's
+        grammar."""
+        with self._lock:
+            self._num_automata += 1
+            if self._num_automata > self._max_automata:
+                raise NotRegularError(f"the job has more than {self._max_automata} grammars")
+        if len(constraint.text) > _MAX_AUTOMATON_CHARS:
+            raise NotRegularError(f"it has more than {_MAX_AUTOMATON_CHARS:,} characters")
+        if constraint.kind == "json_schema":
+            automaton = schema_automaton(constraint.text, self._leaves, self._max_levels)
+        elif constraint.kind == "regex":
+            automaton = _regex_automaton(constraint.text)
+        else:
+            raise NotRegularError("it is not a schema, a regex or a choice")
+        check(automaton, llguidance.LLMatcher(self._of_bytes, text, log_level=0))
+        assert self._vocabulary is not None
+        return with_tokens(automaton, compiled, self._vocabulary)
 
     def _on_thread(self, work: Callable[[], Any]) -> Any:
         return DeepThread(work).result(self._max_seconds, self._is_ending)
@@ -179,6 +227,8 @@ class _Grammar:
         self._copies = [compile_()]
         self._users: list[weakref.WeakSet[Matcher]] = [weakref.WeakSet()]  # the matchers of each copy
         self._max_copies = min(threads.count, 1 + int(_MAX_COPY_SECONDS / (time.perf_counter() - began)))
+        # The automaton that the device can follow, or the reason why there is none.
+        self.automaton: TokenAutomaton | str = ""
         self.error: str = self._copies[0].get_error() if self._copies[0].is_error() else ""
 
     @property
@@ -196,9 +246,17 @@ class _Grammar:
                 index = len(counts)
             except (Abandoned, MemoryError, RuntimeError):  # the copies that exist are enough
                 self._max_copies = len(counts)
-        matcher = Matcher(self._copies[index], self._vocab_size, self._threads)
+        matcher = Matcher(self._copies[index], self._vocab_size, self._threads, self.automaton)
         self._users[index].add(matcher)
         return matcher
+
+
+def _regex_automaton(regex: str) -> Automaton:
+    builder = AutomatonBuilder()
+    start = builder.state()
+    end = builder.part(start, characters.to_bytes(characters.of_regex(regex), quoted=False))
+    builder.skip(end, builder.end)
+    return builder.build(start)
 
 
 def _refused(constraint: Constraint, problem: str) -> RowError:

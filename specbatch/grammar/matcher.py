@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.grammar.masks import only_token
+from specbatch.grammar.token_automaton import TokenAutomaton
 from specbatch.matcher import Walk
 
 DEAD_END = "no text goes on from here"
@@ -29,9 +30,10 @@ class Threads:
 class Matcher:
     """See `specbatch.matcher.GrammarMatcher`."""
 
-    def __init__(self, compiled: Any, vocab_size: int, threads: Threads) -> None:
+    def __init__(self, compiled: Any, vocab_size: int, threads: Threads, automaton: TokenAutomaton | str = "") -> None:
         """`compiled`: a matcher of the library, which stays at the beginning of a text. Its copies share a lexer, so
         only one thread at a time computes a mask of them."""
+        self.automaton = automaton
         self._compiled = compiled
         self._threads = threads
         self._tokens: list[int] = []
@@ -41,6 +43,7 @@ class Matcher:
     def fork(self) -> Matcher:
         other = Matcher.__new__(Matcher)
         other._compiled, other._threads, other._vocab_size = self._compiled, self._threads, self._vocab_size
+        other.automaton = self.automaton
         other._tokens = self._tokens.copy()
         other._matcher = self._matcher.deep_copy()
         return other

@@ -32,6 +32,8 @@ class AfterReasoning:
     answer comes after it, in the grammar of `answer`. `begin`: the token with which the output may begin its reasoning;
     it may also begin with the answer. None: the prompt has begun the reasoning."""
 
+    automaton = "it comes after a reasoning"
+
     def __init__(self, answer: GrammarMatcher, begin: int | None, end: tuple[int, ...], vocab_size: int) -> None:
         self._answer = answer
         self._begin, self._end, self._vocab_size = begin, end, vocab_size

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from specbatch.counts import DEVICE
 from specbatch.errors import without_secrets
 from specbatch.job.progress import duration
 
@@ -118,6 +119,15 @@ def answers_text(answers: Mapping[str, int]) -> str | None:
     return text
 
 
+def grammars_text(requests: Mapping[str, int]) -> str | None:
+    """Describe the requests whose grammar the host follows. Return None if there is none."""
+    on_host = {reason: count for reason, count in requests.items() if reason != DEVICE}
+    if not on_host:
+        return None
+    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in sorted(on_host.items(), key=lambda one: -one[1]))
+    return f"{sum(on_host.values()):,} of {sum(requests.values()):,} were followed on the host, slower: {reasons}"
+
+
 def _percent(share: float) -> str:
     return "less than 1%" if 0 < share < 0.005 else f"{share:.0%}"
 
@@ -153,6 +163,8 @@ def closing_table(report: dict[str, Any]) -> Table:
     if session and session["late_graph_seconds"] >= 1:
         took = duration(session["late_graph_seconds"])
         table.add_row("CUDA graphs", f"{session['late_graphs']:,} captured during the job, in {took}")
+    if session and (text := grammars_text(session["grammars"])) is not None:
+        table.add_row("grammars", text)
     table.add_row("output", escape(report["output"]))
     return table
 

@@ -246,6 +246,7 @@ def build_report(
             "memory_shortages": engine.memory_shortages,
             "late_graphs": engine.late_graphs,
             "late_graph_seconds": round(engine.late_graph_seconds / num_workers, 3),
+            "grammars": dict(engine.grammar.requests),
             "acceptance_length": _ratio(here.committed, here.rounds),
             # [i] = share of the drafts at depth i + 1 that were accepted
             "acceptance_rate_by_position": [

@@ -110,6 +110,7 @@ def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_
     table, sizes = rounds.items[0].state, padded_sizes(rounds, max_batch_size)
     padding = torch.full((max_batch_size,), table.padding, dtype=torch.int64, device=parts.device)
     table.add_rules(parts.target.config.vocab_size).add_node_masks(parts.num_lookahead)
+    table.add_grammars(parts.target.config.vocab_size, rounds.items[0].eos_token_ids)
     for i, (rows, _) in {i: size for size, i in reversed(sizes)}.items():  # the largest size of each item
         trial_round(rounds.items[i], padding[:rows], MAX_TOP_LOGPROBS)
     table.remove_rules()

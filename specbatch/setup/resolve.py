@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
 from specbatch.draft import METHODS
-from specbatch.engine.constrained.tree import MAX_FORCED
+from specbatch.engine.round import MAX_FORCED
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
 from specbatch.models.catalog import builtin_head, random_name

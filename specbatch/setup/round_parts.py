@@ -12,10 +12,9 @@ from specbatch.cache.request_table import RequestTable
 from specbatch.cache.states import StateCache
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
-from specbatch.engine.constrained.tree import MAX_FORCED
 from specbatch.engine.overlap.lanes import LaneLimits, LaneSizes
 from specbatch.engine.overlap.two_lanes import TwoLanes
-from specbatch.engine.round import Round
+from specbatch.engine.round import MAX_FORCED, Round
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import CausalModel, Decoder

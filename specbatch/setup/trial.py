@@ -82,6 +82,7 @@ class TrialRunner:
         trial_short_prompts(prompt, max_batch_size, prefill_chunk_tokens)
         padding = torch.full((max_batch_size,), table.padding, dtype=torch.int64, device=device)
         table.add_rules(target.config.vocab_size).add_node_masks(self.parts.num_lookahead)
+        table.add_grammars(target.config.vocab_size, prompt.eos_token_ids)
         rule_bytes = table.rule_bytes
         eager_bytes, sizes = prompt_bytes, padded_sizes(rounds, max_batch_size)
         for i, (rows, _) in {i: size for size, i in reversed(sizes)}.items():  # the largest of each

@@ -69,7 +69,7 @@ def engine_of(rng: random.Random, case: str, settings: dict[str, Any]) -> Engine
         return tiny_engine(*SHAPES[case], **settings)
     if together == "groups":
         settings["cascade"] = GroupLimits(2, 64, min_batch=rng.choice((1, 3)))
-    engine = tiny_device_engine(*SHAPES[case], graph_tokens=rng.choice((0, 128)), checks=rng.random() < 0.5, **settings)
+    engine = tiny_device_engine(*SHAPES[case], graph_tokens=rng.choice((0, 128)), **settings)
     if rng.random() < 0.6:
         engine.executor.mode, engine.executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
     return engine

@@ -18,7 +18,7 @@ from specbatch.draft.none import NoDraft
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.constrained.policy import AdaptiveToggle
 from specbatch.engine.constrained.round import GrammarRound
-from specbatch.engine.engine import Engine
+from specbatch.engine.engine import DEEP, Engine
 from specbatch.engine.round import Launched
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import constraint_of
@@ -37,7 +37,8 @@ from tests.tiny_models import (
 )
 
 TOKENIZER = tiny_tokenizer()
-COMPILER = GrammarCompiler(TOKENIZER)
+COMPILER = GrammarCompiler(TOKENIZER, max_levels=1)
+HOST_COMPILER = GrammarCompiler(TOKENIZER, max_automata=0)  # the host follows its grammars
 SHAPES: dict[str, tuple[str, DraftShape | None]] = {
     "none": ("none", None),
     "ngram": ("ngram", DraftShape(4, 1, 5)),
@@ -56,9 +57,20 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "trua"],
     "additionalProperties": False,
 }
+NESTED = {"type": "array", "items": {"$ref": "#"}}
+PAIR = {"anyOf": [{"$ref": "#/$defs/pair"}, {"enum": ["ab"]}]}
+FORCED: dict[str, Any] = {
+    "$ref": "#/$defs/pair",
+    "$defs": {
+        "pair": {"type": "object", "properties": {"name": PAIR}, "required": ["name"], "additionalProperties": False}
+    },
+}
 GRAMMARS: dict[str, dict[str, Any]] = {
     "schema": {"response_format": json.dumps({"type": "json_schema", "json_schema": {"schema": SCHEMA}})},
     "object": {"response_format": '{"type": "json_object"}'},
+    "nested": {"response_format": json.dumps({"type": "json_schema", "json_schema": {"schema": NESTED}})},
+    # With one level, a text that the grammar forces leads out of the automaton.
+    "forced": {"response_format": json.dumps({"type": "json_schema", "json_schema": {"schema": FORCED}})},
     "regex": {"regex": "(name: [0-9]{2}_true_){1,3}"},
     "choice": {"choice": ("true", "truname", "10-10-10-10-10-10-10-10-10-10-10-10")},
     "none": {},
@@ -66,14 +78,19 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 ROWS = [*GRAMMARS, "schema", "regex", "none"]
 
 
-def requests(temperatures: tuple[float, ...], names: list[str] = ROWS, **sampling: Any) -> list[Request]:
+def requests(
+    temperatures: tuple[float, ...],
+    names: list[str] = ROWS,
+    compiler: GrammarCompiler = COMPILER,
+    **sampling: Any,
+) -> list[Request]:
     """Of one grammar after the other. `temperatures`: of one request after the other."""
     prompts, wanted = random_prompts(len(names), shared=9), []
     for i, name in enumerate(names):
         options = {"max_tokens": 30, "temperature": temperatures[i % len(temperatures)], **GRAMMARS[name], **sampling}
         params = SamplingParams(**options)
         constraint = constraint_of(params)
-        matcher = None if constraint is None else COMPILER.matcher(constraint)
+        matcher = None if constraint is None else compiler.matcher(constraint)
         wanted.append(Request(i, prompts[i], params, RngKey(7, i, 0), matcher=matcher))
     return wanted
 
@@ -107,16 +124,33 @@ DETERMINISTIC = [one if one in FAST else pytest.param(*one, marks=pytest.mark.sl
 
 
 @pytest.mark.parametrize(("case", "temperatures"), DETERMINISTIC)
-def test_as_the_oracle(case: str, temperatures: tuple[float, ...], plain: Any) -> None:
+def test_the_host_as_the_oracle(case: str, temperatures: tuple[float, ...], plain: Any) -> None:
     expected = plain(SHAPES[case][0], temperatures)
     for engine in (tiny_engine(*SHAPES[case], eos=(END,)), tiny_device_engine(*SHAPES[case], eos=(END,))):
-        found = run_requests(engine, requests(temperatures))
+        found = run_requests(engine, requests(temperatures, compiler=HOST_COMPILER))
         assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
         counts = engine.stats.grammar
         assert counts.masks > 0
         assert counts.forced > 0 or SHAPES[case][0] == "none"
         assert counts.forbidden > 0 or SHAPES[case][0] in ("none", "ngram")
         assert sum(c.speculation.rounds for c in found) < sum(len(c.token_ids) - 1 for c in found) or case == "none"
+
+
+@pytest.mark.parametrize(("case", "temperatures"), DETERMINISTIC)
+def test_the_device_as_the_oracle(case: str, temperatures: tuple[float, ...], plain: Any) -> None:
+    """All grammars are automata. Outputs that are nested deeper are followed by the host, in the same rounds."""
+    expected = plain(SHAPES[case][0], temperatures)
+    graphed = tiny_device_engine(*SHAPES[case], eos=(END,))
+    graphed.executor.mode, graphed.executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
+    for engine in (tiny_engine(*SHAPES[case], eos=(END,)), tiny_device_engine(*SHAPES[case], eos=(END,)), graphed):
+        found = run_requests(engine, requests(temperatures))
+        assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
+        counts = engine.stats.grammar
+        assert counts.requests.total() == 8
+        assert counts.requests[DEEP] > 0
+        on_device = run_requests(engine, requests(temperatures, ["schema", "regex", "choice", "none"]))
+        assert engine.stats.grammar.masks == counts.masks, "the host computes nothing for them"
+        assert sum(c.speculation.accepted for c in on_device) > 10
 
 
 @pytest.mark.gpu
@@ -137,14 +171,14 @@ def test_rounds_as_three_graphs(case: str, temperatures: tuple[float, ...]) -> N
     """What stands in for graphs reads and writes fixed addresses. A sampled chain depends on nothing but its request,
     so eager rounds give the same; batches without a grammar run as whole rounds."""
     names = ["schema", "regex", "none"]  # the last one runs alone at the end
-    expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests(temperatures, names))
+    expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests(temperatures, names, HOST_COMPILER))
     engine = tiny_device_engine(*SHAPES[case], eos=(END,))
     runner = Replays(lambda key: False)
     engine.executor.mode, engine.executor.runner = "round", runner  # type: ignore[assignment]
-    found = run_requests(engine, requests(temperatures, names))
+    found = run_requests(engine, requests(temperatures, names, HOST_COMPILER))
     assert decided(found) == decided(expected)
     assert {key[0] for key in runner._captured} == {"grammar draft", "grammar forward", "grammar accept", "round"}
-    assert runner.num_replays > 3 * len(runner)
+    assert runner.num_replays > 40
     for key, output in runner.outputs.items():
         assert isinstance(output, Launched) or key[0] != "grammar accept", "the rest is memory of other sizes"
         assert isinstance(output, torch.Tensor) or key[0] != "grammar forward", "the choices alone"
@@ -169,7 +203,7 @@ def test_a_round_is_read_while_the_next_one_computes(case: str, forces: bool, pa
             return super().replay(key)
 
     engine.executor.mode, engine.executor.runner = "round", Recorded(lambda key: False)  # type: ignore[assignment]
-    run_requests(engine, requests((0.0,), ["schema", "regex"]))
+    run_requests(engine, requests((0.0,), ["schema", "regex"], HOST_COMPILER))
     assert {one for (one, before), (_, after) in pairwise(seen) if after > before} == {part}
 
 
@@ -184,7 +218,7 @@ def test_a_round_is_open_between_two_steps(case: str) -> None:
             return super().replay(key)
 
     engine.executor.mode, engine.executor.runner = "round", Recorded(lambda key: False)  # type: ignore[assignment]
-    for request in requests((0.0,), ["schema", "regex"]):
+    for request in requests((0.0,), ["schema", "regex"], HOST_COMPILER):
         engine.submit(request)
     num_open = 0
     while engine.num_running or engine.num_waiting:
@@ -199,11 +233,11 @@ def test_a_round_is_open_between_two_steps(case: str) -> None:
 def test_a_round_whose_graphs_do_not_fit() -> None:
     """One of the three: it runs eagerly, and is not tried again."""
     case, names = "draft_model-tree", ROWS[::-1]  # small batches at the end have grammars
-    expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests((0.0,), names))
+    expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests((0.0,), names, HOST_COMPILER))
     engine = tiny_device_engine(*SHAPES[case], eos=(END,))
     runner = Replays(lambda key: key[0] == "grammar accept" and key[1] == 4)
     engine.executor.mode, engine.executor.runner = "round", runner  # type: ignore[assignment]
-    assert decided(run_requests(engine, requests((0.0,), names))) == decided(expected)
+    assert decided(run_requests(engine, requests((0.0,), names, HOST_COMPILER))) == decided(expected)
     tried = [key for key in runner.tried if key[0] == "grammar accept" and key[1] == 4]
     assert len(tried) == len(set(tried)) > 0
     assert not {key[0] for key in runner._captured if key[1] == 4} & {"grammar draft", "grammar forward"}
@@ -224,6 +258,11 @@ def test_every_text_that_ends_is_in_its_grammar(temperature: float) -> None:
                 assert name == "object" or value.keys() <= SCHEMA["properties"].keys() >= {"name", "trua"}
             elif name == "regex":
                 assert re.fullmatch(GRAMMARS["regex"]["regex"], text)
+            elif name == "forced":
+                assert re.fullmatch(r'(\{"name": )+"ab"}+', text)
+            elif name == "nested":
+                assert not text.strip("[], ")
+                assert isinstance(json.loads(text), list)
             else:
                 assert text in GRAMMARS["choice"]["choice"]
     assert num_ended > 2
@@ -278,6 +317,8 @@ def test_no_token_is_left() -> None:
 
 # A grammar with forced tokens, tokens that no draft may be, and free ones.
 CHI_SQUARE = SamplingParams(max_tokens=5, temperature=4.0, seed=3, regex="([ab]:(1|10))?[abc][12]")
+# Half of its outputs leave the automaton after their second token.
+DEEPER = SamplingParams(max_tokens=5, temperature=4.0, seed=3, response_format=GRAMMARS["nested"]["response_format"])
 CASES = [
     ("eagle-chain", True),
     *(
@@ -288,36 +329,41 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("params", [CHI_SQUARE, DEEPER], ids=["forced", "deeper"])
+@pytest.mark.parametrize("compiler", [COMPILER, HOST_COMPILER], ids=["device", "host"])
 @pytest.mark.parametrize(("case", "lazy"), CASES)
-def test_sampled_chains_fit_the_target(case: str, lazy: bool) -> None:
+def test_sampled_chains_fit_the_target(
+    case: str, lazy: bool, compiler: GrammarCompiler, params: SamplingParams
+) -> None:
     """Counts of whole outputs against exact probabilities, by chi-square at 1e-4. `lazy`: as on a CPU."""
     prompt, num_rows = [1, 2, 3, 4, 1, 2, 3, 4], 300
-    constraint = constraint_of(CHI_SQUARE)
+    constraint = constraint_of(params)
     assert constraint is not None
     make = tiny_engine if lazy else tiny_device_engine
     engine = make(*SHAPES[case], eos=(END,), num_pages=600, max_batch_size=100, prefill_chunk_tokens=500)
     for row in range(num_rows):
-        engine.submit(Request(row, prompt, CHI_SQUARE, RngKey(3, row, 0), matcher=COMPILER.matcher(constraint)))
+        engine.submit(Request(row, prompt, params, RngKey(3, row, 0), matcher=compiler.matcher(constraint)))
     counts: Counter[tuple[int, ...]] = Counter()
     while engine.num_running or engine.num_waiting:
         counts.update(tuple(c.token_ids) for c in engine.step())
-    expected = exact_probabilities(prompt)
+    expected = exact_probabilities(prompt, params)
     assert set(counts) <= set(expected)
     cells = [(counts[tokens], p * num_rows) for tokens, p in expected.items() if p * num_rows >= 5]
     cells.append((num_rows - sum(c for c, _ in cells), num_rows - sum(mean for _, mean in cells)))
     statistic = sum((observed - mean) ** 2 / mean for observed, mean in cells if mean > 0)
     assert len(cells) > 6, "hardly anything to compare"
     assert chi2.sf(statistic, len(cells) - 1) > 1e-4
-    assert engine.stats.grammar.forbidden > 0
+    assert engine.stats.grammar.forbidden > 0 or compiler is COMPILER or params is DEEPER
+    assert (engine.stats.grammar.requests[DEEP] > 50) == (compiler is COMPILER and params is DEEPER)
     assert engine.stats.speculation.accepted > 0
 
 
-def exact_probabilities(prompt: list[int]) -> dict[tuple[int, ...], float]:
+def exact_probabilities(prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
     oracle: Any = tiny_oracle(eos=(END,))
     (request,) = requests((1.2,), ["none"])
-    constraint = constraint_of(CHI_SQUARE)
+    constraint = constraint_of(params)
     assert constraint is not None
-    request = Request(0, prompt, CHI_SQUARE, request.rng, matcher=COMPILER.matcher(constraint))
+    request = Request(0, prompt, params, request.rng, matcher=COMPILER.matcher(constraint))
     oracle.submit(request)
     seq = oracle._scheduler.waiting[0]
     result: dict[tuple[int, ...], float] = {}
@@ -326,9 +372,9 @@ def exact_probabilities(prompt: list[int]) -> dict[tuple[int, ...], float]:
         prefix, mass = open_.popitem()
         logits = plain_logits(oracle._target, [*prompt, *prefix])[-1]
         edited = edited_logits(logits, seq, list(prefix), frozenset({END}))
-        for token, p in enumerate(reference_distribution(edited.tolist(), CHI_SQUARE)):
+        for token, p in enumerate(reference_distribution(edited.tolist(), params)):
             if p > 0.0:
-                ended = token == END or len(prefix) + 1 == CHI_SQUARE.max_tokens
+                ended = token == END or len(prefix) + 1 == params.max_tokens
                 (result if ended else open_)[*prefix, token] = mass * p
     return result
 
@@ -384,7 +430,7 @@ def test_what_pays_at_times_is_done_where_it_does() -> None:
 @pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])
 def test_an_interrupt_while_a_round_is_closed(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine goes on, and the texts are the same."""
-    expected = run_requests(tiny_oracle(eos=(END,)), requests((0.0,), ["object", "schema"]))
+    expected = run_requests(tiny_oracle(eos=(END,)), requests((0.0,), ["object", "schema"], HOST_COMPILER))
     check, calls, interrupts = GrammarRound.check, 0, 0
 
     def interrupted(self: GrammarRound) -> None:
@@ -396,7 +442,7 @@ def test_an_interrupt_while_a_round_is_closed(make: Callable[..., Engine], monke
 
     monkeypatch.setattr(GrammarRound, "check", interrupted)
     engine, done = make(eos=(END,)), list[Completion]()
-    for request in requests((0.0,), ["object", "schema"]):
+    for request in requests((0.0,), ["object", "schema"], HOST_COMPILER):
         engine.submit(request)
     for _ in range(400):
         try:
@@ -412,7 +458,7 @@ def test_a_round_that_is_open_is_closed_or_forgotten(what: str) -> None:
     """Outside of torch's inference mode, too. With it, the graphs go."""
     engine = tiny_device_engine(*SHAPES["eagle-chain"], eos=(END,))
     engine.executor.mode, engine.executor.runner = "round", Replays(lambda key: False)  # type: ignore[assignment]
-    for request in requests((0.0,), ["schema", "regex"]):
+    for request in requests((0.0,), ["schema", "regex"], HOST_COMPILER):
         engine.submit(request)
     while not engine._has_open:
         engine.step()

@@ -206,6 +206,7 @@ def test_the_trial_run_changes_no_slot(method: str, shape: DraftShape | None) ->
         for num_prompts in (1, num_tokens // 4):
             trial_prompt(round_of(engine), num_tokens, num_prompts)
     state.add_rules(VOCAB).add_node_masks(round_of(engine).method.num_lookahead)
+    state.add_grammars(VOCAB, ())
     trial_round(round_of(engine), torch.full((8,), state.padding), num_top=20)
     assert torch.equal(state.ints_SF, before)
     prompts = random_prompts(3)

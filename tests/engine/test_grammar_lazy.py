@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ from specbatch.engine.engine import Engine
 from specbatch.engine.round import Round
 from specbatch.grammar.constraint import constraint_of
 from specbatch.types import Completion, FinishReason, Request, RngKey, SamplingParams
+from tests.engine import test_constrained
 from tests.engine.graphs import Replays
-from tests.engine.test_constrained import COMPILER, GRAMMARS, ROWS, SHAPES, TOKENIZER, requests
+from tests.engine.test_constrained import GRAMMARS, HOST_COMPILER, ROWS, SHAPES, TOKENIZER
 from tests.grammar.tiny_tokenizer import END
 from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_engine, tiny_oracle
 
@@ -27,6 +28,7 @@ PENALTIES: dict[str, Any] = {
     "frequency_penalty": 0.4,
     "logit_bias": {TOKENIZER.vocab["na"]: 2.0, TOKENIZER.vocab["1"]: 1.0},
 }
+requests = partial(test_constrained.requests, compiler=HOST_COMPILER)
 METHODS = [case for case in SHAPES if case != "eagle3-tree"]  # its target has another number of layers: see below
 
 
@@ -108,7 +110,7 @@ def test_a_model_that_is_never_refused_needs_no_mask(engine: str, case: str, wat
     assert constraint is not None
     made = ENGINES[engine](*SHAPES[case], eos=(END,))
     rows = [
-        Request(i, prompt, params, RngKey(7, i, 0), matcher=COMPILER.matcher(constraint))
+        Request(i, prompt, params, RngKey(7, i, 0), matcher=HOST_COMPILER.matcher(constraint))
         for i, prompt in enumerate(random_prompts(5, shared=9))
     ]
     found = run_requests(made, rows)
@@ -144,13 +146,13 @@ def test_a_line_after_a_refused_request(engine: str, watched: list[int]) -> None
     wanted = []
     for i, params in enumerate([long_one, short, other, short, other, short]):
         constraint = constraint_of(params)
-        matcher = None if constraint is None else COMPILER.matcher(constraint)
+        matcher = None if constraint is None else HOST_COMPILER.matcher(constraint)
         wanted.append(Request(i, prompts[i], params, RngKey(7, i, 0), matcher=matcher))
     made = ENGINES[engine](eos=(END,), max_batch_size=2)
     found = run_requests(made, wanted)
     matchers = [constraint_of(one.params) for one in wanted]
     again = [
-        replace(one, matcher=None if constraint is None else COMPILER.matcher(constraint))
+        replace(one, matcher=None if constraint is None else HOST_COMPILER.matcher(constraint))
         for one, constraint in zip(wanted, matchers, strict=True)
     ]
     assert texts(found) == texts(run_requests(tiny_oracle(eos=(END,), max_batch_size=2), again))

@@ -174,7 +174,7 @@ def test_the_rule_is_checked_on_something() -> None:
     assert ("engine.engine", "engine.executor") in found
     assert ("cli.commands", "setup.build") in found, "an import within a function was missed"
     assert len(found) > 60
-    for pair in (("types", "rows.parser"), ("tune.live", "evals.tasks"), ("kernels.torch.mask", "kernels.triton.mask")):
+    for pair in (("types", "rows.parser"), ("tune.live", "evals.tasks"), ("kernels.torch.tree", "kernels.triton.tree")):
         assert forbidden(*pair), pair
     assert forbidden("tune.live", "config")
     assert not forbidden("tune.command", "config")

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specbatch.cache.rule_table import RuleTable
@@ -33,23 +32,11 @@ class NodeMasks:
         self.rules = rules
         self._transfers = transfers
         self._written: list[Tensor] = []  # indices of masks, on the device
-        self._with_forced: Tensor | None = None  # request indices
 
     def clear(self) -> None:
         while self._written:
             self._masks_KW.index_fill_(0, self._written[-1], -1)
             self._written.pop()  # The indices are removed last, because a launch may run out of memory.
-        if self._with_forced is not None:
-            self._forced_SN.index_fill_(0, self._with_forced, -1)
-            self._with_forced = None
-
-    def write_forced(self, req_idx: Seq[int], forced_BN: NDArray[np.int64]) -> None:
-        """The tokens that replace the choices of these requests; below 0: none does."""
-        if (forced_BN < 0).all():
-            return
-        self._with_forced = self._transfers.upload(np.array(req_idx, dtype=np.int64))
-        table_SN = self._forced_SN[:, : forced_BN.shape[1]]
-        table_SN.index_copy_(0, self._with_forced, self._transfers.upload(forced_BN))
 
     def write(self, wanted: Seq[WantedMasks]) -> int:
         """Returns the number of masks that were computed."""
@@ -74,11 +61,6 @@ class NodeMasks:
     def _masks_KW(self) -> Tensor:
         assert self.rules.node_masks_SNW is not None
         return self.rules.node_masks_SNW.flatten(0, 1)
-
-    @property
-    def _forced_SN(self) -> Tensor:
-        assert self.rules.forced_SN is not None
-        return self.rules.forced_SN
 
     @property
     def _num_nodes(self) -> int:

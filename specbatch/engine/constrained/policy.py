@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 
 from specbatch.draft.method import DraftMethod
 from specbatch.engine.constrained.mask_table import NodeMasks, WantedMasks
-from specbatch.engine.constrained.optimistic_round import UncheckedRound
 from specbatch.engine.constrained.round import GrammarRound
 from specbatch.engine.constrained.tree import GrammarTree
 from specbatch.engine.round import RoundHook
@@ -18,7 +17,6 @@ from specbatch.engine.transfers import Transfers
 _MEMORY = 0.9  # weight of the old mean when a round is added to it
 _TRY_AGAIN = 32  # the method is tried again after this many rounds without it
 _WORTH_ROOM = 0.25  # forced tokens for each request and round
-_WORTH_NO_CHECKS = 0.85  # share of a round's requests that begin it with a token that their grammar allows
 
 
 class AdaptiveToggle:
@@ -42,6 +40,13 @@ class AdaptiveToggle:
             self._mean += (1 - _MEMORY) * (gain / num_requests - self._mean)
 
 
+class RoomHook(RoundHook):
+    """The hook of a round of plain decoding with room for forced tokens, in which the host takes no part."""
+
+    def __init__(self, method: DraftMethod) -> None:
+        self.method = method
+
+
 class Grammars:
     """The grammars of an engine's requests. `num_nodes`: the number of nodes of the largest tree. `fixed_shapes`:
     rounds have fixed shapes. `simulates`: rounds commit tokens that the target does not choose, so its choices cannot
@@ -63,47 +68,50 @@ class Grammars:
         self._fixed_shapes = fixed_shapes
         self._all_masks = simulates
         self._may_vary = fixed_shapes and not deterministic  # the number of a request's rounds, in plain decoding
-        self._room, self._unchecked = AdaptiveToggle(_WORTH_ROOM), AdaptiveToggle(_WORTH_NO_CHECKS)
+        self._room = AdaptiveToggle(_WORTH_ROOM)
         self._masks: NodeMasks | None = None  # made for the first request with a grammar
 
     def wants_room(self, sequences: Seq[Sequence], method: DraftMethod) -> bool:
         """Return whether the next round has room for forced tokens. `method`: its draft method. Plain decoding has room
         only while there are some, because the room makes rounds longer."""
-        if method.has_drafts or not self._may_vary or not has_grammars(sequences):
+        if all(seq.grammar is None for seq in sequences) or not self.may_have_room(method, len(sequences)):
             return False
         return self._room.next()
+
+    def may_have_room(self, method: DraftMethod, batch_size: int) -> bool:
+        """Return whether rounds of this size can have room for forced tokens."""
+        return not method.has_drafts and self._may_vary and method.with_room(batch_size).num_nodes > 1
 
     def of_round(self, sequences: Seq[Sequence], method: DraftMethod, read: Callable[[], object]) -> RoundHook:
         """Return the hook of the round of a batch with grammars, or of one whose round is with another rank's grammars.
         `method`: the draft method. `read`: see `GrammarRound`."""
         traits = {"fixed_shapes": self._fixed_shapes, "all_masks": self._all_masks}
-        may_be_unchecked = self._may_vary and not (method.has_drafts or method.net is not None or self._all_masks)
-        is_unchecked = may_be_unchecked and self._unchecked.next()
-        kind = UncheckedRound if is_unchecked else GrammarRound
         masks = self._cleared_masks()
-        return kind(sequences, method, masks, self._transfers, read, on_record=self._saw, **traits)
+        return GrammarRound(sequences, method, masks, self._transfers, read, on_record=self._saw, **traits)
+
+    def saw_room(self, num_forced: int, num_requests: int) -> None:
+        """Record the forced tokens of a round that had room for them, and in which the host took no part."""
+        self._room.saw(num_forced, num_requests)
 
     def _saw(self, round_: GrammarRound) -> None:
         """Record the gain of a round that was launched."""
         counts, num_requests = round_.counts, round_.num_requests
         if not round_.method.has_drafts and round_.method.num_nodes > 1:
             self._room.saw(counts.forced, num_requests)
-        if isinstance(round_, UncheckedRound):
-            self._unchecked.saw(round_.num_greedy - round_.num_going_back, round_.num_greedy)
 
     def write_first_masks(self, ready: Seq[Sequence]) -> None:
         """Write the masks for the first tokens of prompts that end. A request that is computed again already has its
         first token."""
         roots = [
-            WantedMasks(seq.req_idx, seq.grammar, GrammarTree.of([0], None), [0])
+            WantedMasks(seq.req_idx, seq.host_grammar, GrammarTree.of([0], None), [0])
             for seq in ready
-            if seq.grammar is not None and len(seq.tokens) == seq.num_prompt
+            if seq.host_grammar is not None and len(seq.tokens) == seq.num_prompt
         ]
-        if any(seq.grammar is not None for seq in ready):
+        if any(seq.host_grammar is not None for seq in ready):
             self._cleared_masks().write(roots)
 
     def _cleared_masks(self) -> NodeMasks:
-        rules = self._table.node_masks(self._num_nodes, with_forced=self._may_vary)
+        rules = self._table.node_masks(self._num_nodes)
         if self._masks is None or self._masks.rules is not rules:
             self._masks = NodeMasks(rules, self._transfers)
         self._masks.clear()
@@ -111,4 +119,4 @@ class Grammars:
 
 
 def has_grammars(sequences: Seq[Sequence]) -> bool:
-    return any(seq.grammar is not None for seq in sequences)
+    return any(seq.host_grammar is not None for seq in sequences)

@@ -6,7 +6,6 @@ Shape suffixes: W words of a mask.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +15,6 @@ from specbatch.matcher import GrammarMatcher, Walk
 
 # Values of `only_token` if there is no forced token: several may come (FREE), or the mask must be computed (ODD).
 FREE, ODD = -1, -2
-
-
-class Plan(NamedTuple):
-    """The continuation after a round whose tokens are known before it has run, see `optimistic_round`."""
-
-    num_tokens: int  # tokens of the request after that round
-    num_new: int  # tokens that the round adds
-    drafts: list[int]  # drafts of the next round
 
 
 class GrammarState:
@@ -44,9 +35,6 @@ class GrammarState:
         self._text_bits = np.array([_word(w, lambda t: t < vocab_size and t not in self._eos) for w in sorted(words)])
         self._stop_bits = np.array([_word(w, lambda t: t < vocab_size and t in self._stops) for w in sorted(words)])
         self._num_followed = 0  # tokens of the output that the matcher has seen
-        self.plan: Plan | None = None
-        self.is_unchecked = False  # the tokens of its last round may be forbidden: see `admit`
-        self.was_refused = False  # one was: the next round has its mask
         self.failure: str | None = None  # an error of the matcher, for which the request cannot go on
         self._ahead: list[int] = []  # tokens after these that it has seen, too, and that will most likely be committed
 
@@ -79,21 +67,6 @@ class GrammarState:
         self.follow(tokens, num_prompt)
         return self.failure is None and self._matcher.is_complete()
 
-    def admit(self, tokens: Sequence[int]) -> int:
-        """Return how many of the tokens that a round has committed the grammar allows. All are allowed if the round was
-        checked."""
-        if not self.is_unchecked:
-            return len(tokens)
-        self.is_unchecked = False
-        count = next((i for i, token in enumerate(tokens) if not self.choose(token, FREE)), len(tokens))
-        if count < len(tokens):
-            self.plan, self.was_refused = None, True
-        return count
-
-    def begin_checked(self) -> None:
-        """Forget what an unchecked round has left, which may have failed: the next one checks."""
-        self.plan, self.is_unchecked, self.was_refused = None, False, False
-
     @property
     def num_ahead(self) -> int:
         """Tokens that `choose` took since `follow`."""
@@ -104,14 +77,6 @@ class GrammarState:
         if self._matcher.is_complete() or (token := self._matcher.only_token()) is None:
             return FREE
         return token if token >= 0 and token < self._vocab_size and self.allows(token) else ODD
-
-    def only_tokens(self, most: int) -> tuple[int, list[int]]:
-        """`only_token`, and at most `most` - 1 tokens that most likely come after it, before one that ends the
-        request."""
-        if most > 1 and not self._matcher.is_complete() and (tokens := self.forced(most)):
-            end = next((i for i, token in enumerate(tokens) if self.is_end(token)), len(tokens))
-            return tokens[0], tokens[1 : max(1, end)]
-        return self.only_token(), []
 
     def takes(self, token: int, only: int) -> bool:
         """Return whether `mask` has the token; False where only the mask can show it. `only`: the result of

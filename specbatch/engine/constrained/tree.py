@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from specbatch.engine.constrained.state import GrammarState
 from specbatch.matcher import Walk
 
-MAX_FORCED = 15  # nodes that a tree without a fixed shape may have in addition to those of its draft shape
 _FORCED = -1  # the index of a node that is not a draft
 
 

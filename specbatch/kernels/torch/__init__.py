@@ -7,10 +7,10 @@ from specbatch.kernels.torch.delta import delta_prompts, delta_rounds, gated_nor
 from specbatch.kernels.torch.edits import edit_logits
 from specbatch.kernels.torch.fp8 import act_mul_quantised, quantise, rms_norm_quantised, scaled_linear
 from specbatch.kernels.torch.gemm import gated_linear, linear, norm_gated_linear, norm_linear
+from specbatch.kernels.torch.grammars import advance_states, follow_trees, forbid_by_states
 from specbatch.kernels.torch.integers import integer_gated_linear, integer_linear
 from specbatch.kernels.torch.logprobs import logprobs
 from specbatch.kernels.torch.long_sequences import long_sequences
-from specbatch.kernels.torch.mask import tree_mask_bits
 from specbatch.kernels.torch.mixture import fused_experts, route, route_and_norm
 from specbatch.kernels.torch.model import (
     act_mul,
@@ -28,7 +28,7 @@ from specbatch.kernels.torch.ngram import ngram_lookup
 from specbatch.kernels.torch.prefixes import attend_prefixes
 from specbatch.kernels.torch.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.torch.steps import commit_round, span_layout
-from specbatch.kernels.torch.tree import draft_topk, select_nodes
+from specbatch.kernels.torch.tree import draft_topk, select_nodes, tree_mask_bits
 from specbatch.kernels.torch.workspace import Workspace
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "act_mul_quantised",
     "activated",
     "add_normed",
+    "advance_states",
     "argmax",
     "argmax_and_margin",
     "attend",
@@ -51,6 +52,8 @@ __all__ = [
     "draft_topk",
     "draw",
     "edit_logits",
+    "follow_trees",
+    "forbid_by_states",
     "fused_experts",
     "gated_linear",
     "gated_norm",

@@ -7,10 +7,10 @@ from specbatch.kernels.triton.delta.ops import delta_prompts, delta_rounds, gate
 from specbatch.kernels.triton.edits import edit_logits
 from specbatch.kernels.triton.fp8 import act_mul_quantised, quantise, rms_norm_quantised, scaled_linear
 from specbatch.kernels.triton.gemm import gated_linear, linear, norm_gated_linear, norm_linear
+from specbatch.kernels.triton.grammars import advance_states, follow_trees, forbid_by_states
 from specbatch.kernels.triton.integers.ops import integer_gated_linear, integer_linear
 from specbatch.kernels.triton.logprobs import logprobs
 from specbatch.kernels.triton.long_sequences import long_sequences
-from specbatch.kernels.triton.mask import tree_mask_bits
 from specbatch.kernels.triton.mixture.ops import fused_experts, route, route_and_norm
 from specbatch.kernels.triton.model import (
     act_mul,
@@ -28,7 +28,7 @@ from specbatch.kernels.triton.ngram import ngram_lookup
 from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.triton.steps import commit_round, span_layout
-from specbatch.kernels.triton.tree import draft_topk, select_nodes
+from specbatch.kernels.triton.tree import draft_topk, select_nodes, tree_mask_bits
 from specbatch.kernels.triton.workspace import Workspace
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "act_mul_quantised",
     "activated",
     "add_normed",
+    "advance_states",
     "argmax",
     "argmax_and_margin",
     "attend",
@@ -51,6 +52,8 @@ __all__ = [
     "draft_topk",
     "draw",
     "edit_logits",
+    "follow_trees",
+    "forbid_by_states",
     "fused_experts",
     "gated_linear",
     "gated_norm",

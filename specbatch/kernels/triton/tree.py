@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
-"""The tokens of a draft tree and the choice of its nodes (Triton).
+"""The tokens of a draft tree, the choice of its nodes, and its mask as FlashInfer's kernels read it (Triton).
 
 Shape suffixes as in `kernels/torch/tree.py`.
 """
@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.kernels.triton.parts.launch import launch
+from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.ordering import LOWEST, ordered, pack, packed_index, packed_number
+
+_MASK_BYTES = 512  # bytes of a mask of one program
 
 
 @triton.jit
@@ -153,3 +155,60 @@ def select_nodes(
         BLOCK_N=max(16, triton.next_power_of_2(num_draft_tokens)), WORDS=words,
     )  # fmt: skip
     return tokens, parents, depths, mask
+
+
+@triton.jit
+def _tree_mask_bits(
+    mask_ptr,
+    mask_starts_ptr,
+    starts_ptr,
+    out_ptr,
+    num_queries,
+    num_words,
+    num_bytes,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    await_former(PDL)
+    seq, first = tl.program_id(1), tl.program_id(0) * BLOCK
+    num_keys = tl.load(starts_ptr + seq) + num_queries
+    num_bits = num_queries * num_keys
+    if first * 8 >= num_bits:
+        return
+    mask_start = tl.load(mask_starts_ptr + seq)
+    byte = first + tl.arange(0, BLOCK)
+    bit_of_byte = tl.arange(0, 8)
+    index = byte[:, None] * 8 + bit_of_byte[None, :]
+    query = index // num_keys
+    bit = index - query * num_keys - mask_start
+    word = tl.load(
+        mask_ptr + (seq.to(tl.int64) * num_queries + query) * num_words + bit // 32,
+        mask=(index < num_bits) & (bit >= 0) & (bit < num_words * 32),
+        other=0,
+    )
+    visible = (bit < 0) | (((word >> (bit & 31)) & 1) != 0)
+    packed = tl.sum(visible.to(tl.int32) << bit_of_byte[None, :], 1)
+    tl.store(out_ptr + seq.to(tl.int64) * num_bytes + byte, packed.to(tl.uint8), mask=byte < num_bytes)
+
+
+def tree_mask_bits(mask_TW: Tensor, mask_starts_B: Tensor, starts_B: Tensor, num_queries: int, max_keys: int) -> Tensor:
+    """See `kernels/torch/tree.py`."""
+    batch = starts_B.shape[0]
+    num_bytes = triton.cdiv(num_queries * max_keys, 8)
+    out = torch.empty((batch, num_bytes), dtype=torch.uint8, device=mask_TW.device)
+    pdl = dependent_launch(mask_TW)
+    launch(
+        _tree_mask_bits,
+        (triton.cdiv(num_bytes, _MASK_BYTES), batch),
+        mask_TW,
+        mask_starts_B,
+        starts_B,
+        out,
+        num_queries,
+        mask_TW.shape[1],
+        num_bytes,
+        BLOCK=_MASK_BYTES,
+        PDL=pdl,
+        **launch_options(pdl),
+    )
+    return out
