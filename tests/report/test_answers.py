@@ -9,6 +9,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pandas
 import pytest
 
@@ -127,6 +128,43 @@ def test_fields_of_objects_and_lists() -> None:
     assert fields["mixed"]["shares"] == [("1", 3, "3 (75.0%)"), ('"1"', 1, "1 (25.0%)")]
     assert fields["label"]["shares"] == [('"null"', 3, "3 (75.0%)"), ("null", 1, "1 (25.0%)")]
     assert shares_of(summary_of(texts))["Are JSON"] == ("100.00%", "4 of 4 answers; no row asks for JSON")
+
+
+def test_numbers_that_differ_have_different_names() -> None:
+    ids = [json.dumps({"id": 9007199254740992 + i, "score": 0.12345 + i / 10**6, "stars": 5.0}) for i in range(6)]
+    fields = fields_of(summary_of(ids))
+    assert [name for name, *_ in fields["id"]["shares"]] == [f"{9007199254740992 + i:,}" for i in range(6)]
+    assert len({name for name, *_ in fields["score"]["shares"]}) == 6
+    assert fields["stars"]["shares"] == [("5", 6, "6 (100.0%)")]
+
+
+def test_numbers_beyond_those_of_a_plot_change_no_other_figure() -> None:
+    texts = ['{"a": "x"}'] * 4 + ['{"a": 1e999}', '{"a": ' + "9" * 400 + "}"]
+    field = fields_of(summary_of(texts))["a"]
+    assert field["kinds"] == "text 4, number beyond 1e300 2"
+    assert field["shares"] == [("x", 4, "4 (66.7%)")]
+
+
+def test_a_field_of_several_types_shows_the_more_frequent_one() -> None:
+    values = [*(f"t{i}" for i in range(20)), None, True, 1]
+    field = fields_of(summary_of([json.dumps({"a": value}) for value in values]))["a"]
+    assert field["how"] == "The lengths of its texts. Different texts of at most 80 characters: 20."
+    values = ["x", *range(2 * MAX_VALUES), *["x"] * (3 * MAX_VALUES)]
+    field = fields_of(summary_of([json.dumps({"a": value}) for value in values]))["a"]
+    assert field["how"].endswith("characters: at least 1.")
+
+
+def test_formats_that_cannot_be_checked_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = dict(jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers)
+    known.pop("date-time", None)  # as without its package
+    monkeypatch.setattr(jsonschema.Draft202012Validator.FORMAT_CHECKER, "checkers", known)
+    times = {name: {"type": "string", "format": name} for name in ("date", "date-time")}
+    wanted = format_of({"type": "object", "properties": times})
+    facts = answer_facts(summary_of(['{"date": "2024-02-29", "date-time": "x"}'], wanted).answers)
+    assert facts is not None
+    assert facts["notes"] == [
+        "Formats that were not checked: date-time. pip install 'jsonschema[format-nongpl]' adds checks."
+    ]
 
 
 def test_texts_that_repeat_are_values() -> None:
