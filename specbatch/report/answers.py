@@ -27,6 +27,11 @@ _TOO_LARGE = "number beyond 1e300"
 Value = tuple[str, str | bool | int | float | None]  # its type, and itself: in Python True is 1
 
 
+def length_step(length: int) -> int:
+    """Return the unit to which a length is rounded down: three digits are left, so that there are few lengths."""
+    return int(10 ** max(len(str(length)) - 3, 0))
+
+
 @dataclass(slots=True)
 class FieldValues:
     """The values of a field in all answers. The counts of `values` are exact: a value that is in it was counted each
@@ -37,7 +42,7 @@ class FieldValues:
     values: Counter[Value] = field(default_factory=Counter)
     not_counted: int = 0  # short values that came after MAX_VALUES others
     long_texts: int = 0
-    lengths: Counter[int] = field(default_factory=Counter)  # characters of texts, rounded down to two digits
+    lengths: Counter[int] = field(default_factory=Counter)  # characters of texts, rounded down to three digits
     num_numbers: int = 0
     low: float = math.inf
     high: float = -math.inf
@@ -59,7 +64,8 @@ class FieldValues:
         if kind in ("list", "object", _TOO_LARGE):
             return
         if kind == "text":
-            self.lengths[_rounded_length(len(value))] += 1
+            step = length_step(len(value))
+            self.lengths[len(value) // step * step] += 1
             if len(value) > MAX_CHARS:
                 self.long_texts += 1
                 return
@@ -175,9 +181,3 @@ def _parts(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, An
             yield from _parts(part, f"{name}[]", depth + 1)
     elif not name:
         yield "(the answer)", value
-
-
-def _rounded_length(length: int) -> int:
-    """Round a length down to two digits, so that there are few of them."""
-    step = 10 ** max(len(str(length)) - 2, 0)
-    return length // step * step

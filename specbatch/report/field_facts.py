@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specbatch.report import charts
-from specbatch.report.answers import MAX_CHARS, Answers, FieldValues, Value
+from specbatch.report.answers import MAX_CHARS, Answers, FieldValues, Value, length_step
 
 _NUM_SHOWN = 12  # values of a field
 _MAX_DIFFERENT = 0.5  # a field of texts that differ more often than this shows their lengths
@@ -86,7 +86,7 @@ def _field(field: FieldValues) -> dict[str, Any] | None:
     elif field.long_texts or not field.is_counted or different > max(_NUM_SHOWN, _MAX_DIFFERENT * field.times):
         if field.lengths:
             found["plot"] = charts.histogram(
-                field.lengths, "characters", f"length of {field.name}", "characters", "answers"
+                field.lengths, "characters", f"length of {field.name}", "characters", "answers", length_step
             )
             texts = sum(kind == "text" for kind, _ in field.values)
             found_texts = f"{texts:,}" if field.is_counted else f"at least {texts:,}"

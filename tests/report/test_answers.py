@@ -185,6 +185,24 @@ def test_a_field_with_many_texts_shows_their_lengths() -> None:
     assert len(shares) == 13
 
 
+@pytest.mark.parametrize(("first", "last"), [(0, 400), (100, 700), (1_000, 1_700), (95, 1_050), (10_000, 20_000)])
+def test_lengths_of_texts_are_counted_in_their_bars(first: int, last: int) -> None:
+    lengths = [length for length in range(first, last) for _ in range(3)]
+    plot = fields_of(summary_of([json.dumps({"a": "x" * length}) for length in lengths]))["a"]["plot"]
+    assert len(plot.rows) > 10
+    for span, count in plot.rows:
+        low, *high = (int(n) for n in span.replace(",", "").split(" to "))
+        assert int(count.replace(",", "")) == sum(low <= length <= (high or [low])[0] for length in lengths)
+
+
+def test_bars_of_large_numbers_have_different_ends() -> None:
+    for first, step in [(1_700_000_000, 500), (1_234_567, 1), (10**18, 10**12)]:
+        plot = charts.number_histogram([(float(first + i * step), 1.0) for i in range(100)], "a", "answers")
+        spans = [span for span, _ in plot.rows]
+        assert len(set(spans)) == len(spans)
+        assert all(len(set(span.split(" to below "))) == 2 for span in spans)
+
+
 def test_schemas_of_rows(tmp_path: Path) -> None:
     """Each row of an OpenAI Batch file can have its own format."""
     data = tmp_path / "d.jsonl"
