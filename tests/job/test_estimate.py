@@ -135,6 +135,12 @@ def test_a_file_without_a_row_that_runs(run: Run) -> None:
         estimated(run)
 
 
+def test_a_file_without_rows(run: Run) -> None:
+    run.write([])
+    with pytest.raises(InputError, match="has no rows"):
+        estimated(run)
+
+
 def test_rows_that_cannot_run_are_those_of_the_job(run: Run) -> None:
     """Also those whose grammar or rules cannot be used: a trial of them alone ended in a traceback."""
     wrong = [{"prompt": "a", "regex": "("}, {"prompt": "a", "allowed_token_ids": [10**6]}]
