@@ -113,6 +113,8 @@ class Answers:
         """Count a row that did not fail."""
         self.rows += 1
         self.cut += row.finish_reason == "length"
+        if row.tool_calls and not row.text:  # the calls are the answer
+            return
         self.texts.add(row.text)
         wanted = self.formats.of(row.index)
         asks = self._check.asks_for_json(wanted)

@@ -10,6 +10,7 @@ from specbatch.report import charts
 from specbatch.report.answers import MAX_CHARS, Answers, FieldValues, Value, length_step
 
 _NUM_SHOWN = 12  # values of a field
+_NUM_REASONS = 5  # reasons why schemas check nothing
 _MAX_DIFFERENT = 0.5  # a field of texts that differ more often than this shows their lengths
 
 Shares = list[tuple[str, int, str]]  # name, number, words
@@ -54,8 +55,11 @@ def _share(name: str, part: int, whole: int, words: str) -> tuple[str, str, str]
 def _notes(answers: Answers) -> Iterator[str]:
     if answers.cut_not_json:
         yield f"Answers that are no JSON because they were cut: {answers.cut_not_json:,}. A larger max_tokens helps."
-    for reason, rows in answers.not_checked.items():
+    reasons = answers.not_checked.most_common()
+    for reason, rows in reasons[:_NUM_REASONS]:
         yield f"Answers that were not checked: {rows:,}, because {reason}."
+    if others := sum(rows for _, rows in reasons[_NUM_REASONS:]):
+        yield f"Answers that were not checked for other reasons: {others:,}."
     if answers.unknown_formats:
         names = ", ".join(answers.unknown_formats)
         yield f"Formats that were not checked: {names}. pip install 'jsonschema[format-nongpl]' adds checks."

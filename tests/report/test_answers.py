@@ -6,6 +6,7 @@ import json
 import random
 import re
 import tracemalloc
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,22 @@ def test_formats_that_cannot_be_checked_are_named(monkeypatch: pytest.MonkeyPatc
     assert facts["notes"] == [
         "Formats that were not checked: date-time. pip install 'jsonschema[format-nongpl]' adds checks."
     ]
+
+
+def test_calls_of_tools_are_no_empty_texts() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    summary = summary_of([""] * 6, '{"type": "json_object"}', tool_calls=[call])
+    assert fields_of(summary) == {}
+    assert list(shares_of(summary)) == ["Cut by max_tokens"]
+
+
+def test_few_reasons_are_shown() -> None:
+    lines = [native(i, "{}") for i in range(40)]
+    schemas = [format_of({"$ref": f"#/$defs/{i}"}) for i in range(40)]
+    formats = Formats(None, [None, *schemas], array("H", range(2, 42)))
+    facts = answer_facts(summarize(map(read_row, lines), formats).answers)
+    assert facts is not None
+    assert facts["notes"][5:] == ["Answers that were not checked for other reasons: 35."]
 
 
 def test_texts_that_repeat_are_values() -> None:
