@@ -92,6 +92,8 @@ def count_tokens(
             drawn.append((raw, prompts))
         elif (at := draw.randrange(found.num_rows - found.num_failed)) < num_drawn:
             drawn[at] = (raw, prompts)
+    if not found.num_rows:
+        raise InputError(f"{source.name} has no rows", "name a file with rows")
     if not drawn:
         raise InputError(f"{source.name} has no row that can run", _SHOWN)
     found.shared = len(common or ())

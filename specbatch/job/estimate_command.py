@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import resource
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -233,7 +233,21 @@ def _peak_bytes(device: str) -> int:
         import torch
 
         return int(torch.cuda.max_memory_reserved(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    # getrusage's `ru_maxrss` is no less than the memory of the process that started this one.
+    found = re.search(r"VmHWM:\s*(\d+) kB", _read(Path("/proc/self/status")))
+    if found is not None:
+        return int(found[1]) << 10
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file. Only Linux has those of /proc: elsewhere it is empty."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def estimate_table(report: dict[str, Any]) -> Table:

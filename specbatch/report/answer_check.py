@@ -26,12 +26,32 @@ class Checked:
     reason: str = ""
 
 
+class _Formats(jsonschema.FormatChecker):
+    """Checks of formats such as dates. `unknown`: those that need a package which is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self.checkers = jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers
+        self.unknown: set[str] = set()
+
+    def check(self, instance: object, format: str) -> None:
+        if format not in self.checkers:
+            self.unknown.add(format)
+        super().check(instance, format)
+
+
 class AnswerCheck:
     """Checks answers by the `response_format` of their rows, given as JSON text."""
 
     def __init__(self) -> None:
+        self._formats = _Formats()
         self._validators: dict[str, jsonschema.Draft202012Validator | str] = {}  # or why there is none
         self._kept: OrderedDict[tuple[str, str], Checked] = OrderedDict()
+
+    @property
+    def unknown_formats(self) -> list[str]:
+        """Return the formats, such as `date-time`, that this installation has no check for."""
+        return sorted(self._formats.unknown)
 
     def asks_for_json(self, response_format: str | None) -> bool:
         return response_format is not None and self._validator(response_format) is not None
@@ -65,11 +85,11 @@ class AnswerCheck:
     def _validator(self, response_format: str) -> jsonschema.Draft202012Validator | str | None:
         """Return the validator, or why there is none. None: any text is allowed."""
         if response_format not in self._validators:
-            self._validators[response_format] = _made(response_format)
+            self._validators[response_format] = _made(response_format, self._formats)
         return self._validators[response_format]
 
 
-def _made(response_format: str) -> Any:
+def _made(response_format: str, formats: _Formats) -> Any:
     try:
         schema = schema_of(response_format)
     except (FieldError, ValueError, LookupError, TypeError) as exc:
@@ -80,5 +100,5 @@ def _made(response_format: str) -> Any:
     return jsonschema.Draft202012Validator(
         json.loads(schema),
         registry=referencing.Registry(),
-        format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
+        format_checker=formats,
     )

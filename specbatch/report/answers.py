@@ -21,9 +21,15 @@ MAX_CHARS = 80  # characters of a value, and of a name, that is counted by itsel
 _MAX_DEPTH = 4  # objects in objects whose fields are counted
 _NUM_NUMBERS = 10_000  # sampled numbers of a field that has more than MAX_VALUES of them
 _NUM_INVALID = 6
-_MAX_NUMBER = 1e300
+_MAX_NUMBER = 1e300  # larger ones have no place in a plot, and their sum can be infinite
+_TOO_LARGE = "number beyond 1e300"
 
-Value = tuple[str, str | bool | float | None]  # its type, and itself: in Python True is 1
+Value = tuple[str, str | bool | int | float | None]  # its type, and itself: in Python True is 1
+
+
+def length_step(length: int) -> int:
+    """Return the unit to which a length is rounded down: three digits are left, so that there are few lengths."""
+    return int(10 ** max(len(str(length)) - 3, 0))
 
 
 @dataclass(slots=True)
@@ -32,11 +38,11 @@ class FieldValues:
     time."""
 
     name: str
-    kinds: Counter[str] = field(default_factory=Counter)  # text, number, boolean, null, list, object -> times
+    kinds: Counter[str] = field(default_factory=Counter)  # the kinds of `_kind` -> times
     values: Counter[Value] = field(default_factory=Counter)
     not_counted: int = 0  # short values that came after MAX_VALUES others
     long_texts: int = 0
-    lengths: Counter[int] = field(default_factory=Counter)  # characters of texts, rounded down to two digits
+    lengths: Counter[int] = field(default_factory=Counter)  # characters of texts, rounded down to three digits
     num_numbers: int = 0
     low: float = math.inf
     high: float = -math.inf
@@ -55,21 +61,19 @@ class FieldValues:
     def add(self, value: Any) -> None:
         kind = _kind(value)
         self.kinds[kind] += 1
-        if kind in ("list", "object"):
+        if kind in ("list", "object", _TOO_LARGE):
             return
         if kind == "text":
-            self.lengths[_rounded_length(len(value))] += 1
+            step = length_step(len(value))
+            self.lengths[len(value) // step * step] += 1
             if len(value) > MAX_CHARS:
                 self.long_texts += 1
                 return
         if kind == "number":
-            if not -_MAX_NUMBER < value < _MAX_NUMBER:  # it has no place in a plot
-                self.not_counted += 1
-                return
-            value = float(value)
+            number = float(value)
             self.num_numbers += 1
-            self.low, self.high, self.total = min(self.low, value), max(self.high, value), self.total + value
-            self.numbers.add(value)
+            self.low, self.high, self.total = min(self.low, number), max(self.high, number), self.total + number
+            self.numbers.add(number)
         key = kind, value
         if key in self.values or len(self.values) < MAX_VALUES:
             self.values[key] += 1
@@ -101,10 +105,16 @@ class Answers:
     def __post_init__(self) -> None:
         self._check = AnswerCheck()
 
+    @property
+    def unknown_formats(self) -> list[str]:
+        return self._check.unknown_formats
+
     def add(self, row: Row) -> None:
         """Count a row that did not fail."""
         self.rows += 1
         self.cut += row.finish_reason == "length"
+        if row.tool_calls and not row.text:  # the calls are the answer
+            return
         self.texts.add(row.text)
         wanted = self.formats.of(row.index)
         asks = self._check.asks_for_json(wanted)
@@ -117,7 +127,7 @@ class Answers:
             if asks:
                 is_cut = row.finish_reason == "length"
                 self.cut_not_json += is_cut
-                self.invalid.add((row, "it was cut" if is_cut else f"it is no JSON: {exc}"))
+                self.invalid.add((row, "it was cut" if is_cut else f"it cannot be read as JSON: {exc}"))
             return
         for name, part in _parts(value):
             self._add_value(name, part)
@@ -157,7 +167,7 @@ def _kind(value: Any) -> str:
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int | float):
-        return "number"
+        return "number" if -_MAX_NUMBER < value < _MAX_NUMBER else _TOO_LARGE
     return "text" if isinstance(value, str) else "list" if isinstance(value, list) else "object"
 
 
@@ -173,9 +183,3 @@ def _parts(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, An
             yield from _parts(part, f"{name}[]", depth + 1)
     elif not name:
         yield "(the answer)", value
-
-
-def _rounded_length(length: int) -> int:
-    """Round a length down to two digits, so that there are few of them."""
-    step = 10 ** max(len(str(length)) - 2, 0)
-    return length // step * step

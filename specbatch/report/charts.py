@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _MAX_BINS = 36
@@ -54,11 +54,13 @@ def _round_step(least: float) -> float:
 
 
 def number(value: float) -> str:
-    """Short: 1,250; 12k; 3M."""
+    """Short: 1,250; 12k; 3M. The ends of a narrow bar far from 0 differ, too."""
+    if abs(value) >= 1e12:
+        return f"{value:.12g}"
     for bound, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= bound:
-            return f"{value / (1e3 if unit == 'k' else bound):g}{unit}"
-    return f"{value:,.10g}"
+            return f"{value / (1e3 if unit == 'k' else bound):.12g}{unit}"
+    return f"{value:,.12g}"
 
 
 def percent(value: float) -> str:
@@ -81,9 +83,17 @@ def bars(given: Sequence[Bar], x_title: str, name: str, columns: Sequence[str], 
     )
 
 
-def histogram(counts: Counter[int], x_title: str, name: str, unit: str = "tokens", things: str = "rows") -> Plot:
+def histogram(
+    counts: Counter[int],
+    x_title: str,
+    name: str,
+    unit: str = "tokens",
+    things: str = "rows",
+    step_of: Callable[[int], int] = lambda value: 1,
+) -> Plot:
     """Draw a histogram of whole numbers. The last bar holds the longest 1%, if these go far beyond the others.
-    `things`: what is counted, and has a number of `unit`."""
+    `things`: what is counted, and has a number of `unit`. `step_of`: the power of 10 of which a number is a multiple,
+    because it was rounded down; no bar ends within such a step."""
     total = counts.total()
     low, high = min(counts), max(counts)
     below, bound = 0, low
@@ -95,6 +105,7 @@ def histogram(counts: Counter[int], x_title: str, name: str, unit: str = "tokens
     has_tail = high > low + 1.5 * (bound - low + 1)
     end = bound if has_tail else high
     width = max(1, math.ceil(_round_step((end - low + 1) / min(_MAX_BINS, 6 + total // 4))))
+    width = math.ceil(width / step_of(end)) * step_of(end)
     low -= low % width
     num = (end - low) // width + 1
     rows = [0] * (num + has_tail)

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specbatch.report import charts
-from specbatch.report.answers import MAX_CHARS, MAX_VALUES, Answers, FieldValues, Value
+from specbatch.report.answers import MAX_CHARS, Answers, FieldValues, Value, length_step
 
 _NUM_SHOWN = 12  # values of a field
+_NUM_REASONS = 5  # reasons why schemas check nothing
 _MAX_DIFFERENT = 0.5  # a field of texts that differ more often than this shows their lengths
 
 Shares = list[tuple[str, int, str]]  # name, number, words
@@ -54,8 +55,14 @@ def _share(name: str, part: int, whole: int, words: str) -> tuple[str, str, str]
 def _notes(answers: Answers) -> Iterator[str]:
     if answers.cut_not_json:
         yield f"Answers that are no JSON because they were cut: {answers.cut_not_json:,}. A larger max_tokens helps."
-    for reason, rows in answers.not_checked.items():
+    reasons = answers.not_checked.most_common()
+    for reason, rows in reasons[:_NUM_REASONS]:
         yield f"Answers that were not checked: {rows:,}, because {reason}."
+    if others := sum(rows for _, rows in reasons[_NUM_REASONS:]):
+        yield f"Answers that were not checked for other reasons: {others:,}."
+    if answers.unknown_formats:
+        names = ", ".join(answers.unknown_formats)
+        yield f"Formats that were not checked: {names}. pip install 'jsonschema[format-nongpl]' adds checks."
     if answers.formats.not_kept:
         yield f"Rows that were not checked, because rows have too many different formats: {answers.formats.not_kept:,}."
     if answers.fields_left_out:
@@ -69,11 +76,11 @@ def _field(field: FieldValues) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = {"name": field.name, "kinds": _kinds(kinds), "shares": None, "plot": None, "how": ""}
     different = len(field.values)
-    if field.num_numbers and (different > _NUM_SHOWN or not field.is_counted):
+    if field.num_numbers > kinds["text"] and (different > _NUM_SHOWN or not field.is_counted):
         mean = field.total / field.num_numbers
         found["how"] = f"From {_number(field.low)} to {_number(field.high)}, mean {_number(mean)}."
         if field.is_counted:
-            counts = [(value, float(times)) for (_, value), times in field.values.items() if isinstance(value, float)]
+            counts = [(float(value or 0), float(n)) for (kind, value), n in field.values.items() if kind == "number"]
         else:
             sampled = field.numbers.items
             counts = [(value, field.num_numbers / len(sampled)) for value in sampled]
@@ -83,10 +90,11 @@ def _field(field: FieldValues) -> dict[str, Any] | None:
     elif field.long_texts or not field.is_counted or different > max(_NUM_SHOWN, _MAX_DIFFERENT * field.times):
         if field.lengths:
             found["plot"] = charts.histogram(
-                field.lengths, "characters", f"length of {field.name}", "characters", "answers"
+                field.lengths, "characters", f"length of {field.name}", "characters", "answers", length_step
             )
-            more = f"{different:,}" if field.is_counted else f"more than {MAX_VALUES:,}"
-            repeated = f" Different texts of at most {MAX_CHARS} characters: {more}." if different else ""
+            texts = sum(kind == "text" for kind, _ in field.values)
+            found_texts = f"{texts:,}" if field.is_counted else f"at least {texts:,}"
+            repeated = f" Different texts of at most {MAX_CHARS} characters: {found_texts}." if texts else ""
             found["how"] = f"The lengths of its texts.{repeated}"
     elif field.values:
         found["shares"] = _values(field)
@@ -117,7 +125,14 @@ def _shown(value: Value, is_text: bool) -> str:
     kind, content = value
     if kind == "text":
         return str(content) if is_text and content and content != "null" else json.dumps(content, ensure_ascii=False)
-    return _number(float(content or 0)) if kind == "number" else json.dumps(content)
+    if kind == "number" and isinstance(content, int | float):
+        return _exact(content)
+    return json.dumps(content)
+
+
+def _exact(value: int | float) -> str:
+    """Return a number with all its digits, so that different numbers differ."""
+    return f"{int(value):,}" if abs(value) < 1e21 and value == int(value) else f"{float(value):,}"
 
 
 def _number(value: float) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 import time
 from array import array
 from dataclasses import replace
@@ -102,6 +104,23 @@ def test_the_peak_is_not_below_a_part_of_it(run: Run, monkeypatch: pytest.Monkey
     assert shown in table_text(estimate_table(report))
 
 
+def test_the_peak_is_that_of_this_process(tmp_path: Path) -> None:
+    """The system's own maximum begins with that of the process that started it."""
+    code = """
+import sys
+from pathlib import Path
+from tests.job.test_estimate import Run, estimated
+run = Run(Path(sys.argv[1]))
+run.write([{"prompt": "abc"}] * 4)
+print(estimated(run, trial_rows=2)["memory"]["peak"])
+"""
+    large = np.ones(1 << 30, np.uint8)
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 1 << 24 < int(done.stdout) < large.nbytes
+
+
 def test_progress_of_an_estimate(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbatch.job.estimate_command.PLAIN_SECONDS", 0.0)
     log = io.StringIO()
@@ -113,6 +132,12 @@ def test_progress_of_an_estimate(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_file_without_a_row_that_runs(run: Run) -> None:
     run.write([{"prompt": ""}, {"prompt": "a", "temperature": -1}])
     with pytest.raises(InputError, match="has no row that can run"):
+        estimated(run)
+
+
+def test_a_file_without_rows(run: Run) -> None:
+    run.write([])
+    with pytest.raises(InputError, match="has no rows"):
         estimated(run)
 
 

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from specbatch import LLM
 from specbatch.cli import app
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
 TINY = ["--model", "random:tiny", "--method", "none", "--set", "engine.device=cpu"]
 
 
@@ -28,8 +29,8 @@ def test_labels_for_a_table(
 ) -> None:
     pandas = pytest.importorskip("pandas")
     monkeypatch.chdir(tmp_path)
-    rows = ["ticket_id,subject,body,plan", *(f"{i},{'Refund' * (i % 3)},It broke,{'pro' * (i % 2)}" for i in range(12))]
-    Path("tickets.csv").write_text("\n".join(rows) + "\n")
+    tickets = pandas.read_csv(ROOT / "examples" / "tickets.csv", dtype=str)
+    pandas.concat([tickets.head(11), tickets[tickets["body"].isna()]]).to_csv("tickets.csv", index=False)
     init, run = blocks("", "Labels for a table")
     assert CliRunner().invoke(app, shlex.split(init)[1:]).exit_code == 0
     written = Path("specbatch.yaml").read_text()
@@ -44,7 +45,7 @@ def test_labels_for_a_table(
     exec(code)
     assert "label" in capsys.readouterr().out
     table = pandas.read_parquet("tickets.results.parquet")
-    assert list(table.columns[:6]) == ["ticket_id", "subject", "body", "plan", "label", "urgent"]
+    assert list(table.columns[:7]) == ["ticket_id", "subject", "body", "plan", "created", "label", "urgent"]
     assert set(table["label"]) <= {"billing", "bug", "account", "other"}
     assert table["urgent"].dtype == bool
 

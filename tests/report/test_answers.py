@@ -6,9 +6,11 @@ import json
 import random
 import re
 import tracemalloc
+from array import array
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pandas
 import pytest
 
@@ -129,6 +131,59 @@ def test_fields_of_objects_and_lists() -> None:
     assert shares_of(summary_of(texts))["Are JSON"] == ("100.00%", "4 of 4 answers; no row asks for JSON")
 
 
+def test_numbers_that_differ_have_different_names() -> None:
+    ids = [json.dumps({"id": 9007199254740992 + i, "score": 0.12345 + i / 10**6, "stars": 5.0}) for i in range(6)]
+    fields = fields_of(summary_of(ids))
+    assert [name for name, *_ in fields["id"]["shares"]] == [f"{9007199254740992 + i:,}" for i in range(6)]
+    assert len({name for name, *_ in fields["score"]["shares"]}) == 6
+    assert fields["stars"]["shares"] == [("5", 6, "6 (100.0%)")]
+
+
+def test_numbers_beyond_those_of_a_plot_change_no_other_figure() -> None:
+    texts = ['{"a": "x"}'] * 4 + ['{"a": 1e999}', '{"a": ' + "9" * 400 + "}"]
+    field = fields_of(summary_of(texts))["a"]
+    assert field["kinds"] == "text 4, number beyond 1e300 2"
+    assert field["shares"] == [("x", 4, "4 (66.7%)")]
+
+
+def test_a_field_of_several_types_shows_the_more_frequent_one() -> None:
+    values = [*(f"t{i}" for i in range(20)), None, True, 1]
+    field = fields_of(summary_of([json.dumps({"a": value}) for value in values]))["a"]
+    assert field["how"] == "The lengths of its texts. Different texts of at most 80 characters: 20."
+    values = ["x", *range(2 * MAX_VALUES), *["x"] * (3 * MAX_VALUES)]
+    field = fields_of(summary_of([json.dumps({"a": value}) for value in values]))["a"]
+    assert field["how"].endswith("characters: at least 1.")
+
+
+def test_formats_that_cannot_be_checked_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = dict(jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers)
+    known.pop("date-time", None)  # as without its package
+    monkeypatch.setattr(jsonschema.Draft202012Validator.FORMAT_CHECKER, "checkers", known)
+    times = {name: {"type": "string", "format": name} for name in ("date", "date-time")}
+    wanted = format_of({"type": "object", "properties": times})
+    facts = answer_facts(summary_of(['{"date": "2024-02-29", "date-time": "x"}'], wanted).answers)
+    assert facts is not None
+    assert facts["notes"] == [
+        "Formats that were not checked: date-time. pip install 'jsonschema[format-nongpl]' adds checks."
+    ]
+
+
+def test_calls_of_tools_are_no_empty_texts() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    summary = summary_of([""] * 6, '{"type": "json_object"}', tool_calls=[call])
+    assert fields_of(summary) == {}
+    assert list(shares_of(summary)) == ["Cut by max_tokens"]
+
+
+def test_few_reasons_are_shown() -> None:
+    lines = [native(i, "{}") for i in range(40)]
+    schemas = [format_of({"$ref": f"#/$defs/{i}"}) for i in range(40)]
+    formats = Formats(None, [None, *schemas], array("H", range(2, 42)))
+    facts = answer_facts(summarize(map(read_row, lines), formats).answers)
+    assert facts is not None
+    assert facts["notes"][5:] == ["Answers that were not checked for other reasons: 35."]
+
+
 def test_texts_that_repeat_are_values() -> None:
     """As those of `choice`; texts that differ are not."""
     fields = fields_of(summary_of(["yes"] * 30 + ["no"] * 10))
@@ -145,6 +200,24 @@ def test_a_field_with_many_texts_shows_their_lengths() -> None:
     shares = fields_of(summary_of(frequent))["summary"]["shares"]
     assert shares[-1] == ("all others", 180, "180 (60.0%)")
     assert len(shares) == 13
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 400), (100, 700), (1_000, 1_700), (95, 1_050), (10_000, 20_000)])
+def test_lengths_of_texts_are_counted_in_their_bars(first: int, last: int) -> None:
+    lengths = [length for length in range(first, last) for _ in range(3)]
+    plot = fields_of(summary_of([json.dumps({"a": "x" * length}) for length in lengths]))["a"]["plot"]
+    assert len(plot.rows) > 10
+    for span, count in plot.rows:
+        low, *high = (int(n) for n in span.replace(",", "").split(" to "))
+        assert int(count.replace(",", "")) == sum(low <= length <= (high or [low])[0] for length in lengths)
+
+
+def test_bars_of_large_numbers_have_different_ends() -> None:
+    for first, step in [(1_700_000_000, 500), (1_234_567, 1), (10**18, 10**12)]:
+        plot = charts.number_histogram([(float(first + i * step), 1.0) for i in range(100)], "a", "answers")
+        spans = [span for span, _ in plot.rows]
+        assert len(set(spans)) == len(spans)
+        assert all(len(set(span.split(" to below "))) == 2 for span in spans)
 
 
 def test_schemas_of_rows(tmp_path: Path) -> None:
