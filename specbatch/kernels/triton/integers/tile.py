@@ -80,7 +80,24 @@ Tile = IntegerTile | DirectTile
 
 # (O, I) of the weight with 4 bits: for up to M tokens, the best measured tile, or None if it was faster to dequantise
 # the weight. `scripts/bench/tune_integers.py --table` prints it.
-_MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {}
+_MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
+    (6144, 4096): {  # llama-3-8b, qkv
+        1: DirectTile(8, 16, 4),
+        16: DirectTile(16, 32, 4, registers=168),
+    },
+    (4096, 4096): {  # llama-3-8b, o
+        1: DirectTile(8, 16, 8, prefetch=1024),
+        16: DirectTile(16, 32, 8, registers=168),
+    },
+    (28672, 4096): {  # llama-3-8b, gate_up
+        1: DirectTile(8, 32, 4, ahead=False),
+        16: DirectTile(16, 64, 4, ahead=False, registers=255),
+    },
+    (4096, 14336): {  # llama-3-8b, down
+        1: DirectTile(8, 16, 8, prefetch=1024),
+        16: DirectTile(16, 32, 8, registers=168),
+    },
+}
 
 
 def integer_tile_for(M: int, O: int, I: int, bits: int, group: int) -> Tile | None:  # noqa: E741
