@@ -73,6 +73,11 @@ def resolve_speculation(
     """Decide the method and the draft shapes, and check them. `target`: the value of model.target. Decisions are added
     to `notes`. `coupled`: see `DraftParts`."""
     section = decide_method(section, target, notes)
+    if section.corpus is not None and section.method != "suffix":
+        raise ConfigError(
+            f"speculation.corpus is searched by speculation.method suffix only, and the method is {section.method}",
+            hint="leave speculation.corpus out, or set speculation.method to suffix",
+        )
     if section.method == "none":
         section = replace(
             section, num_steps=None, num_draft_tokens=None, topk=1, draft=None, schedule=None, aux_layers=None
