@@ -96,9 +96,9 @@ class NgramSection:
 
 @dataclass(frozen=True)
 class SuffixSection:
-    """The method `suffix`: it proposes what followed the last tokens in any output of the job, and what `ngram` does."""
+    """The method `suffix`: it proposes what followed the last tokens in any output of the job."""
 
-    max_tokens: int = option(
+    corpus_tokens: int = option(
         1 << 22,
         "Size of the store of outputs, in tokens. An output takes room for up to 150 tokens more than it has. The "
         "oldest outputs are dropped. 1,000,000 tokens take 20 to 28 MB of the host's memory.",
@@ -129,9 +129,10 @@ class SpeculationSection:
     method: Literal["auto", "none", "ngram", "suffix", "draft_model", "eagle", "eagle3"] = option(
         "auto",
         "`none`: plain decoding. `ngram`: drafts come from the row's own text, and from its `prediction`. "
-        "`suffix`: also from the outputs of the job's other rows. `draft_model`: a smaller model with the same tokenizer. `eagle`, `eagle3`: a head that was trained for the "
-        "target. `auto`: `eagle3` if a head for the target comes with specbatch (the built-in target), else `ngram`; "
-        "also `ngram` if most of the first rows of a file have a `prediction`.",
+        "`suffix`: they come from the outputs of the job's other rows, too. `draft_model`: a smaller model with the "
+        "same tokenizer. `eagle`, `eagle3`: a head that was trained for the target. `auto`: `eagle3` if a head for the "
+        "target comes with specbatch (the built-in target), else `ngram`; also `ngram` if most of the first rows of a "
+        "file have a `prediction`.",
     )
     draft: str | None = option(
         None,

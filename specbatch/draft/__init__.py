@@ -31,7 +31,7 @@ class DraftParts:
     ngram_match: tuple[int, int] = (2, 5)  # the shortest and the longest match, in tokens
     coupled: bool = False  # sampled chains are drawn with the target's random numbers, see `chain`
     shared: SharedTexts | None = None  # the corpus of `suffix`; None: the method has none
-    min_probability: float = 0.3  # of a draft of `suffix`
+    min_probability: float = 0.3  # the least probability of a draft of `suffix`
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,10 +183,10 @@ class Corpus:
             picked = np.arange(len(lines))
             shares_B[lines] *= num_same[picked, best] / np.maximum(votes.sum(axis=1), 1)
             probability = shares_B[lines] * longest_B[lines] / (longest_B[lines] + depth + 1)
-            goes_on = (num_same[picked, best] > 0) & (probability >= min_probability)
+            is_likely = (num_same[picked, best] > 0) & (probability >= min_probability)
             votes_BC[lines] = same[picked, best]
             tokens_BD[lines, depth] = next_BC[picked, best]
-            lines, probability = lines[goes_on], probability[goes_on]
+            lines, probability = lines[is_likely], probability[is_likely]
             counts_B[lines] += 1
             expected_B[lines] += probability
             if not len(lines):

@@ -31,20 +31,20 @@ def read_texts(path: Path, max_tokens: int) -> list[tuple[str, bool]]:
 
 
 def _completions(path: Path) -> Iterator[tuple[str, bool]]:
-    number = 0
     try:
         with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield from _of_line(json.loads(line))
+                try:
+                    found = list(_of_line(json.loads(line))) if line.strip() else []
+                except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+                    raise ConfigError(
+                        f"{_OPTION}: line {number} of {path} is not a result line",
+                        hint="name the finished result file of a job, with JSON lines (.jsonl or .jsonl.gz)",
+                    ) from exc
+                yield from found
     except (OSError, EOFError, zlib.error) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
         raise ConfigError(f"{_OPTION}: {path} cannot be read: {reason}", hint="name the result file of a job") from exc
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
-        raise ConfigError(
-            f"{_OPTION}: line {number} of {path} is not a result line",
-            hint="name the finished result file of a job, with JSON lines (.jsonl or .jsonl.gz)",
-        ) from exc
 
 
 def _of_line(line: dict[str, Any]) -> Iterator[tuple[str, bool]]:

@@ -367,7 +367,7 @@ def _open_draft(
 def _earlier_texts(speculation: SpeculationSection) -> list[tuple[str, bool]]:
     if speculation.corpus is None:
         return []
-    return read_texts(Path(speculation.corpus).expanduser(), speculation.suffix.max_tokens)
+    return read_texts(Path(speculation.corpus).expanduser(), speculation.suffix.corpus_tokens)
 
 
 def _encode(

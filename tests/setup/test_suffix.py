@@ -74,7 +74,7 @@ def test_a_corpus_may_differ_when_a_job_goes_on(tmp_path: Path) -> None:
     assert generate(tmp_path, "first.jsonl", "speculation.method=suffix").exit_code == 0
     command = ["generate", str(tmp_path / "rows.jsonl"), "-o", str(tmp_path / "first.jsonl")]
     for option in (
-        *TINY, "speculation.method=suffix", "speculation.suffix.max_tokens=4096",
+        *TINY, "speculation.method=suffix", "speculation.suffix.corpus_tokens=4096",
         f"speculation.corpus={tmp_path / 'first.jsonl'}",
     ):  # fmt: skip
         command += ["--set", option]
@@ -138,7 +138,7 @@ def test_a_damaged_or_missing_file(tmp_path: Path) -> None:
 def test_other_methods_have_no_corpus(tmp_path: Path, method: str) -> None:
     (tmp_path / "r.jsonl").write_bytes(lines(NATIVE))
     options = [f"speculation.method={method}", f"speculation.corpus={tmp_path / 'r.jsonl'}", TINY[0]]
-    with pytest.raises(ConfigError, match="searched by speculation.method suffix only"):
+    with pytest.raises(ConfigError, match=r"searched by speculation.method suffix only"):
         resolve(load_config(None, options))
 
 
