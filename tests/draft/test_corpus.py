@@ -114,3 +114,21 @@ def test_tokens_of_a_file_are_known_until_they_are_overwritten() -> None:
     for text in texts[5:]:
         corpus.extend([(Text(), text)])
     assert not any(map(is_loaded, texts))
+
+
+def test_where_the_ring_begins_again_texts_stay_whole() -> None:
+    """A text whose part was overwritten goes on elsewhere, and no text goes on with tokens of an older one."""
+    rng = np.random.default_rng(4)
+    slow, tokens = Text(), rng.integers(0, 50_000, size=65).tolist()
+    others = [rng.integers(0, 50_000, size=150).tolist() for _ in range(6)]
+    corpus = Corpus(MIN_TOKENS)
+    corpus.extend([(slow, tokens[:5])])
+    for text in others:  # the last one takes the room of `slow`
+        corpus.extend([(Text(), text)], room=0)
+    corpus.extend([(slow, tokens)])
+    assert all(drafts(corpus, others[-1][:end], 1) == [others[-1][end]] for end in range(3, 150))
+    assert all(drafts(corpus, tokens[:end], 1) == [tokens[end]] for end in range(7, 65))
+    new = rng.integers(0, 50_000, size=30).tolist()
+    for _ in range(3):
+        corpus.extend([(Text(), new)])
+    assert drafts(corpus, new[:20], 32, 1e-6) == new[20:]
