@@ -95,6 +95,24 @@ class NgramSection:
 
 
 @dataclass(frozen=True)
+class SuffixSection:
+    """The method `suffix`: it proposes what followed the last tokens in any output of the job."""
+
+    corpus_tokens: int = option(
+        1 << 22,
+        "Size of the store of outputs, in tokens. An output takes room for up to 150 tokens more than it has. The "
+        "oldest outputs are dropped. 1,000,000 tokens take 20 to 28 MB of the host's memory.",
+        Range(">= 1024 and <= 1073741824", lambda v: 1024 <= v <= 1 << 30),
+    )
+    min_probability: float = option(
+        0.3,
+        "A draft ends where the estimated probability that all of it is right is below this. A large batch gains by a "
+        "higher value.",
+        Range("> 0 and < 1", lambda v: 0 < v < 1),
+    )
+
+
+@dataclass(frozen=True)
 class ScheduleSection:
     """The draft shape of batches of up to `max_batch` requests; `num_steps` 0 is plain decoding."""
 
@@ -108,13 +126,14 @@ class ScheduleSection:
 class SpeculationSection:
     """The drafting of tokens. It changes the speed, not the output."""
 
-    method: Literal["auto", "none", "ngram", "draft_model", "eagle", "eagle3", "mtp"] = option(
+    method: Literal["auto", "none", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"] = option(
         "auto",
         "`none`: plain decoding. `ngram`: drafts come from the row's own text, and from its `prediction`. "
-        "`draft_model`: a smaller model with the same tokenizer. `eagle`, `eagle3`: a head that was trained for the "
-        "target. `mtp`: the layer for multi-token prediction in the checkpoint of a hybrid (Qwen3.5). `auto`: `eagle3` "
-        "if a head for the target comes with specbatch (the built-in target), else `mtp` if its checkpoint has one, "
-        "else `ngram`; also `ngram` if most of the first rows of a file have a `prediction`.",
+        "`suffix`: they come from the outputs of the job's other rows, too (on a CPU). `draft_model`: a smaller model "
+        "with the same tokenizer. `eagle`, `eagle3`: a head that was trained for the target. `mtp`: the layer for "
+        "multi-token prediction in the checkpoint of a hybrid (Qwen3.5). `auto`: `eagle3` if a head for the target "
+        "comes with specbatch (the built-in target), else `mtp` if its checkpoint has one, else `ngram`; also `ngram` "
+        "if most of the first rows of a file have a `prediction`.",
     )
     draft: str | None = option(
         None,
@@ -134,7 +153,7 @@ class SpeculationSection:
     num_draft_tokens: int | None = option(
         None,
         "Nodes that a round verifies, with the root (the last committed token). "
-        "null: decided (`ngram`: 6, chain: num_steps + 1, tree: 8).",
+        "null: decided (`ngram`: 6, `suffix`: 32, chain: num_steps + 1, tree: 8).",
         AT_LEAST_1,
     )
     schedule: tuple[ScheduleSection, ...] | None = option(
@@ -150,6 +169,12 @@ class SpeculationSection:
         AT_LEAST_1,
     )
     ngram: NgramSection = field(default_factory=NgramSection)
+    suffix: SuffixSection = field(default_factory=SuffixSection)
+    corpus: str | None = option(
+        None,
+        "`suffix`: an earlier result file (.jsonl or .jsonl.gz), whose texts are searched from the start, such as that "
+        "of the same prompts for another model. null: there is none.",
+    )
 
 
 def read_switch(reader: Reader, value: Any, path: str) -> str:

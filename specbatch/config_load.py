@@ -172,6 +172,11 @@ def _check_relations(config: Config) -> None:
             f"speculation.ngram.max_match ({ngram.max_match}) must be >= "
             f"speculation.ngram.min_match ({ngram.min_match})"
         )
+    corpus = config.speculation.corpus
+    if corpus is not None and not Path(corpus).expanduser().is_file():
+        raise ConfigError(
+            f"speculation.corpus: {corpus} does not exist, or is no file", "name the finished result file of a job"
+        )
     if config.cluster.address is not None and config.cluster.workers is None:
         raise ConfigError("cluster.address is set, but cluster.workers is not", "give the number: --workers N")
     if config.data.prompt_template is not None and config.data.prompt_column is not None:

@@ -134,6 +134,24 @@ class ExpertCounts:
 
 
 @dataclass(slots=True)
+class DraftSources:
+    """Counts of drafts by where they come from: `row`, `job` or `corpus`, see `draft.suffix`. They are empty with other
+    draft methods. Drafts that were cut before verification, as by a grammar, count as drafted."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # source -> [drafted, accepted]
+
+    def record(self, source: str, drafted: int, accepted: int, times: int = 1) -> None:
+        sums = self.tokens.setdefault(source, [0, 0])
+        sums[0] += times * drafted
+        sums[1] += times * accepted
+
+    def add(self, other: DraftSources, times: int = 1) -> None:
+        """Add other counts. `times=-1` subtracts counts that were added before."""
+        for source, (drafted, accepted) in other.tokens.items():
+            self.record(source, drafted, accepted, times)
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counters since the engine was built. Seconds are wall time."""
 
@@ -155,12 +173,14 @@ class EngineStats:
     grammar: GrammarCounts = field(default_factory=GrammarCounts)
     experts: ExpertCounts = field(default_factory=ExpertCounts)
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    draft_sources: DraftSources = field(default_factory=DraftSources)
 
     def add(self, other: EngineStats) -> None:
         """Add another engine's counters. Seconds of engines that ran together add up to more than the wall time."""
         for item in fields(self):
-            if item.name not in ("grammar", "experts", "speculation"):
+            if item.name not in ("grammar", "experts", "speculation", "draft_sources"):
                 setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
         self.grammar.add(other.grammar)
         self.experts.add(other.experts)
         self.speculation.add(other.speculation)
+        self.draft_sources.add(other.draft_sources)

@@ -17,6 +17,7 @@ from specbatch.draft.network import DraftNet, EagleNet, ModelNet
 from specbatch.draft.ngram import HostNgramDraft, NgramDraft
 from specbatch.draft.none import MAX_ROOM, NoDraft
 from specbatch.draft.shape import DraftShape
+from specbatch.draft.suffix import SharedTexts, SuffixDraft
 from specbatch.draft.tree import TreeDraft
 
 
@@ -30,6 +31,8 @@ class DraftParts:
     ngram_match: tuple[int, int] = (2, 5)  # the shortest and the longest match, in tokens
     coupled: bool = False  # sampled chains are drawn with the target's random numbers, see `chain`
     has_states: bool = False  # the target is a hybrid: plain rounds have no room for further nodes
+    shared: SharedTexts | None = None  # the corpus of `suffix`; None: the method has none
+    min_probability: float = 0.3  # the least probability of a draft of `suffix`
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,15 @@ def _room(parts: DraftParts) -> int:
     return 1 if parts.has_states else MAX_ROOM
 
 
+def _suffix(shape: DraftShape, parts: DraftParts) -> DraftMethod:
+    assert parts.shared is not None, "the method has a corpus"
+    return SuffixDraft(shape, parts.ngram_match, parts.min_probability, parts.shared)
+
+
 METHODS: dict[str, MethodEntry] = {
     "none": MethodEntry(lambda shape, parts: NoDraft(room=_room(parts))),
     "ngram": MethodEntry(_ngram, default_num_steps=5, chains_only=True),
+    "suffix": MethodEntry(_suffix, default_num_steps=31, chains_only=True),
     "draft_model": MethodEntry(_from_network, ModelNet),
     "eagle": MethodEntry(_from_network, EagleNet),
     "eagle3": MethodEntry(_from_network, EagleNet),

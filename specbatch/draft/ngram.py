@@ -84,15 +84,23 @@ class RowIndex:
         self._in_text, self._in_predicted = NgramIndex(min_match, max_match), NgramIndex(min_match, max_match)
         self._in_predicted.update(predicted)
 
-    def continuation(self, tokens: list[int], count: int) -> list[int]:
-        """Return up to `count` tokens that come after the last earlier occurrence of the longest suffix that has one.
-        Return [] if no suffix has one."""
+    def find(self, tokens: list[int]) -> tuple[int, list[int], int]:
+        """Find the last earlier occurrence of the longest suffix of `tokens` that has one. Return its length, the text
+        that it is in, and the index of the token after it. The length is 0 if no suffix has one."""
         self._in_text.update(tokens)
         size, start = self._in_text.find(tokens) or (0, 0)
         other_size, other_start = self._in_predicted.find(tokens) or (0, 0)
         if other_size and other_size >= size:
-            return self._predicted[other_start : other_start + count]
-        return tokens[start : start + count] if size else []
+            return other_size, self._predicted, other_start
+        return size, tokens, start
+
+
+def continuation(text: list[int], start: int, count: int) -> list[int]:
+    """Return the `count` tokens of `text` from `start` on. At the end of the text they go on with themselves."""
+    drafts = text[start : start + count]
+    while drafts and len(drafts) < count:
+        drafts += drafts[: count - len(drafts)]
+    return drafts
 
 
 class HostNgramDraft(HostDraftMethod):
@@ -110,8 +118,5 @@ class HostNgramDraft(HostDraftMethod):
         if seq.draft_state is None:
             seq.draft_state = RowIndex(seq.predicted, self._min_match, self._max_match)
         index: RowIndex = seq.draft_state
-        count = min(self.num_nodes - 1, seq.max_length - len(seq.tokens))
-        drafts = index.continuation(seq.tokens, count)
-        while drafts and len(drafts) < count:
-            drafts += drafts[: count - len(drafts)]
-        return drafts
+        size, text, start = index.find(seq.tokens)
+        return continuation(text, start, min(self.num_nodes - 1, seq.max_length - len(seq.tokens))) if size else []

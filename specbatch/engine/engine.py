@@ -171,6 +171,9 @@ class Engine:
     def stats(self) -> EngineStats:
         self._stats.preemptions = self._scheduler.num_preemptions
         self._stats.device_wait_seconds = self.waited_seconds
+        for round_ in self.executor.rounds.items:
+            if isinstance(round_.method, HostDraftMethod):
+                round_.method.record(self._stats)
         if self._has_new_routing and self._round.routing is not None and not (self.num_running or self.num_waiting):
             self._stats.experts = self._round.routing.read()  # waits for the device, which an idle engine can do
             self._has_new_routing = False

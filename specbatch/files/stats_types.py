@@ -76,6 +76,13 @@ class Experts(TypedDict):
     distinct: list[DistinctExperts]
 
 
+class DraftsOfSource(TypedDict):
+    """Drafts of one source: the row's own text, the job's outputs, or `speculation.corpus`."""
+
+    drafted: int
+    accepted: int
+
+
 class SessionStats(TypedDict):
     """The work of the last process."""
 
@@ -99,6 +106,7 @@ class SessionStats(TypedDict):
     acceptance_length: float | None
     acceptance_rate_by_position: list[float | None]
     draft_rate_by_position: list[float | None]
+    drafts_by_source: NotRequired[dict[str, DraftsOfSource] | None]
     experts: NotRequired[Experts | None]
     workers: NotRequired[list[dict[str, Any]]]
 

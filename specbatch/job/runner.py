@@ -98,7 +98,8 @@ class RowRunner:
     def preparer(self) -> RowPreparer:
         """Make the preparer, which decides which rows can run."""
         parser = RowParser.of_job(self._config)
-        no_grammars, is_ngram = _without_grammars(self._config), self._config.speculation.method == "ngram"
+        no_grammars = _without_grammars(self._config)
+        is_ngram = self._config.speculation.method in ("ngram", "suffix")
         return RowPreparer(parser, self._texts, self.engine.limits, no_grammars, is_ngram)
 
     def drop(self, indices: Collection[int]) -> None:

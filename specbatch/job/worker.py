@@ -230,7 +230,7 @@ class _OneJob:
 
 def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
     """`now` less `before`, an earlier copy of the same engine's statistics."""
-    sums = ("speculation", "grammar", "experts")
+    sums = ("speculation", "grammar", "experts", "draft_sources")
     numbers = {f.name: getattr(now, f.name) for f in dataclasses.fields(EngineStats) if f.name not in sums}
     grammar = GrammarCounts(
         **{
@@ -240,6 +240,8 @@ def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
     )
     experts = copy.deepcopy(now.experts)
     experts.add(before.experts, times=-1)
+    sources = copy.deepcopy(now.draft_sources)
+    sources.add(before.draft_sources, times=-1)
     counts = SpeculationCounts()
     for f in dataclasses.fields(SpeculationCounts):
         new, old = getattr(now.speculation, f.name), getattr(before.speculation, f.name)
@@ -251,4 +253,4 @@ def counts_since(now: EngineStats, before: EngineStats) -> EngineStats:
             value = new - old
         setattr(counts, f.name, value)
     differences = {name: value - getattr(before, name) for name, value in numbers.items()}
-    return EngineStats(**differences, speculation=counts, grammar=grammar, experts=experts)
+    return EngineStats(**differences, speculation=counts, grammar=grammar, experts=experts, draft_sources=sources)

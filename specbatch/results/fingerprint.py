@@ -39,6 +39,8 @@ _NOT_IN_RESULTS = (
     "engine.two_batch_overlap",
     "prefill.",
     "data.plan_rows",
+    "speculation.suffix.",
+    "speculation.corpus",
     "cluster.",
     "model.generation_config",  # what it decides is recorded as options of `sampling`
 )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import specbatch
-from specbatch.counts import EngineStats, ExpertCounts, SpeculationCounts
+from specbatch.counts import DraftSources, EngineStats, ExpertCounts, SpeculationCounts
 from specbatch.files.local import write_whole
 from specbatch.files.stats_types import SCHEMA_VERSION
 from specbatch.models.catalog import random_name
@@ -254,6 +254,7 @@ def build_report(
             ],
             # [i] = share of the rounds that had a draft at depth i + 1
             "draft_rate_by_position": [_ratio(proposed, here.rounds) for proposed in here.proposed_at],
+            "drafts_by_source": _sources(engine.draft_sources),
             "experts": _experts(engine.experts),
             **({"workers": [asdict(line) for line in session.workers]} if session.workers else {}),
         },
@@ -263,6 +264,12 @@ def build_report(
         "config": dict(config),
         "job": dict(job),
     }
+
+
+def _sources(counts: DraftSources) -> dict[str, Any] | None:
+    """Return the part of stats.json about the sources of drafts; None: the draft method has one."""
+    sums = sorted(counts.tokens.items())
+    return {source: {"drafted": drafted, "accepted": accepted} for source, (drafted, accepted) in sums} or None
 
 
 def _experts(counts: ExpertCounts) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from specbatch.cache.pages import KVScales
 from specbatch.config import AttentionName
 from specbatch.draft import DraftParts, make_method
 from specbatch.draft.network import DraftNet, EagleNet, ModelNet
+from specbatch.draft.suffix import SharedTexts
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
@@ -205,8 +206,17 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     net = _build_net(run, target, num_positions, gemm, group) if run.draft is not None else None
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
     coupled = run.config.engine.deterministic
-    has_states = run.target.config.delta is not None
-    parts = DraftParts(run.device, ops_for(run.device, run.dtype), net, ngram_match, coupled, has_states)
+    shared = SharedTexts.of(speculation.suffix.corpus_tokens, run.corpus) if speculation.method == "suffix" else None
+    parts = DraftParts(
+        run.device,
+        ops_for(run.device, run.dtype),
+        net,
+        ngram_match,
+        coupled,
+        run.target.config.delta is not None,
+        shared,
+        speculation.suffix.min_probability,
+    )
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
     page_size, eos = run.engine.page_size, _eos_token_ids(run)
     return parts, RoundParts(

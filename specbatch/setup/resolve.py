@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
 from specbatch.draft import METHODS
+from specbatch.draft.earlier_results import read_texts
 from specbatch.engine.round import MAX_FORCED
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
@@ -93,6 +95,7 @@ class ResolvedRun:
     draft_quantization: LayerQuantization | None
     mxfp4: PackedReader | None  # the reader of the target's experts that stay in MXFP4; None: they do not
     division: Division  # the division of the target among ranks
+    corpus: list[list[int]]  # the tokens of speculation.corpus
     row_tokens: int | None  # longest row if the user's engine.kv_cache_tokens limits it; None: the model limits it
     description: dict[str, str]  # description of the models, for the statistics
     low_acceptance: str | None  # likely reason if drafts are hardly ever right; None: there is no warning
@@ -123,9 +126,16 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     # The target's checkpoint decides if `auto` has no head of its own: it is opened first.
     is_open = wanted_method.method == "auto" and wanted_method.draft is None
     is_open = is_open and builtin_head(config.model.target) is None
+    earlier: list[tuple[str, bool]] = []
     if not is_open:
         speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled)
+        earlier = _earlier_texts(speculation.section)
     device = resolve_device(config.engine.device, notes)
+    if device.type == "cuda" and wanted_method.method == "suffix":
+        raise ConfigError(
+            "speculation.method: suffix runs on a CPU only: no GPU has run it yet",
+            hint="set speculation.method: ngram",
+        )
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = resolve_engine(config, device, dtype, notes)
     kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
@@ -192,6 +202,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
             notes.append(f"model.backend: {whose} for speculation.draft ({draft.config.model_type})")
         if not draft.config.is_native:  # pieces and kernels ahead are for all models of a run, or for none
             engine = engine_of_transformers(config, engine)
+    corpus = _encode(earlier, tokenizer, speculation.section, target.config.vocab_size, notes)
     draft_quantization = quantization_of_draft(draft, config, device)
     shapes = speculation.shapes
     topk = max((shape.topk for shape in shapes), default=1)
@@ -317,6 +328,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         draft_quantization,
         mxfp4,
         division,
+        corpus,
         max_length if given is not None and max_length < rows.max_positions else None,
         description,
         low_acceptance(speculation.section, draft),
@@ -388,6 +400,31 @@ def _open_draft(
     if random_name(speculation.draft) is not None:
         return open_random_eagle_head(speculation.draft, kind, target.config, dtype, device, speculation.aux_layers)
     return open_eagle_head(resolve_model(speculation.draft, progress=progress), kind, target, speculation.aux_layers)
+
+
+def _earlier_texts(speculation: SpeculationSection) -> list[tuple[str, bool]]:
+    if speculation.corpus is None:
+        return []
+    return read_texts(Path(speculation.corpus).expanduser(), speculation.suffix.corpus_tokens)
+
+
+def _encode(
+    texts: list[tuple[str, bool]],
+    tokenizer: PreTrainedTokenizerBase,
+    speculation: SpeculationSection,
+    vocab_size: int,
+    notes: list[str],
+) -> list[list[int]]:
+    """Encode the texts of speculation.corpus with the target's tokenizer, whatever model they are of. A text that ended
+    by itself has an end-of-sequence token, which is drafted, too."""
+    if speculation.corpus is None:
+        return []
+    eos = [tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else []
+    encoded = tokenizer([text for text, _ in texts], add_special_tokens=False)["input_ids"] if texts else []
+    corpus = [[*ids, *(eos if is_whole else [])] for ids, (_, is_whole) in zip(encoded, texts, strict=True)]
+    corpus = [ids for ids in corpus if max(ids, default=vocab_size) < vocab_size]
+    notes.append(f"speculation.corpus: {len(corpus):,} texts, {sum(map(len, corpus)):,} tokens")
+    return corpus
 
 
 def _check_topk(topk: int, draft: Checkpoint | EagleCheckpoint | None) -> None:

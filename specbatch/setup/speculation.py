@@ -79,6 +79,11 @@ def resolve_speculation(
     to `notes`. `coupled`: see `DraftParts`. `has_mtp`: the target's checkpoint has a layer for multi-token
     prediction."""
     section = decide_method(section, target, notes, has_mtp=has_mtp)
+    if section.corpus is not None and section.method != "suffix":
+        raise ConfigError(
+            f"speculation.corpus is searched by speculation.method suffix only, and the method is {section.method}",
+            hint="leave speculation.corpus out, or set speculation.method to suffix",
+        )
     if section.method == "none":
         section = replace(
             section, num_steps=None, num_draft_tokens=None, topk=1, draft=None, schedule=None, aux_layers=None

@@ -44,6 +44,7 @@ def test_wrong_paths_are_found_without_torch(tmp_path: Path) -> None:
         "tune no.jsonl -> no.jsonl does not exist",
         "tune d.jsonl -o no/tuned.yaml -> no, does not exist",
         "tune d.jsonl --set speculation.method=none -> nothing to tune",
+        "generate d.jsonl --set speculation.method=suffix --set speculation.corpus=no.jsonl -> no.jsonl does not exist",
         "eval gsm8k -o no/out -> no, does not exist",
         "eval gsm8k --data no.jsonl -> no.jsonl does not exist",
     ]
