@@ -152,7 +152,7 @@ def test_the_default_draft_has_31_tokens() -> None:
 
 def test_no_gpu_and_no_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
     hybrid = ["model.target=random:tiny-hybrid", "engine.device=cpu", "speculation.method=suffix"]
-    with pytest.raises(ConfigError, match="speculation.method: suffix does not run with a hybrid"):
+    with pytest.raises(ConfigError, match=r"speculation\.method: suffix does not run with a hybrid"):
         resolve(load_config(None, hybrid))
     monkeypatch.setattr("specbatch.setup.resolve.resolve_device", lambda name, notes: torch.device("cuda"))
     with pytest.raises(ConfigError, match="suffix runs on a CPU only"):
