@@ -293,7 +293,6 @@ def test_preemption_changes_nothing(case: str, plain: Any) -> None:
     assert engine.stats.preemptions > 0, "the cache was too large to preempt anything"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3.5"])
 def test_a_tree_is_no_longer_than_its_request_has_pages(family: str) -> None:
     """Where the host makes one request's tree longer, the device has room in the trees of all. A text of more forced
@@ -317,6 +316,7 @@ def test_a_tree_is_no_longer_than_its_request_has_pages(family: str) -> None:
     assert texts(run_requests(engine(), wanted())) == texts(alone)
 
 
+@pytest.mark.slow
 def test_a_sampled_chain_does_not_depend_on_scheduling() -> None:
     case = SHAPES["draft_model-chain"]
     expected = decided(run_requests(tiny_engine(*case, eos=(END,), num_pages=256), requests((0.9,))))
