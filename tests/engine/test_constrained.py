@@ -302,7 +302,7 @@ def test_a_tree_is_no_longer_than_its_request_has_pages(family: str) -> None:
     def wanted() -> list[Request]:
         found = []
         for i, prompt in enumerate(random_prompts(8, shared=9)):
-            params = SamplingParams(max_tokens=70, choice=() if i % 4 == 3 else (long, "true"))
+            params = SamplingParams(max_tokens=70, choice=None if i % 4 == 3 else (long, "true"))
             constraint, compiler = constraint_of(params), (COMPILER, HOST_COMPILER)[i % 2]
             matcher = None if constraint is None else compiler.matcher(constraint)
             found.append(Request(i, prompt, params, RngKey(7, i, 0), matcher=matcher))
