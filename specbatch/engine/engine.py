@@ -112,7 +112,8 @@ class Engine:
         pool = PagePool(sizes.num_pages, sizes.page_size)
         states = self._round.states
         prefix = None
-        if prefix_cache:
+        # Without a checkpoint, a hybrid's request can take no page, and would only wait for those that share some.
+        if prefix_cache and (states is None or states.checkpoints):
             checkpoints = None if states is None else states.checkpoints
             prefix = PrefixIndex(pool, 1 - net.draft_kv_offset if net is not None else 0, checkpoints)
         lookahead = max(round_.method.num_lookahead for round_ in rounds)

@@ -245,7 +245,8 @@ class Round:
         assert counts_B is not None
         assert before_B is not None
         room_B = torch.maximum(view.field(Field.LIMIT) - view.length_B, before_B)
-        counts_B = torch.minimum(counts_B, room_B)
+        # Trees are as wide as the largest one, to which the host may have added nodes. A request has pages for fewer.
+        counts_B = torch.minimum(counts_B, torch.minimum(room_B, before_B + MAX_FORCED))
         width = max(num_drafts + 1, int(counts_B.max()))
         trees = replace(
             trees, tokens_BN=tokens_BN[:, :width], num_nodes_B=counts_B, states_BN=states_BN[:, :width], max_path=width

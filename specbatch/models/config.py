@@ -11,6 +11,7 @@ from typing import Literal
 from specbatch.cache.states import StateSizes
 from specbatch.errors import ModelError
 from specbatch.kernels.activations import Activation
+from specbatch.kernels.delta import CHUNK
 from specbatch.kernels.experts import Routing, Scoring
 from specbatch.models.rope import NO_ROPE, RopeConfig
 
@@ -101,6 +102,12 @@ class DeltaConfig:
         """The bytes of the matrices of a request's state, without the inputs that are kept: a round reads and writes
         them."""
         return 4 * sum(self.layers) * self.num_value_heads * self.key_dim * self.value_dim
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Return the bytes of what a layer computes of a token on CUDA: projections, convolution, the systems of
+        prompts (float32), outputs and their gated norm. `itemsize`: bytes of a number of the model's dtype."""
+        numbers = sum(self.parts.values()) + self.conv_channels + 2 * self.values_size
+        return numbers * itemsize + self.num_value_heads * 2 * CHUNK * 4
 
     def state_sizes(self, max_nodes: int) -> StateSizes:
         """Return the sizes of the states. `max_nodes`: the most nodes of a round's chain."""

@@ -104,7 +104,10 @@ def default_batch_size(wanted: CacheRequest, available: int, max_tokens: int) ->
             tokens = plan.num_pages * wanted.rows.page_size
         if tokens >= batch * row_tokens and batch * num_nodes <= _MAX_VERIFY_TOKENS:
             return batch
-    return DEFAULT_BATCH["cuda"]
+    batch, left = DEFAULT_BATCH["cuda"], int(available * wanted.memory_fraction) - wanted.weights
+    while wanted.state_bytes and batch > _ENOUGH_ROWS and 2 * (batch + 1) * wanted.state_bytes > left:
+        batch //= 2  # states take at most half of what weights leave
+    return batch
 
 
 def with_default_batch(wanted: CacheRequest, max_tokens: int, notes: list[str]) -> CacheRequest:
@@ -187,6 +190,13 @@ def _check_given(num_tokens: int, available: int, weights: int, rows: Rows) -> N
 
 
 def _refuse(wanted: CacheRequest, plan: CachePlan, available: int) -> None:
+    allowed = available * wanted.memory_fraction
+    if wanted.given_tokens is None and wanted.weights < allowed <= wanted.weights + wanted.states:
+        raise ConfigError(
+            f"the states of {wanted.rows.max_batch_size} rows take {wanted.states / GIB:.1f} GiB, and the weights "
+            f"leave {(allowed - wanted.weights) / GIB:.1f} GiB",
+            hint="lower engine.max_batch_size",
+        )
     if wanted.given_tokens is not None or wanted.weights < available * wanted.memory_fraction:
         tokens = wanted.given_tokens if wanted.given_tokens is not None else plan.num_pages * wanted.rows.page_size
         raise ConfigError(

@@ -162,7 +162,10 @@ def estimated_working_bytes(model: ModelConfig, batch: int, num_nodes: int, chun
     inner, outputs = (0 if moe is not None and all(moe.layers) else model.intermediate_size), 1
     if moe is not None:  # each expert of a token has an output of its own
         inner, outputs = max(inner, moe.top_k * moe.expert_size + moe.shared_size), moe.top_k
-    activations = (3 * inner + (5 + outputs) * model.hidden_size) * itemsize
+    layer = 3 * inner * itemsize
+    if model.delta is not None:  # it ends before the MLP begins
+        layer = max(layer, model.delta.token_bytes(itemsize))
+    activations = layer + (5 + outputs) * model.hidden_size * itemsize
     prompt = chunk * activations + batch * model.vocab_size * itemsize
     round_ = batch * num_nodes * (activations + model.vocab_size * itemsize)
     return max(prompt, round_) + round_ * 5 // 4 + GIB // 2

@@ -293,6 +293,29 @@ def test_preemption_changes_nothing(case: str, plain: Any) -> None:
     assert engine.stats.preemptions > 0, "the cache was too large to preempt anything"
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3.5"])
+def test_a_tree_is_no_longer_than_its_request_has_pages(family: str) -> None:
+    """Where the host makes one request's tree longer, the device has room in the trees of all. A text of more forced
+    tokens than a tree may get would be written to pages of other requests."""
+    long = "-".join(["10"] * 40)
+
+    def wanted() -> list[Request]:
+        found = []
+        for i, prompt in enumerate(random_prompts(8, shared=9)):
+            params = SamplingParams(max_tokens=70, choice=None if i % 4 == 3 else (long, "true"))
+            constraint, compiler = constraint_of(params), (COMPILER, HOST_COMPILER)[i % 2]
+            matcher = None if constraint is None else compiler.matcher(constraint)
+            found.append(Request(i, prompt, params, RngKey(7, i, 0), matcher=matcher))
+        return found
+
+    def engine() -> Engine:
+        return tiny_engine(family=family, num_layers=2, eos=(END,), num_pages=240, page_size=1)
+
+    alone = [run_requests(engine(), [one])[0] for one in wanted()]
+    assert sum(len(one.token_ids) == 70 for one in alone) > 1
+    assert texts(run_requests(engine(), wanted())) == texts(alone)
+
+
 @pytest.mark.slow
 def test_a_sampled_chain_does_not_depend_on_scheduling() -> None:
     case = SHAPES["draft_model-chain"]

@@ -234,3 +234,21 @@ def test_the_engine_of_a_gpu(case: str, sampled: bool) -> None:
     assert tokens_of(found) == tokens_of(expected)
     assert (engine.stats.cached_prompt_tokens > 0) == (case != "no checkpoint")
     assert (engine.stats.preemptions > 0) == (case == "preempted")
+
+
+def test_prompts_do_not_wait_for_pages_without_a_state() -> None:
+    """All eight begin alike. Without a checkpoint there is nothing to wait for, and one chunk computes them all."""
+    prompts = [[*range(3, 12), 20 + i] for i in range(8)]
+    chunks = {}
+    for num_checkpoints in (0, 1):
+        engine = tiny_engine(
+            "none", family="qwen3.5", num_layers=3, num_pages=256, max_batch_size=8, prefill_chunk_tokens=512,
+            num_checkpoints=num_checkpoints,
+        )  # fmt: skip
+        for i, prompt in enumerate(prompts):
+            engine.submit(Request(i, prompt, SamplingParams(max_tokens=2), RngKey(0, i, 0)))
+        chunks[num_checkpoints] = 0
+        while engine.stats.prompt_tokens < 80:
+            engine.step()
+            chunks[num_checkpoints] += 1
+    assert chunks == {0: 1, 1: 2}

@@ -248,3 +248,17 @@ def test_published_files_in_fp8(tmp_path: Path) -> None:
     torch.testing.assert_close(
         head.tensors.load(name.replace("mtp.layers.0.", "model.layers.0.")).float(), floats[name], atol=1e-2, rtol=1e-2
     )
+
+
+def test_whole_numbers_outside_mlps_are_refused(tmp_path: Path) -> None:
+    """The files join layers that are read apart, and packed weights are not divided."""
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 64}
+    model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(**sizes))
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match="does not match its configuration") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.hint is not None
+    assert "of a hybrid, only MLPs may be whole numbers" in caught.value.hint

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from specbatch.cli import app
@@ -73,3 +75,43 @@ def test_the_published_sizes() -> None:
     assert len(config.cached_layers) == 8
     assert PassWeights.of_all(config).total == pytest.approx(4.2e9, rel=0.02)
     assert PassWeights.of_all(random_config("random:qwen3.5-9b")).total == pytest.approx(8.95e9, rel=0.02)
+
+
+def test_states_that_do_not_fit_are_refused_by_their_option() -> None:
+    with pytest.raises(ConfigError, match=r"the states of 100000000 rows take .* GiB, and the weights leave") as caught:
+        resolved("engine.max_batch_size=100000000")
+    assert caught.value.hint == "lower engine.max_batch_size"
+
+
+def test_a_small_card_has_a_smaller_default_batch() -> None:
+    """256 rows of a 9B hybrid have 13 GiB of states, and a card of 24 GiB has 3 GiB left."""
+    from specbatch.models.random_weights import random_config
+    from specbatch.setup.cache import CacheRequest, default_batch_size
+    from specbatch.setup.memory import GIB, CachedModel, Rows
+
+    config, bf16 = random_config("random:qwen3.5-9b"), torch.bfloat16
+    assert config.delta is not None
+    model = CachedModel.whole(config, packs=False)
+    rows = Rows(model.bytes_per_token(bf16), 64, 2, config.max_position_embeddings, 256)
+    state_bytes = config.delta.state_sizes(2).line_bytes(bf16)
+    wanted = CacheRequest([model], rows, bf16, torch.device("cuda"), 4096, 0.9, (2, 8192), state_bytes=state_bytes)
+    batches = {gib: default_batch_size(wanted, gib * GIB, 256) for gib in (24, 48, 80)}
+    assert batches == {24: 32, 48: 256, 80: 256}
+
+
+def test_working_memory_of_prompts_has_the_systems_of_chunks() -> None:
+    """They are 4 KiB a token of 32 value heads."""
+    from specbatch.models.random_weights import random_config
+    from specbatch.setup.memory import estimated_working_bytes
+
+    config = random_config("random:qwen3.5-4b")
+    assert config.delta is not None
+    values, channels = 32 * 128, (2 * 16 + 32) * 128
+    assert config.delta.token_bytes(2) == 2 * (2 * channels + 3 * values + 2 * 32) + 4096
+    dense = replace(config, delta=None, intermediate_size=1)
+    more = [
+        estimated_working_bytes(replace(config, intermediate_size=1), 16, 1, chunk, 2)
+        - estimated_working_bytes(dense, 16, 1, chunk, 2)
+        for chunk in (8192, 16384)
+    ]
+    assert more[1] - more[0] == 8192 * (config.delta.token_bytes(2) - 6)

@@ -260,9 +260,12 @@ def _check_tensors(
         problems = _wrong_scales(tensors, quantization)
     if problems:
         tensors.close()
+        hint = "the files may come from different models, or the model uses features that are not supported"
+        if config.delta is not None and isinstance(quantization, IntegerQuantization):
+            hint = "of a hybrid, only MLPs may be whole numbers: use the unquantised checkpoint, or one in FP8"
         raise ModelError(
             f"{path} does not match its configuration ({config.model_type}, {config.num_layers} layers): {problems}",
-            hint="the files may come from different models, or the model uses features that are not supported",
+            hint=hint,
         )
 
 

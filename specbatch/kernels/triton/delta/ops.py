@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from specbatch.batch import PagedBatch
-from specbatch.kernels.delta import DeltaWeights, LayerStates
+from specbatch.kernels.delta import CHUNK, DeltaWeights, LayerStates
 from specbatch.kernels.triton.delta.kernel import (
     conv_kernel,
     gate_kernel,
@@ -33,7 +33,6 @@ from specbatch.kernels.triton.delta.kernel import (
 )
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
 
-_CHUNK = 16  # tokens that `prompt_kernel` computes at once: the smallest tile of tensor cores
 _BLOCK_T, _BLOCK_C = 16, 128
 _GATE_BLOCK = 1024
 
@@ -89,11 +88,11 @@ def delta_prompts(
         BLOCK_C=_BLOCK_C,
     )  # fmt: skip
     sizes, num_lengths = _sizes(weights, states), states.lengths_SP.shape[1] // num_heads
-    shared = {"C": channels, "HAS_CHECKPOINTS": has_checkpoints, "CHUNK": _CHUNK}
+    shared = {"C": channels, "HAS_CHECKPOINTS": has_checkpoints, "CHUNK": CHUNK}
     precision = "tf32x3" if qkv_TC.dtype == torch.float32 else "tf32"
-    systems = states.states_SHVK.new_empty(num_tokens, num_heads, 2, _CHUNK)
+    systems = states.states_SHVK.new_empty(num_tokens, num_heads, 2, CHUNK)
     launch(
-        system_kernel, (triton.cdiv(num_tokens, _CHUNK), num_heads),
+        system_kernel, (triton.cdiv(num_tokens, CHUNK), num_heads),
         mixed_TC, gates_T2H, systems, weights.decay_H, weights.bias_H, batch.starts_B, batch.query_starts, sequences_T,
         at_B, gates_T2H.stride(0), num_tokens, num_sequences, **{k: v for k, v in sizes.items() if k != "V"}, **shared,
         PRECISION=precision, num_warps=1,
