@@ -173,6 +173,8 @@ class GrammarCompiler:
             grammar.automaton = str(exc)
         except (Abandoned, RecursionError):
             grammar.automaton = "its automaton takes long to make"
+        except Exception as exc:  # The host can follow the grammar, so an error here ends neither the job nor the row.
+            grammar.automaton = f"its automaton cannot be made: {type(exc).__name__}"
         return grammar
 
     def _automaton(self, constraint: Constraint, text: str, compiled: Any) -> TokenAutomaton:

@@ -122,6 +122,8 @@ class _SchemaBuilder:
         self._num_parts += 1
         if self._num_parts > _MAX_COPIES or len(references) > _MAX_DEPTH:
             raise TooLargeError("it is too large")
+        if schema is False:
+            return self.parts.state()  # No text comes here.
         keys = set() if schema is True else schema.keys() - _NOTES
         if not keys:
             return self._any_value(state, references)

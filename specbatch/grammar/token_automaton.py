@@ -45,6 +45,8 @@ class TokenBytes:
     def beginnings(self, last: frozenset[int]) -> Beginnings:
         """Return the beginnings of tokens, without the whole tokens, that end with one of these bytes, and maybe others
         whose last byte is one of these."""
+        if not last:
+            return {}
         if last not in self._beginnings:
             pattern = re.compile(b"[" + b"".join(re.escape(bytes((byte,))) for byte in sorted(last)) + b"]")
             root: Beginnings = {}

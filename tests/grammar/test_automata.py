@@ -105,6 +105,35 @@ def test_schemas_without_an_automaton(schema: dict[str, Any], reason: str) -> No
     assert automaton_of("json_schema", json.dumps(schema)) == reason
 
 
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"anyOf": [False, {"type": "null"}]}, b"null"),
+        ({"type": "array", "prefixItems": [False], "items": {"type": "string"}}, b"[]"),
+    ],
+)
+def test_schemas_with_a_part_that_allows_nothing(schema: dict[str, Any], text: bytes) -> None:
+    found = automaton_of("json_schema", json.dumps(schema))
+    assert isinstance(found, TokenAutomaton)
+    assert found.accepts_Q[found.automaton.step(START, text)]
+
+
+def test_a_schema_that_begins_with_itself() -> None:
+    """All texts leave the automaton at once."""
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]}
+    found = automaton_of("json_schema", json.dumps({"$ref": "#/$defs/loop", "$defs": {"loop": loop}}))
+    assert isinstance(found, TokenAutomaton)
+    assert found.leaves_Q[START]
+
+
+def test_an_error_in_making_an_automaton_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise KeyError("a")
+
+    monkeypatch.setattr("specbatch.grammar.compiler.schema_automaton", broken)
+    assert automaton_of("json_schema", '{"type": "null"}') == "its automaton cannot be made: KeyError"
+
+
 @pytest.mark.parametrize("regex", ["(a|b)*a(a|b){11}", "[^a]é{2,}|", r"\d{2}", "(?i)a", "a$", "(a{40}){40}"])
 def test_regexes(regex: str) -> None:
     """Those that are read otherwise than llguidance does would be refused."""
