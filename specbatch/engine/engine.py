@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from specbatch.batch import MAX_STOP_IDS, Edits, Output
@@ -242,6 +243,8 @@ class Engine:
                 found = DEEP
             elif len(request.params.stop_token_ids) > MAX_STOP_IDS:
                 found = f"the request has more than {MAX_STOP_IDS} stop tokens"
+            elif np.isin(found.forced_Q, self.limits.eos_token_ids).any():
+                found = "it forces a token that ends an output"
             elif not self._table.grammars().acquire(found):
                 found = "the table of grammars is full"
         self._stats.grammar.requests[found if isinstance(found, str) else DEVICE] += 1
