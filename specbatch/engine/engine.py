@@ -245,6 +245,8 @@ class Engine:
                 found = f"the request has more than {MAX_STOP_IDS} stop tokens"
             elif np.isin(found.forced_Q, self.limits.eos_token_ids).any():
                 found = "it forces a token that ends an output"
+            elif found.forced_Q.max() >= self.limits.vocab_size:
+                found = "it forces a token that the model does not have"
             elif not self._table.grammars().acquire(found):
                 found = "the table of grammars is full"
         self._stats.grammar.requests[found if isinstance(found, str) else DEVICE] += 1

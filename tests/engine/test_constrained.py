@@ -313,6 +313,16 @@ def test_a_forced_token_that_ends_an_output() -> None:
     assert found[0].no_token_left
 
 
+def test_a_forced_token_that_the_model_does_not_have() -> None:
+    """The tokenizer has more tokens than the model."""
+    token = TOKENIZER.convert_tokens_to_ids("true")
+    params = SamplingParams(max_tokens=8, regex="true")
+    for make in (tiny_oracle, tiny_engine, tiny_device_engine):
+        request = Request(0, [1, 2, 3], params, RngKey(0, 0, 0), matcher=COMPILER.matcher(constraint_of(params)))
+        (found,) = run_requests(make(eos=(END,), vocab=token), [request])
+        assert (found.finish_reason, found.no_token_left) == (FinishReason.ERROR, True)
+
+
 def test_no_token_is_left() -> None:
     """The grammar wants tokens that another option forbids: an error, as in plain decoding."""
     wanted = {"names": ["choice", "regex", "none"], "temperatures": (0.0,), "allowed_token_ids": tuple(range(1, 40))}
