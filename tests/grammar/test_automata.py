@@ -193,3 +193,11 @@ def test_the_first_grammars_of_a_job_have_automata() -> None:
     found = [compiler.matcher(Constraint("regex", "regex", text)).automaton for text in ("a", "b", "c", "a")]
     assert [isinstance(one, TokenAutomaton) for one in found] == [True, True, False, True]
     assert found[2] == "the job has more than 2 grammars"
+
+
+def test_memory_of_leaves() -> None:
+    """What is kept has a bound, and what is asked for is made again after it was dropped."""
+    leaves = Leaves()
+    for length in range(300, 340):
+        schema_automaton(json.dumps({"type": "string", "maxLength": length, "x-guidance": ONE_LINE}), leaves)
+    assert 0 < sum(len(table.next_QB) for table in leaves._known.values()) <= 1 << 17
