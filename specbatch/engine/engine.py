@@ -233,6 +233,11 @@ class Engine:
             self._note_grammar(seq)
         self._scheduler.waiting.append(seq)
 
+    @property
+    def follows_newest(self) -> bool:
+        """Return whether the device follows the grammar of the request that was submitted last."""
+        return self._scheduler.waiting[-1].automaton is not None
+
     def _automaton_of(self, request: Request) -> FollowedAutomaton | None:
         """Return the automaton with which the device follows the request's grammar; None: the host does."""
         if request.matcher is None:
