@@ -63,7 +63,7 @@ class Leaves:
 
     def __init__(self) -> None:
         self._known: dict[Any, ByteTable] = {}
-        self._num_states = 0  # of what is known
+        self._num_states = 0  # the states of what is known
 
     def of(self, key: Any, make: Callable[[], ByteTable]) -> ByteTable:
         found = self._known.get(key)

@@ -110,7 +110,7 @@ class _RankLoop:
         self._engine, self._connection, self._tokenizer = engine, connection, run.tokenizer
         bounds = {} if run.division == "requests" else {"max_automata": sys.maxsize}  # Rank 0 alone has decided.
         self._grammars = _compiler(run, group, **bounds)
-        self._of_host = _compiler(run, group, max_automata=0)  # for grammars that the host follows
+        self._of_host = _compiler(run, group, max_automata=0)  # It compiles what the host follows.
         self._texts: Any = None  # makes checks for stop strings; made for the first one
 
     def repeat(self) -> None:
