@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from specbatch.batch import MAX_STOP_IDS, Edits, Output
@@ -233,6 +234,11 @@ class Engine:
             self._note_grammar(seq)
         self._scheduler.waiting.append(seq)
 
+    @property
+    def follows_newest(self) -> bool:
+        """Return whether the device follows the grammar of the request that was submitted last."""
+        return self._scheduler.waiting[-1].automaton is not None
+
     def _automaton_of(self, request: Request) -> FollowedAutomaton | None:
         """Return the automaton with which the device follows the request's grammar; None: the host does."""
         if request.matcher is None:
@@ -243,6 +249,10 @@ class Engine:
                 found = DEEP
             elif len(request.params.stop_token_ids) > MAX_STOP_IDS:
                 found = f"the request has more than {MAX_STOP_IDS} stop tokens"
+            elif np.isin(found.forced_Q, self.limits.eos_token_ids).any():
+                found = "it forces a token that ends an output"
+            elif found.forced_Q.max() >= self.limits.vocab_size:
+                found = "it forces a token that the model does not have"
             elif not self._table.grammars().acquire(found):
                 found = "the table of grammars is full"
         self._stats.grammar.requests[found if isinstance(found, str) else DEVICE] += 1

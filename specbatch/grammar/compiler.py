@@ -45,6 +45,7 @@ _MAX_AUTOMATON_CHARS = 1 << 16  # A longer schema or regex gets no automaton.
 # The first grammars of a job get automata: each takes about 0.1 seconds of Python's time.
 _MAX_AUTOMATA = 128
 _MAX_AUTOMATON_SECONDS = 5.0  # An automaton may take that long.
+_CHECK_SECONDS = 2.0  # A check of it may take that long.
 _MAX_THREADS = 16  # the most threads that compute masks
 _USERS_OF_COPY = 4  # requests that share a lexer before there is another one: a schema takes a millisecond to compile
 _MAX_COPY_SECONDS = 0.25  # the longest time for all copies of a grammar, which is compiled again for more threads
@@ -168,11 +169,13 @@ class GrammarCompiler:
             raise _refused(constraint, "no text matches it" if problem is None or problem == DEAD_END else problem)
         try:
             work = DeepThread(lambda: self._automaton(constraint, text, made()))
-            grammar.automaton = work.result(min(_MAX_AUTOMATON_SECONDS, self._max_seconds), self._is_ending)
+            grammar.automaton = work.result(self._seconds_of(_MAX_AUTOMATON_SECONDS), self._is_ending)
         except NotRegularError as exc:
             grammar.automaton = str(exc)
         except (Abandoned, RecursionError):
             grammar.automaton = "its automaton takes long to make"
+        except Exception as exc:  # The host can follow the grammar, so an error here ends neither the job nor the row.
+            grammar.automaton = f"its automaton cannot be made: {type(exc).__name__}"
         return grammar
 
     def _automaton(self, constraint: Constraint, text: str, compiled: Any) -> TokenAutomaton:
@@ -190,9 +193,14 @@ class GrammarCompiler:
             automaton = _regex_automaton(constraint.text)
         else:
             raise NotRegularError("it is not a schema, a regex or a choice")
-        check(automaton, llguidance.LLMatcher(self._of_bytes, text, log_level=0))
+        seconds = self._seconds_of(_CHECK_SECONDS)
+        check(automaton, llguidance.LLMatcher(self._of_bytes, text, log_level=0), seconds)
         assert self._vocabulary is not None
         return with_tokens(automaton, compiled, self._vocabulary)
+
+    def _seconds_of(self, most: float) -> float:
+        """Return the longest time of a step that otherwise has `most`."""
+        return math.inf if self._max_seconds == math.inf else min(most, self._max_seconds)
 
     def _on_thread(self, work: Callable[[], Any]) -> Any:
         return DeepThread(work).result(self._max_seconds, self._is_ending)

@@ -35,6 +35,7 @@ _KEYS["integer"] = _KEYS["number"]
 _ALL_KEYS = frozenset().union(*_KEYS.values())
 _MAX_ITEMS = 1_000  # the most items of an array, one after the other
 _MAX_DEPTH = 64
+_MAX_KEPT_STATES = 1 << 17  # the most states of leaves that are kept, with a kilobyte each
 _MAX_COPIES = 10_000  # the most parts of a schema, one for each place where it is used
 # The most states of an automaton in which schemas contain themselves that often, at least; more levels are added while
 # the automaton is smaller than that.
@@ -58,17 +59,22 @@ _QUOTED = rf'"(?:[^"\\\x00-\x1f\x7f]|\\[bfnrt"\\]|\\u(?:[0-9a-ce-fA-CE-F]{_HEX}{
 
 
 class Leaves:
-    """Automata of strings and numbers, which several schemas can share."""
+    """Automata of strings and numbers, which several schemas, and threads, can share."""
 
     def __init__(self) -> None:
         self._known: dict[Any, ByteTable] = {}
+        self._num_states = 0  # the states of what is known
 
     def of(self, key: Any, make: Callable[[], ByteTable]) -> ByteTable:
-        if key not in self._known:
-            if len(self._known) > 256:
+        found = self._known.get(key)
+        if found is None:
+            found = make()
+            if self._num_states + len(found.next_QB) > _MAX_KEPT_STATES:
                 self._known.clear()
-            self._known[key] = make()
-        return self._known[key]
+                self._num_states = 0
+            self._known[key] = found
+            self._num_states += len(found.next_QB)
+        return found
 
 
 def schema_automaton(schema_json: str, leaves: Leaves, max_levels: int = MAX_LEVELS) -> Automaton:
@@ -122,6 +128,8 @@ class _SchemaBuilder:
         self._num_parts += 1
         if self._num_parts > _MAX_COPIES or len(references) > _MAX_DEPTH:
             raise TooLargeError("it is too large")
+        if schema is False:
+            return self.parts.state()  # No text comes here.
         keys = set() if schema is True else schema.keys() - _NOTES
         if not keys:
             return self._any_value(state, references)

@@ -21,7 +21,6 @@ from specbatch.grammar.automaton import DEAD, START, Automaton
 from specbatch.grammar.characters import NotRegularError
 
 _MAX_TOKEN = 255  # A token with more bytes may not come.
-_CHECK_SECONDS = 2.0  # A check may take that long.
 _NUM_WALKS, _MAX_WALK = 6, 200  # random texts of a check, and their bytes
 Beginnings = dict[int, Any]  # the beginnings of texts: what comes after each first byte, of the same type
 
@@ -45,6 +44,8 @@ class TokenBytes:
     def beginnings(self, last: frozenset[int]) -> Beginnings:
         """Return the beginnings of tokens, without the whole tokens, that end with one of these bytes, and maybe others
         whose last byte is one of these."""
+        if not last:
+            return {}
         if last not in self._beginnings:
             pattern = re.compile(b"[" + b"".join(re.escape(bytes((byte,))) for byte in sorted(last)) + b"]")
             root: Beginnings = {}
@@ -175,7 +176,7 @@ def _wanted_children(automaton: Automaton, is_wanted_Q: NDArray[np.bool_]) -> di
     return children
 
 
-def check(automaton: Automaton, matcher: Any, seconds: float = _CHECK_SECONDS) -> None:
+def check(automaton: Automaton, matcher: Any, seconds: float) -> None:
     """Compare an automaton with llguidance: each state but its exit at the end of a shortest text that leads there, and
     the states along some random texts. `matcher`: that of the same grammar, at its start, with a tokenizer whose tokens
     are bytes. It raises NotRegularError where they differ, or if this takes longer than `seconds`."""

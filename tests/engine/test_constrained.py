@@ -327,6 +327,25 @@ def test_a_sampled_chain_does_not_depend_on_scheduling() -> None:
     assert {c.finish_reason for c in run_requests(device, requests((0.9,)))} <= {FinishReason.STOP, FinishReason.LENGTH}
 
 
+def test_a_forced_token_that_ends_an_output() -> None:
+    """The device does not take it for the end of a text that is not complete."""
+    eos = (END, TOKENIZER.convert_tokens_to_ids('"'))
+    expected = run_requests(tiny_oracle(eos=eos), requests((0.0,), ["schema"]))
+    found = run_requests(tiny_engine(eos=eos), requests((0.0,), ["schema"]))
+    assert texts(found) == texts(expected)
+    assert found[0].no_token_left
+
+
+def test_a_forced_token_that_the_model_does_not_have() -> None:
+    """The tokenizer has more tokens than the model."""
+    token = TOKENIZER.convert_tokens_to_ids("true")
+    params = SamplingParams(max_tokens=8, regex="true")
+    for make in (tiny_oracle, tiny_engine, tiny_device_engine):
+        request = Request(0, [1, 2, 3], params, RngKey(0, 0, 0), matcher=COMPILER.matcher(constraint_of(params)))
+        (found,) = run_requests(make(eos=(END,), vocab=token), [request])
+        assert (found.finish_reason, found.no_token_left) == (FinishReason.ERROR, True)
+
+
 def test_no_token_is_left() -> None:
     """The grammar wants tokens that another option forbids: an error, as in plain decoding."""
     wanted = {"names": ["choice", "regex", "none"], "temperatures": (0.0,), "allowed_token_ids": tuple(range(1, 40))}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from specbatch.grammar.automaton import DEAD, START
+from specbatch.grammar.characters import ByteTable
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import ONE_LINE, Constraint, constraint_of, with_exact_formats
 from specbatch.grammar.numbers import decimals, integers
@@ -105,6 +106,35 @@ def test_schemas_without_an_automaton(schema: dict[str, Any], reason: str) -> No
     assert automaton_of("json_schema", json.dumps(schema)) == reason
 
 
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"anyOf": [False, {"type": "null"}]}, b"null"),
+        ({"type": "array", "prefixItems": [False], "items": {"type": "string"}}, b"[]"),
+    ],
+)
+def test_schemas_with_a_part_that_allows_nothing(schema: dict[str, Any], text: bytes) -> None:
+    found = automaton_of("json_schema", json.dumps(schema))
+    assert isinstance(found, TokenAutomaton)
+    assert found.accepts_Q[found.automaton.step(START, text)]
+
+
+def test_a_schema_that_begins_with_itself() -> None:
+    """All texts leave the automaton at once."""
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]}
+    found = automaton_of("json_schema", json.dumps({"$ref": "#/$defs/loop", "$defs": {"loop": loop}}))
+    assert isinstance(found, TokenAutomaton)
+    assert found.leaves_Q[START]
+
+
+def test_an_error_in_making_an_automaton_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise KeyError("a")
+
+    monkeypatch.setattr("specbatch.grammar.compiler.schema_automaton", broken)
+    assert automaton_of("json_schema", '{"type": "null"}') == "its automaton cannot be made: KeyError"
+
+
 @pytest.mark.parametrize("regex", ["(a|b)*a(a|b){11}", "[^a]é{2,}|", r"\d{2}", "(?i)a", "a$", "(a{40}){40}"])
 def test_regexes(regex: str) -> None:
     """Those that are read otherwise than llguidance does would be refused."""
@@ -164,3 +194,10 @@ def test_the_first_grammars_of_a_job_have_automata() -> None:
     found = [compiler.matcher(Constraint("regex", "regex", text)).automaton for text in ("a", "b", "c", "a")]
     assert [isinstance(one, TokenAutomaton) for one in found] == [True, True, False, True]
     assert found[2] == "the job has more than 2 grammars"
+
+
+def test_memory_of_leaves() -> None:
+    """What is kept has a bound, and what is asked for is made again after it was dropped."""
+    leaves, table = Leaves(), ByteTable(np.zeros((50_000, 256), dtype=np.int32), np.zeros(50_000, dtype=np.bool_))
+    assert all(leaves.of(key, lambda: table) is table for key in range(10))
+    assert 0 < sum(len(one.next_QB) for one in leaves._known.values()) <= 1 << 17

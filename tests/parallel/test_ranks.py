@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,10 +28,11 @@ from specbatch.grammar.constraint import Constraint
 from specbatch.grammar.reasoning import Reasoning
 from specbatch.setup.build import build_engine
 from specbatch.setup.ranks import ranked_engine as ranks
-from specbatch.setup.ranks.process import open_group, run_rank
+from specbatch.setup.ranks.process import _RankLoop, open_group, run_rank
 from specbatch.setup.ranks.ranked_engine import DividedEngine, RankedEngine, build_ranked
 from specbatch.setup.resolve import ResolvedRun, resolve
 from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
+from tests.grammar.tiny_tokenizer import tiny_tokenizer
 
 _CONTEXT = multiprocessing.get_context("fork")
 PROMPTS = [[7, 8, 9, 10] * 3, [7, 8, 9, 10, 11, 12], [200, 3, 5]]
@@ -105,16 +107,21 @@ def test_two_processes_answer_as_one(ranked: RankedEngine, tiny_model: Path) -> 
     assert ranked.stats.speculation == alone.stats.speculation
 
 
-@pytest.mark.parametrize("method", ["none", pytest.param("ngram", marks=pytest.mark.wide)])
-def test_two_processes_with_grammars_answer_as_one(tiny_model: Path, method: str) -> None:
-    """Each has matchers of its own; with reasoning before the answer, too."""
+@pytest.mark.parametrize(
+    ("method", "max_automata"), [("none", 128), ("none", 1), pytest.param("ngram", 128, marks=pytest.mark.wide)]
+)
+def test_two_processes_with_grammars_answer_as_one(tiny_model: Path, method: str, max_automata: int) -> None:
+    """Each has matchers of its own; with reasoning before the answer, too. Where rank 0 has no automaton of a grammar,
+    the other has none either."""
     reasoning = Reasoning(None, (12,), 512)
     specs = [MatcherSpec(Constraint("regex", "regex", "(name: [0-9]{2}, ){1,3}")), None]
     specs.append(MatcherSpec(Constraint("regex", "regex", "[ab]+ and the end"), reasoning))
     specs.append(MatcherSpec(Constraint("response_format", "json_schema", '{"type": "object"}')))
 
     def texts(engine: BatchEngine, run_: ResolvedRun) -> list[Any]:
-        compiler, found = GrammarCompiler(run_.tokenizer), dict[int, Completion]()
+        compiler, found = GrammarCompiler(run_.tokenizer, max_automata=max_automata), dict[int, Completion]()
+        for spec in filter(None, specs[::-1]):  # Rank 0 can meet grammars in another order.
+            spec.make(compiler)
         for i, spec in enumerate(3 * specs):
             params = SamplingParams(max_tokens=24, temperature=(0.0, 0.8)[i % 2], seed=i)
             matcher = None if spec is None else spec.make(compiler)
@@ -133,6 +140,23 @@ def test_two_processes_with_grammars_answer_as_one(tiny_model: Path, method: str
     expected = texts(build_engine(alone), alone)
     assert found == expected
     assert engine.stats.speculation.accepted > 10
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_rank_follows_grammars_with_the_device_where_rank_0_does(is_followed: bool) -> None:
+    """Even if it has met more grammars than get automata."""
+    submitted = list[Request]()
+    engine: Any = SimpleNamespace(submit=submitted.append, follows_newest=is_followed)
+    run_: Any = SimpleNamespace(tokenizer=tiny_tokenizer(), division="tensors")
+    loop = _RankLoop(engine, None, run_, SimpleNamespace(size=2))  # type: ignore[arg-type]
+    loop._grammars._num_automata = 1000
+    spec = MatcherSpec(Constraint("regex", "regex", "a"))
+    loop._repeat_submit(Request(0, [1], GREEDY, RngKey(0, 0, 0), matcher_spec=spec), False, is_followed)
+    assert submitted[0].matcher is not None
+    assert isinstance(submitted[0].matcher.automaton, str) != is_followed
+    engine.follows_newest = not is_followed
+    with pytest.raises(AssertionError, match="has none"):
+        loop._repeat_submit(Request(1, [1], GREEDY, RngKey(0, 1, 0)), False, is_followed)
 
 
 def test_two_processes_in_fp8_answer_as_one(tiny_model: Path) -> None:

@@ -89,9 +89,9 @@ def run_rank(connection: Connection) -> None:
         _leave(3)
 
 
-def _compiler(run: ResolvedRun, group: Group) -> GrammarCompiler:
+def _compiler(run: ResolvedRun, group: Group, **bounds: int) -> GrammarCompiler:
     """Without a bound of time, in which rank 0 has compiled the same."""
-    return GrammarCompiler(run.tokenizer, grammar_threads(group.size), max_seconds=None)
+    return GrammarCompiler(run.tokenizer, grammar_threads(group.size), max_seconds=None, **bounds)
 
 
 def _leave(code: int) -> None:
@@ -108,7 +108,9 @@ class _RankLoop:
 
     def __init__(self, engine: Engine, connection: Connection, run: ResolvedRun, group: Group) -> None:
         self._engine, self._connection, self._tokenizer = engine, connection, run.tokenizer
-        self._grammars = _compiler(run, group)
+        bounds = {} if run.division == "requests" else {"max_automata": sys.maxsize}  # Rank 0 alone has decided.
+        self._grammars = _compiler(run, group, **bounds)
+        self._of_host = _compiler(run, group, max_automata=0)  # It compiles what the host follows.
         self._texts: Any = None  # makes checks for stop strings; made for the first one
 
     def repeat(self) -> None:
@@ -116,7 +118,7 @@ class _RankLoop:
         while True:
             message: tuple[Any, ...] = self._connection.recv()
             if message[0] == "submit":
-                self._submit(message[1], self._answer if message[2] else None)
+                self._repeat_submit(*message[1:])
             elif message[0] == "step":
                 mine = self._engine.stats.generated_tokens
                 assert mine == message[1], f"rank 0 has {message[1]} tokens, and this rank {mine}"
@@ -131,7 +133,7 @@ class _RankLoop:
             message: tuple[Any, ...] = self._connection.recv()
             if message[0] == "submit":
                 request: Request = message[1]
-                self._submit(request, self._check(request))
+                self._submit(request, self._check(request), self._grammars)
             elif message[0] == "step":
                 done = engine.step()
                 if done:
@@ -141,9 +143,17 @@ class _RankLoop:
             else:
                 engine.limit_length(message[1])
 
-    def _submit(self, request: Request, check: StopCheck | None) -> None:
+    def _repeat_submit(self, request: Request, has_check: bool, is_followed: bool) -> None:
+        """Submit a request as rank 0 did. `is_followed`: its device follows the request's grammar. Whether there is an
+        automaton depends on time, and on the grammars before it, so that rank 0 alone decides."""
+        self._submit(request, self._answer if has_check else None, self._grammars if is_followed else self._of_host)
+        assert self._engine.follows_newest == is_followed, (
+            "rank 0 has an automaton of a grammar, and this rank has none"
+        )
+
+    def _submit(self, request: Request, check: StopCheck | None, compiler: GrammarCompiler) -> None:
         spec = request.matcher_spec
-        matcher = None if spec is None else spec.make(self._grammars)
+        matcher = None if spec is None else spec.make(compiler)
         self._engine.submit(replace(request, check_stop=check, matcher=matcher))
 
     def _answer(self, tokens: Sequence[int], start: int, num_new: int) -> int | None:

@@ -278,7 +278,8 @@ class RankedEngine:
         assert request.matcher is None or request.matcher_spec is not None, "the other ranks could make no matcher"
         self._engine.submit(request if check is None else replace(request, check_stop=self._sent(check)))
         # A matcher belongs to a process: the other ranks make theirs.
-        self._send("submit", replace(request, check_stop=None, matcher=None), check is not None)
+        sent = replace(request, check_stop=None, matcher=None)
+        self._send("submit", sent, check is not None, self._engine.follows_newest)
 
     def step(self) -> list[Completion]:
         self._send("step", self._engine.stats.generated_tokens)
