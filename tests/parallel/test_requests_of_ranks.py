@@ -153,12 +153,11 @@ def test_requests_of_one_rank_that_want_more(special: dict[str, Any], kind: str)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-@pytest.mark.parametrize("checks", [pytest.param(True, marks=pytest.mark.wide), False])
 @pytest.mark.parametrize("method", ["none", pytest.param("draft_model-chain", marks=pytest.mark.wide), "eagle3-tree"])
-def test_grammars_of_one_rank(method: str, kind: str, checks: bool) -> None:
+def test_grammars_of_one_rank(method: str, kind: str) -> None:
     """The other ranks run the same kinds of rounds. With fixed shapes plain decoding has room for forced tokens."""
     case = constrained.SHAPES[method]
-    settings = {**SETTINGS, "eos": (END,), "checks": checks}
+    settings = {**SETTINGS, "eos": (END,)}
 
     def wanted() -> list[Request]:
         return constrained.requests((0.0, 0.9))
