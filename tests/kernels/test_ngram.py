@@ -89,7 +89,7 @@ def test_predictions_are_searched(ops: Ops, sizes: tuple[int, int], width: int) 
         seq.tokens, seq.predicted = list(text), predictions[line]
         tree = host.host_draft([seq])
         assert tree.tokens_BN[0, 1 : tree.num_nodes_B[0]].tolist() == expected
-    assert by_prediction > 5
+    assert by_prediction > 2
 
 
 def test_large_ngram_lookup(triton_ops: Ops) -> None:
