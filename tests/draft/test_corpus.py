@@ -42,7 +42,7 @@ def test_it_finds_what_followed_the_longest_match() -> None:
 
 def test_the_most_frequent_token_is_drafted_and_rare_ones_end_the_draft() -> None:
     corpus = corpus_of([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 8, 9, 9])
-    assert drafts(corpus, [1, 2, 3], least=0.15) == [4, 5, 7]  # of two equally frequent tokens, the newer one
+    assert drafts(corpus, [1, 2, 3], least=0.15) == [4, 5, 7]  # the newer one of two equally frequent tokens is drafted
     # 2/3 of the votes and 3/4 for the first draft after a match of 3; 1 of these votes and 3/5 for the second.
     found = corpus.search([[1, 2, 3]], 8, 0.4)
     assert found.counts_B.tolist() == [2]

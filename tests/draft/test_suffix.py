@@ -70,7 +70,7 @@ def test_it_is_lossless(
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_padded_chains_are_verified_alike(params: SamplingParams, prompts: list[list[int]]) -> None:
-    """With fixed shapes, as on a GPU."""
+    """Engines with fixed shapes, as on a GPU, give the same texts."""
     exact, padded = (make("suffix", CHAIN, num_pages=256) for make in (tiny_engine, tiny_device_engine))
     expected, found = run(exact, prompts, params), run(padded, prompts, params)
     assert texts(found) == texts(expected)

@@ -221,7 +221,7 @@ DEVICE_CASES: dict[str, tuple[str, DraftShape | None, dict[str, Any]]] = {
 @pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("case", DEVICE_CASES)
 def test_the_engine_of_a_gpu(case: str, sampled: bool) -> None:
-    """With fixed shapes, and the reference kernels: the texts are those of a CPU's plain decoding, in float64."""
+    """Engines with fixed shapes and the reference kernels give the texts of a CPU's plain decoding, in float64."""
     method, shape, settings = DEVICE_CASES[case]
     if sampled and method == "eagle":
         pytest.skip("chains draw other numbers from the same distribution")

@@ -197,7 +197,7 @@ def test_the_first_grammars_of_a_job_have_automata() -> None:
 
 
 def test_memory_of_leaves() -> None:
-    """What is kept has a bound, and what is asked for is made again after it was dropped."""
+    """Kept automata have a bound, and one that was dropped is made again."""
     leaves, table = Leaves(), ByteTable(np.zeros((50_000, 256), dtype=np.int32), np.zeros(50_000, dtype=np.bool_))
     assert all(leaves.of(key, lambda: table) is table for key in range(10))
     assert 0 < sum(len(one.next_QB) for one in leaves._known.values()) <= 1 << 17

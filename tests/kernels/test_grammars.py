@@ -106,7 +106,7 @@ def forbidden(buffers: GrammarBuffers, ops: Any, states: list[int], lines: list[
 @pytest.mark.parametrize("num_masks", [1, 7, None])
 @pytest.mark.parametrize("is_reference", [True, False])
 def test_tokens_are_those_of_llguidance(num_masks: int | None, is_reference: bool, ops: Ops) -> None:
-    """With room for few masks, rows replace each other's. Each batch has all states twice."""
+    """Rows replace each other's masks where there is room for few. Each batch has all states twice."""
     buffers, automata = table(num_masks)
     kernels: Any = reference if is_reference else ops.raw
     buffers = buffers if is_reference else on_device(buffers)  # type: ignore[assignment]

