@@ -34,8 +34,8 @@ from specbatch.kernels.triton.delta.ops import PromptTiles, RoundTiles, delta_pr
 SHAPES = {"4b": (16, 32, 128, 128), "9b": (16, 32, 128, 128), "tiny": (2, 4, 16, 32)}  # heads of keys, of values, K, V
 CONV, START = 4, 1000  # inputs of the convolution, tokens before a round
 REPEATS = 8  # launches in a graph
-ROUND_TILES = [(16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 4)]  # dimensions of a part, warps
-PROMPT_TILES = [(16, 2), (16, 4), (32, 4), (64, 4), (64, 8)]
+ROUND_TILES = [(16, 1), (8, 1)]  # dimensions of a part, warps
+PROMPT_TILES = [(32, 4, 16), (64, 4, 16), (32, 4, 32), (64, 4, 32), (64, 8, 32), (32, 4, 64)]  # part, warps, chunk
 Line = dict[str, Any]
 
 
@@ -153,8 +153,8 @@ def norm_line(shape: str, rows: int, nodes: int, device: torch.device) -> Line:
 
 def prompt_chunks(shape: str, prompts: list[tuple[int, ...]], device: torch.device) -> Iterator[Callable[[], Line]]:
     for number, tokens in prompts:
-        for part, warps in PROMPT_TILES:
-            yield partial(prompt_line, shape, number, tokens, PromptTiles(part, warps), device)
+        for tiles in PROMPT_TILES:
+            yield partial(prompt_line, shape, number, tokens, PromptTiles(*tiles), device)
 
 
 def prompt_line(shape: str, number: int, tokens: int, tiles: PromptTiles, device: torch.device) -> Line:

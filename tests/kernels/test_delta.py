@@ -245,7 +245,7 @@ def test_other_tiles_in_triton() -> None:
     """Prompts may have other parts than rounds, whose parts are those of the lengths."""
     ops, dtype, tolerance = triton_ops(), torch.float32, 1e-4
     weights, own, expected_states = make_weights(dtype), make_weights(dtype, DEVICE), make_states(dtype)
-    lengths_SP = torch.zeros(NUM_LINES, 3 * HEADS, dtype=torch.int32)  # three parts of 16 in place of two of 32
+    lengths_SP = torch.zeros(NUM_LINES, 2 * HEADS, dtype=torch.int32)  # two parts of 32 in place of three of 16
     states = on(DEVICE, expected_states._replace(lengths_SP=lengths_SP))
     prompts, nodes = make_inputs(22, 9, dtype), make_inputs(4, 10, dtype)
     # The second sequence begins within a block of 16 tokens, and has a checkpoint there.
@@ -255,13 +255,13 @@ def test_other_tiles_in_triton() -> None:
     ]
     expected = reference.delta_prompts(*prompts, weights, expected_states, layouts[0])
     arguments = *(x.to(DEVICE) for x in prompts), own, states, layouts[1]
-    found = ops.delta_prompts(*arguments, ops.PromptTiles(part=64, warps=2))
+    found = ops.delta_prompts(*arguments, ops.PromptTiles(part=64, warps=2, chunk=32))
     torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
     layouts = [make_batch([0, 1], [5, 17], [2, 2], is_prompt=False, device=d) for d in (CPU, DEVICE)]
     expected = reference.delta_rounds(*nodes, weights, expected_states, layouts[0])
     found = ops.delta_rounds(*(x.to(DEVICE) for x in nodes), own, states, layouts[1], ops.RoundTiles(warps=4))
     torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
-    assert states.lengths_SP[[0, 1, 4]].tolist() == [[n] * 3 * HEADS for n in (5, 17, 7)]
+    assert states.lengths_SP[[0, 1, 4]].tolist() == [[n] * 2 * HEADS for n in (5, 17, 7)]
     assert_same_states(states._replace(lengths_SP=expected_states.lengths_SP), expected_states, tolerance)
 
 

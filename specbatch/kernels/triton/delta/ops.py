@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from specbatch.batch import PagedBatch
-from specbatch.kernels.delta import CHUNK, DeltaWeights, LayerStates
+from specbatch.kernels.delta import DeltaWeights, LayerStates
 from specbatch.kernels.triton.delta.kernel import (
     conv_kernel,
     gate_kernel,
@@ -40,16 +40,18 @@ _GATE_BLOCK = 1024
 class RoundTiles(NamedTuple):
     """The constants of a round's kernels. `warps`: of a part of a state. `conv_block`: channels of a program."""
 
-    warps: int = 2
+    warps: int = 1
     conv_block: int = 1024
     conv_warps: int = 4
 
 
 class PromptTiles(NamedTuple):
-    """The constants of the kernel that moves states over prompts: value dimensions of a program, and its warps."""
+    """The constants of the kernel that moves states over prompts: value dimensions of a program, its warps, and the
+    tokens that it computes at once, at least 16 for tensor cores."""
 
     part: int = 32
     warps: int = 4
+    chunk: int = 16
 
 
 ROUND_TILES, PROMPT_TILES = RoundTiles(), PromptTiles()
@@ -88,14 +90,14 @@ def delta_prompts(
         BLOCK_C=_BLOCK_C,
     )  # fmt: skip
     sizes, num_lengths = _sizes(weights, states), states.lengths_SP.shape[1] // num_heads
-    shared = {"C": channels, "HAS_CHECKPOINTS": has_checkpoints, "CHUNK": CHUNK}
+    shared = {"C": channels, "HAS_CHECKPOINTS": has_checkpoints, "CHUNK": tiles.chunk}
     precision = "tf32x3" if qkv_TC.dtype == torch.float32 else "tf32"
-    systems = states.states_SHVK.new_empty(num_tokens, num_heads, 2, CHUNK)
+    systems = states.states_SHVK.new_empty(num_tokens, num_heads, 2, tiles.chunk)
     launch(
-        system_kernel, (triton.cdiv(num_tokens, CHUNK), num_heads),
+        system_kernel, (triton.cdiv(num_tokens, tiles.chunk), num_heads),
         mixed_TC, gates_T2H, systems, weights.decay_H, weights.bias_H, batch.starts_B, batch.query_starts, sequences_T,
         at_B, gates_T2H.stride(0), num_tokens, num_sequences, **{k: v for k, v in sizes.items() if k != "V"}, **shared,
-        PRECISION=precision, num_warps=1,
+        PRECISION=precision, num_warps=tiles.chunk // 16,
     )  # fmt: skip
     launch(
         prompt_kernel, (triton.cdiv(value_dim, tiles.part), num_heads, num_sequences),
