@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 
 from specbatch.batch import PagedBatch
-from specbatch.kernels.delta import DeltaWeights, LayerStates
+from specbatch.kernels.delta import CHUNK, DeltaWeights, LayerStates
 from specbatch.kernels.triton.delta.kernel import (
     conv_kernel,
     gate_kernel,
@@ -47,11 +47,11 @@ class RoundTiles(NamedTuple):
 
 class PromptTiles(NamedTuple):
     """The constants of the kernel that moves states over prompts: value dimensions of a program, its warps, and the
-    tokens that it computes at once, at least 16 for tensor cores."""
+    tokens that it computes at once."""
 
     part: int = 32
     warps: int = 4
-    chunk: int = 16
+    chunk: int = CHUNK
 
 
 ROUND_TILES, PROMPT_TILES = RoundTiles(), PromptTiles()
