@@ -290,7 +290,7 @@ class Decoder(PagedModel):
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         logits_RV = self.lm_head(self._scaled(hidden_RE))
         cap = self.config.logits_soft_cap
-        return logits_RV if cap is None else self._soft_capped(logits_RV, cap)
+        return logits_RV if cap is None else self._soft_capped(logits_RV.contiguous(), cap)
 
     def best_tokens(self, hidden_RE: Tensor, ops: ModuleType) -> tuple[Tensor, Tensor] | None:
         """Return `argmax_and_margin` of the logits; None: find it from `raw_logits`."""

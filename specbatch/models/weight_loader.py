@@ -43,7 +43,14 @@ from specbatch.models.linears.integer import IntegerLinear, IntegerNumbers, join
 from specbatch.models.linears.integer_quantization import IntegerQuantization
 from specbatch.models.linears.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
 from specbatch.models.linears.layer_quantization import LayerQuantization
-from specbatch.models.linears.linear import ActivatedLinear, DenseGatedLinear, DenseLinear, GatedLinear, Linear
+from specbatch.models.linears.linear import (
+    ActivatedLinear,
+    AlignedLinear,
+    DenseGatedLinear,
+    DenseLinear,
+    GatedLinear,
+    Linear,
+)
 from specbatch.models.linears.packed import PackedActivatedLinear, PackedGatedLinear, PackedLinear, is_packable
 from specbatch.models.linears.quantization import ON_LOAD, Quantization
 from specbatch.models.linears.scaled import ScaledGatedLinear, ScaledLinear
@@ -168,13 +175,17 @@ class WeightLoader:
     def lm_head(self, embedding_VE: Tensor | None, vocab_size: int, *, has_bias: bool = False) -> Linear:
         """Make the LM head. `embedding_VE`: the matrix of a model that has one for both embedding and LM head; None:
         the LM head is a tensor of its own."""
-        if embedding_VE is None:
+        vocab = None if self._shard is None else self._shard.vocab
+        if embedding_VE is None and self.is_quantised("lm_head"):
             linear = self.linear("lm_head", has_bias=has_bias)
         else:
-            linear = self.new_linear(embedding_VE, self.tensor("lm_head.bias") if has_bias else None)
-        if self._shard is None or self._shard.vocab is None:
+            weight = self.tensor("lm_head.weight") if embedding_VE is None else embedding_VE
+            bias = self.tensor("lm_head.bias") if has_bias else None
+            # Ranks gather logits, which are contiguous therefore.
+            linear = self.new_linear(weight, bias) if vocab else self._aligned(weight, bias)
+        if self._shard is None or vocab is None:
             return linear
-        return GatheredLinear(linear, self._shard.group, self._shard.vocab, vocab_size)
+        return GatheredLinear(linear, self._shard.group, vocab, vocab_size)
 
     def gated_linear(self, gate: str, up: str, activation: Activation, has_bias: bool = False) -> GatedLinear:
         if self.is_quantised(gate, up):
@@ -381,6 +392,12 @@ class WeightLoader:
         if self._gemm is not None:
             return InvariantLinear(weight_OI, bias_O, self._gemm)
         return DenseLinear(weight_OI, bias_O, self._ops)
+
+    def _aligned(self, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
+        if not AlignedLinear.is_needed(weight_OI):
+            return self.new_linear(weight_OI, bias_O)
+        bias = None if bias_O is None else AlignedLinear.padded(bias_O)
+        return AlignedLinear(self.new_linear(AlignedLinear.padded(weight_OI), bias), len(weight_OI))
 
     def new_gated_linear(
         self, gate_OI: Tensor, up_OI: Tensor, biases_O: tuple[Tensor, Tensor] | None, activation: Activation

@@ -57,6 +57,18 @@ def test_products_on_hopper_are_the_measured_ones(dtype: torch.dtype) -> None:
     assert HOPPER_SHARED_BYTES == 227 * KIB
 
 
+def test_sizes_that_were_not_measured() -> None:
+    """A size takes the tiles of one that is much like it, and else a guess."""
+    measured, alike, other = (25600, 4096), (11008 * 2, 4096), (2048, 16384)
+    for rows in (1, 4, 16, 33, 64):
+        tile = gemm_tile_for(rows, *alike, torch.bfloat16)
+        assert alike not in _MEASURED
+        assert tile == gemm_tile_for(rows, *measured, torch.bfloat16)
+        assert not gemm_tile_for(rows, *other, torch.bfloat16).pdl
+        assert not gemm_tile_for(rows, *alike, torch.float16).pdl
+    assert not is_skinny(100, *alike, torch.bfloat16)
+
+
 def test_early_tiles_of_two_warp_groups_are_not_copied() -> None:
     """A gated tile of 8 warps is not read by TMA. An early one then takes the place of one more stage."""
     for tile in tiles_of(torch.bfloat16):

@@ -14,7 +14,7 @@ from specbatch.kernels import ops_for
 from specbatch.models.config import expected_tensors
 from specbatch.models.decoder import Decoder
 from specbatch.models.layers import RMSNorm
-from specbatch.models.linears.linear import DenseGatedLinear, DenseLinear, Linear
+from specbatch.models.linears.linear import AlignedLinear, DenseGatedLinear, DenseLinear, Linear
 from specbatch.models.linears.packed import PackedGatedLinear, PackedLinear
 from specbatch.models.weight_loader import WeightLoader
 from tests.oracle.spans import Span, batch_of
@@ -128,3 +128,21 @@ def test_dense_layers_call_the_fused_operations() -> None:
     without_bias = ["linear 2", "norm_linear 4", "linear 3", "gated_linear 3", "norm_gated_linear 5"]
     with_bias = ["linear 3", "norm_linear 5", "linear 4", *("linear 3", "act_mul 2") * 2]
     assert calls == without_bias + with_bias
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_an_lm_head_with_further_outputs(tied: bool, cap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are those of the tokens alone, in rows that are apart."""
+    config = tiny_config(3, vocab_size=VOCAB - 3, tie_word_embeddings=tied, logits_soft_cap=cap)
+    tensors = RandomTensors(expected_tensors(config), 0)
+    logits = []
+    for needed in (False, True):
+        monkeypatch.setattr(AlignedLinear, "is_needed", classmethod(lambda _, weight, needed=needed: needed))
+        weights = WeightLoader(tensors, torch.float64, CPU)
+        model = Decoder(config, weights, attention_of(config), 256)
+        assert isinstance(model.lm_head, AlignedLinear) == needed
+        logits.append(model.raw_logits(random(7, config.hidden_size)))
+    assert logits[1].shape == (7, VOCAB - 3)
+    assert cap is not None or logits[1].stride(0) % AlignedLinear.ALIGNMENT == 0
+    torch.testing.assert_close(logits[1], logits[0])

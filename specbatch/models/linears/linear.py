@@ -115,6 +115,32 @@ class DenseLinear(Linear):
         return over_reference_kernels(self)
 
 
+class AlignedLinear(Linear):
+    """A linear layer whose GEMM has further outputs, so that their number is a multiple of `ALIGNMENT`. Otherwise the
+    library reads 2 bytes at a time: the LM head of Granite 3 (49,155 tokens) took 487 us for 16 tokens on an H200, and
+    a copy of its weight takes 100 us."""
+
+    ALIGNMENT = 8  # of numbers of 2 bytes: 16 bytes
+
+    def __init__(self, layer: Linear, num_outputs: int) -> None:
+        """`layer`: the one with further outputs, which come after its `num_outputs`."""
+        self._layer, self._num_outputs = layer, num_outputs
+
+    @classmethod
+    def is_needed(cls, weight_OI: Tensor) -> bool:
+        return weight_OI.is_cuda and weight_OI.itemsize == 2 and weight_OI.shape[0] % cls.ALIGNMENT > 0
+
+    @classmethod
+    def padded(cls, tensor: Tensor) -> Tensor:
+        """Return a weight, or a bias, with zeros for further outputs."""
+        rows = -len(tensor) % cls.ALIGNMENT
+        return torch.cat((tensor, tensor.new_zeros(rows, *tensor.shape[1:])))
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """Return (T, O), whose rows are not contiguous to each other."""
+        return self._layer(x_TI)[:, : self._num_outputs]
+
+
 class DenseGatedLinear(GatedLinear):
     """The gated pair of linear layers of an MLP. `ops`: see `DenseLinear`. They fuse the activation and, without a
     bias, the GEMM and the norm with it."""

@@ -8,6 +8,7 @@ Shape letters: M tokens, O output features, I input features.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,6 +20,7 @@ MAX_TOKENS = 64
 _MAX_FMA_TOKENS = 2  # at 4 the tensor cores are faster
 _SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
 _MULTIPROCESSORS = 132  # the number of an H100 and an H200
+_ALIKE = 1.5  # the ratio of outputs times that of inputs, up to which two sizes have the same tiles
 _WIDE = 8192  # a GEMM with more outputs has enough programs without splits
 
 
@@ -235,6 +237,67 @@ _MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
         16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
         64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
     },
+    # Phi-4-mini and Granite 3 8B: tiles of 2 to 8 tokens are those of Llama-3-8B.
+    (5120, 3072): {  # Phi-4-mini: qkv
+        1: GemmTile("fma", 1, 4, 1024, 1, 4, pdl=True, early=True, prefetch=512),
+        8: GemmTile("dot", 8, 16, 512, 4, 1, fuse_norm=False, pdl=True, prefetch=1024),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, tma=True, fuse_norm=False, pdl=True, prefetch=1024),
+    },
+    (3072, 3072): {  # o
+        1: GemmTile("fma", 1, 4, 1024, 1, 4, pdl=True, early=True, prefetch=512),
+        8: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        16: GemmTile("dot", 16, 64, 128, 6, 4, splits=2, tma=True, fuse_norm=False, pdl=True, early=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True, prefetch=1024),
+    },
+    (16384, 3072): {  # gate_up
+        1: GemmTile("fma", 1, 2, 2048, 1, 4, pdl=True),
+        8: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 64, 128, 6, 4, tma=True, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True, early=True, prefetch=512),
+    },
+    (3072, 8192): {  # down
+        1: GemmTile("fma", 1, 2, 4096, 1, 8, pdl=True, early=True, prefetch=512),
+        8: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True),
+        16: GemmTile("dot", 16, 32, 256, 5, 2, tma=True, fuse_norm=False, pdl=True, early=True, prefetch=512),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, splits=2, fuse_norm=False, pdl=True, prefetch=1024),
+    },
+    (200064, 3072): {  # lm_head
+        1: GemmTile("fma", 1, 2, 2048, 1, 4, pdl=True),
+        8: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True, early=True),
+    },
+    (3072, 9216): {  # draft_fc
+        1: GemmTile("fma", 1, 4, 2048, 1, 4, pdl=True),
+        8: GemmTile("dot", 8, 16, 512, 3, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 64, 128, 6, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True, early=True),
+    },
+    (5120, 6144): {  # draft_qkv
+        1: GemmTile("fma", 1, 4, 4096, 1, 8, pdl=True),
+        8: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 64, 256, 4, 4, fuse_norm=False, pdl=True),
+        64: None,
+    },
+    (32000, 3072): {  # draft_head
+        1: GemmTile("fma", 1, 4, 2048, 1, 4, pdl=True),
+        8: GemmTile("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True, early=True),
+    },
+    (25600, 4096): {  # Granite 3 8B: gate_up
+        1: GemmTile("fma", 1, 4, 1024, 1, 4, pdl=True, early=True),
+        8: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
+        16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
+    },
+    (4096, 12800): {  # down
+        1: GemmTile("fma", 1, 4, 1024, 1, 4, pdl=True, early=True),
+        8: GemmTile("dot", 8, 16, 256, 5, 1, fuse_norm=False, pdl=True, early=True),
+        16: GemmTile("dot", 16, 64, 128, 6, 4, splits=2, tma=True, fuse_norm=False, pdl=True, early=True),
+        64: GemmTile("dot", 64, 64, 128, 5, 4, splits=2, tma=True, fuse_norm=False, pdl=True),
+    },
     # Qwen3-30B-A3B, without its experts. Tiles of up to 8 tokens are those of Llama-3-8B's layers.
     (5120, 2048): {  # qkv
         1: GemmTile("fma", 1, 8, 1024, 1, 4, pdl=True, early=True, prefetch=1536),
@@ -293,7 +356,11 @@ def gemm_tile_for(M: int, O: int, I: int, dtype: torch.dtype) -> GemmTile:  # no
     """
     guess = _guess(M, O) if M <= MAX_TOKENS else None
     # The table was measured for bfloat16. The "fma" kernel needs more registers for other types.
-    tile = (_measured(M, O, I, guess) if dtype == torch.bfloat16 else None) or guess
+    if dtype == torch.bfloat16:
+        like = _like_measured(M, O, I) if M <= MAX_TOKENS else None
+        tile = _measured(M, O, I, like or guess) or guess
+    else:
+        tile = guess
     assert tile is not None, (M, O, I, dtype)
     return tile
 
@@ -332,8 +399,22 @@ def _stage_bytes(tile: GemmTile) -> int:
 
 def _measured(M: int, O: int, I: int, default: GemmTile | None) -> GemmTile | None:  # noqa: E741
     """Return the tile of the table, or `default` for a size that is not in it."""
-    rows = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
-    tile = _MEASURED[O, I][min(rows)] if rows else default
+    return _of_rows(_MEASURED.get((O, I), {}), M, default)
+
+
+def _like_measured(M: int, O: int, I: int) -> GemmTile | None:  # noqa: E741
+    """Return the tile of the size of the table that is the most like this one; None: there is no such size."""
+
+    def distance(size: tuple[int, int]) -> float:
+        return abs(math.log(size[0] / O)) + abs(math.log(size[1] / I))
+
+    nearest = min(_MEASURED, key=distance)
+    return _of_rows(_MEASURED[nearest], M, None) if distance(nearest) <= math.log(_ALIKE) else None
+
+
+def _of_rows(tiles: dict[int, GemmTile | None], M: int, default: GemmTile | None) -> GemmTile | None:
+    rows = [bound for bound in tiles if bound >= M]
+    tile = tiles[min(rows)] if rows else default
     if tile is not None and tile.kind == "fma":
         return replace(tile, block_m=M)
     return tile
