@@ -14,8 +14,8 @@ class IntegerWeight(NamedTuple):
 
     `words_OW`: int16. A word holds P = 16 / `bits` numbers, the first one in the lowest bits. Word w of each UNIT of a
     row has the inputs w, w + UNIT / P, w + 2 UNIT / P and so on: a kernel gets P tiles of neighbours from one.
-    `scales_GO`: floating-point numbers, one for each `group` inputs. `zeros_GO`: uint8; None: all are half of the
-    range, 8 or 128.
+    `scales_GO`: floating-point numbers, one for each `group` inputs. `zeros_GO`: uint8, or float32 where they are no
+    whole numbers (GGUF, which stores a minimum); None: all are half of the range, 8 or 128.
     """
 
     words_OW: Tensor
@@ -24,3 +24,7 @@ class IntegerWeight(NamedTuple):
     bits: int
     num_in: int
     group: int
+
+    @property
+    def has_whole_zeros(self) -> bool:
+        return self.zeros_GO is None or not self.zeros_GO.is_floating_point()

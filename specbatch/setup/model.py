@@ -103,6 +103,8 @@ def _resolve_integers(
         return found.dequantised()
     num_ranks = config.engine.tensor_parallel
     if config.model.quantization != "int4":
+        if found.has_wide_groups:  # no GPU has run it yet
+            return found.dequantised()
         whole = sum(map(math.prod, expected_tensors(target.config).values())) * dtype.itemsize // num_ranks
         if whole <= _DEQUANTISED_SHARE * (available_memory(device) if available is None else available):
             return found.dequantised()

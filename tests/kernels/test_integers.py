@@ -4,6 +4,7 @@ interpreter."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -37,14 +38,22 @@ DTYPE = torch.bfloat16 if CUDA else torch.float16  # the interpreter neither rou
 
 
 def weight_of(
-    num_out: int, num_in: int, bits: int, group: int | None, *, zeros: bool, dtype: torch.dtype = torch.float16
+    num_out: int,
+    num_in: int,
+    bits: int,
+    group: int | None,
+    *,
+    zeros: bool | Literal["float"],
+    dtype: torch.dtype = torch.float16,
 ) -> IntegerWeight:
-    """Return a random weight. `group` None: one scale for each output."""
+    """Return a random weight. `group` None: one scale for each output. `zeros` "float": they are no whole numbers."""
     generator = torch.Generator().manual_seed(num_out + num_in)
     numbers = torch.randint(0, 1 << bits, (num_out, num_in), generator=generator, dtype=torch.uint8)
     groups = 1 if group is None else -(-num_in // group)
     scales = (0.1 + torch.rand(groups, num_out, generator=generator)).to(dtype)
     zero = torch.randint(0, 1 << bits, (groups, num_out), generator=generator, dtype=torch.uint8)
+    if zeros == "float":
+        zero = zero + 0.25 * torch.rand(groups, num_out, generator=generator)
     return IntegerWeight(
         pack_integers(numbers, bits).to(DEVICE),
         scales.to(DEVICE),
@@ -108,6 +117,23 @@ def test_the_direct_kernel_with_all_groups(group: int | None) -> None:
     ):
         for zeros in (False, True):
             check(inputs(num_tokens, num_in), weight_of(40, num_in, 4, group, zeros=zeros), tile, extra=zeros)
+
+
+@pytest.mark.parametrize("group", [32, 256])
+def test_zero_points_that_are_no_whole_numbers(group: int) -> None:
+    """The direct kernel takes them. More tokens are multiplied with a dequantised weight."""
+    weight = weight_of(40, 800, 4, group, zeros="float", dtype=torch.float32)
+    for tile in (DIRECT, replace(DIRECT, splits=2), DirectTile(16, 32, 2)):
+        check(inputs(7, 800), weight, tile, extra=True)
+    for dtype in (torch.float32, DTYPE):
+        found, expected = ops.dequantised(weight, dtype), dequantise_integers(weight, dtype)
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5)
+    for tokens, name in ((3, "DirectTile"), (17, "NoneType")):
+        tile = integer_tile_for(tokens, 40, 800, 4, group, has_whole_zeros=False)
+        assert type(tile).__name__ == name
+        y = inputs(tokens, 800).double() @ dequantise_integers(weight, torch.float64).T
+        found = ops.integer_linear(inputs(tokens, 800), weight).double()
+        assert float((found - y).norm() / y.norm()) < 5e-3
 
 
 def test_the_direct_kernel_with_numbers_in_another_type() -> None:
@@ -188,7 +214,7 @@ def test_the_weight_is_dequantised(bits: int) -> None:
 
 def test_many_tokens_are_multiplied_with_a_dequantised_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = weight_of(16, 128, 4, 64, zeros=True), inputs(6, 128)
-    monkeypatch.setattr(ops, "integer_tile_for", lambda *sizes: None)
+    monkeypatch.setattr(ops, "integer_tile_for", lambda *sizes, **kinds: None)
     bias, residual = inputs(1, 16)[0], inputs(7, 16)[1:]
     expected = integer_linear(x, weight, bias, residual)
     torch.testing.assert_close(ops.integer_linear(x, weight, bias, residual.clone()), expected, rtol=2e-2, atol=2e-2)

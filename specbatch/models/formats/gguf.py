@@ -37,9 +37,11 @@ SUPPORTED_TENSOR_TYPES = (
     _Q.F32, _Q.F16, _Q.BF16, _Q.Q8_0, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K,
 )
 # fmt: on
-# The types of whole numbers with one scale and no offset for a block, and the numbers' bits.
-_INTEGERS = {_Q.Q4_0: 4, _Q.Q8_0: 8}
-_BLOCK = 32  # numbers of a block of these types
+# The types whose numbers are a scale times a whole number, of these bits, less a minimum where they have one. So is
+# each 32 numbers of a block of Q4_K.
+_INTEGERS = {_Q.Q4_0: 4, _Q.Q4_1: 4, _Q.Q4_K: 4, _Q.Q8_0: 8}
+_WITH_MINIMUM = (_Q.Q4_1, _Q.Q4_K)
+_BLOCK = 32  # numbers that share a scale
 
 # Little-endian struct codes of the scalar metadata types 0..12; 8 is string, 9 is array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -191,10 +193,16 @@ class GgufFile:
 
     def integers(self, name: str, device: torch.device) -> IntegerNumbers:
         """Return a matrix of one of the types _INTEGERS. A block is its scale in float16, and bytes: of Q4_0 the low
-        bits are the first half of its numbers, of Q8_0 each is a signed number."""
+        bits are the first half of its numbers, of Q8_0 each is a signed number. Q4_1 has a minimum, too."""
         tensor = self.tensors[name]
         raw = torch.from_numpy(np.array(self.data[tensor.start : tensor.start + tensor.num_bytes])).to(device)
+        if tensor.type == _Q.Q4_K:
+            return _q4_k(raw.view(tensor.shape[0], tensor.shape[1] // 256, -1))
         blocks = raw.view(tensor.shape[0], tensor.shape[1] // _BLOCK, -1)
+        if tensor.type == _Q.Q4_1:
+            scales, minima = blocks[..., :4].contiguous().view(torch.float16).float().unbind(-1)
+            numbers = torch.cat((blocks[..., 4:] & 15, blocks[..., 4:] >> 4), dim=-1)
+            return _less_minima(numbers, scales, -minima)
         scales_OG, bits = blocks[..., :2].contiguous().view(torch.float16)[..., 0], _INTEGERS[tensor.type]
         values = blocks[..., 2:]
         numbers = values ^ 128 if bits == 8 else torch.cat((values & 15, values >> 4), dim=-1)
@@ -217,6 +225,28 @@ class GgufFile:
     def close(self) -> None:
         # The mapping is closed with its last reference, which is this one.
         del self.data
+
+
+def _q4_k(blocks: torch.Tensor) -> IntegerNumbers:
+    """Read blocks of Q4_K (rows, blocks of a row, 144 bytes). A block has 8 times 32 numbers: two factors in float16,
+    by which 8 scales and 8 minima of 6 bits are multiplied, and the numbers. Of each 32 bytes of numbers, the low bits
+    are the 32 numbers before those of the high bits. https://github.com/ggml-org/ggml (`block_q4_K`)"""
+    factors = blocks[..., :4].contiguous().view(torch.float16).float()
+    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
+    minima = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
+    values = blocks[..., 16:].unflatten(-1, (4, 32))
+    numbers = torch.stack((values & 15, values >> 4), dim=-2).flatten(-3, -2)
+    wide_scales, wide_minima = factors[..., :1] * scales, factors[..., 1:] * minima
+    return _less_minima(numbers.flatten(1, 2), wide_scales.flatten(1), wide_minima.flatten(1))
+
+
+def _less_minima(numbers: torch.Tensor, scales_OG: torch.Tensor, minima_OG: torch.Tensor) -> IntegerNumbers:
+    """Return scale * number - minimum with zero points, which are no whole numbers. `numbers`: (rows, groups, 32)."""
+    has_scale = scales_OG != 0
+    scales = torch.where(has_scale, scales_OG, 1.0)
+    numbers = torch.where(has_scale[..., None], numbers, 0)
+    return IntegerNumbers(numbers.flatten(1), scales, minima_OG / scales, 4, _BLOCK)
 
 
 def _read_string(buffer: memoryview, offset: int) -> tuple[str, int]:
@@ -335,14 +365,21 @@ class GgufSource:
         most = max(set(found), key=found.count)
         ignored = tuple(layer for layer, kind in types.items() if kind != most)
         return IntegerQuantization(
-            method=most.name, ignored=ignored, layout="gguf", bits=_INTEGERS[most], group=_BLOCK, has_zeros=False
+            method=most.name,
+            ignored=ignored,
+            layout="gguf",
+            bits=_INTEGERS[most],
+            group=_BLOCK,
+            has_zeros=most in _WITH_MINIMUM,
+            has_wide_groups=most in _WITH_MINIMUM,
         )
 
     def integers(self, name: str, device: torch.device) -> IntegerNumbers:
         """Return a weight of a layer that `integer_quantization` covers, on `device`."""
         found = self._file.integers(self._names[name][0], device)
         numbers, scales = (self._in_order(name, one) for one in (found.numbers_OI, found.scales_OG))
-        return replace(found, numbers_OI=numbers, scales_OG=scales).checked(name)
+        zeros = None if found.zeros_OG is None else self._in_order(name, found.zeros_OG)
+        return replace(found, numbers_OI=numbers, scales_OG=scales, zeros_OG=zeros).checked(name)
 
     def close(self) -> None:
         self._file.close()

@@ -36,7 +36,7 @@ class IntegerNumbers:
     def checked(self, layer: str) -> IntegerNumbers:
         """Return the weight, without the groups and zero points that are as without them. Raise ModelError for scales
         that are not finite, and for groups that do not exist. `layer`: its name."""
-        if not bool(self.scales_OG.isfinite().all()):
+        if not all(bool(one.isfinite().all()) for one in (self.scales_OG, self.zeros_OG) if one is not None):
             raise ModelError(f"{layer} has scales that are no numbers", hint="download the file again")
         zeros, groups = self.zeros_OG, self.groups_I
         if zeros is not None and bool((zeros == 1 << (self.bits - 1)).all()):
@@ -96,7 +96,7 @@ def joined_integers(weights: Sequence[IntegerNumbers], orders: Sequence[Tensor |
     for one, other in zip(weights, orders, strict=True):
         if (one.bits, one.group, one.scales_OG.dtype) != (first.bits, first.group, first.scales_OG.dtype):
             return None
-        if (one.zeros_OG is None) != (first.zeros_OG is None) or (other is None) != (order is None):
+        if _type_of(one.zeros_OG) != _type_of(first.zeros_OG) or (other is None) != (order is None):
             return None
         if other is not None and order is not None and not torch.equal(other, order):
             return None
@@ -109,6 +109,10 @@ def joined_integers(weights: Sequence[IntegerNumbers], orders: Sequence[Tensor |
         scales_GO=torch.cat([one.scales_GO for one in packed], dim=1),
         zeros_GO=torch.cat(zeros, dim=1) if zeros else None,
     )
+
+
+def _type_of(zeros_OG: Tensor | None) -> torch.dtype | None:
+    return None if zeros_OG is None else zeros_OG.dtype
 
 
 class IntegerLinear(Linear):

@@ -32,7 +32,8 @@ _SCALE_BYTES = 2  # float16 or bfloat16
 @dataclass(frozen=True, kw_only=True)
 class IntegerQuantization(LayerQuantization):
     """`group`: the inputs that share a scale; None: all inputs of an output do. `has_zeros`: files have zero points;
-    otherwise all are half of the range. `is_ordered`: files give the group of each input."""
+    otherwise all are half of the range. `is_ordered`: files give the group of each input. `has_wide_groups`: scales and
+    zero points are kept in float32."""
 
     layout: IntegerLayout
     bits: int
@@ -40,6 +41,7 @@ class IntegerQuantization(LayerQuantization):
     has_zeros: bool
     is_ordered: bool = False
     keeps_layers: bool = True
+    has_wide_groups: bool = False
 
     @property
     def is_kept(self) -> bool:
@@ -73,7 +75,7 @@ class IntegerQuantization(LayerQuantization):
             return 0
         matrices = {name: shape for name, shape in plain.items() if len(shape) == 2}
         kept = [shape for name, shape in matrices.items() if self.keeps(name.removesuffix(".weight"))]
-        per_group = _SCALE_BYTES + (1 if self.has_zeros else 0)
+        per_group = 8 if self.has_wide_groups else _SCALE_BYTES + (1 if self.has_zeros else 0)
         return sum(
             math.prod(shape) * itemsize
             - shape[0] * (-(-shape[1] // UNIT) * UNIT * self.bits // 8 + self.num_groups(shape[1]) * per_group)

@@ -203,7 +203,7 @@ def test_quantised_types(kind: Q, tolerance: float, tmp_path: Path) -> None:
 def test_whole_numbers_stay_so_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layers that CUDA has, with the reference kernels; a CPU dequantises."""
     config, cpu = LlamaConfig(**SIZES), torch.device("cpu")
-    for kind in (Q.Q8_0, Q.Q4_0):
+    for kind in (Q.Q8_0, Q.Q4_0, Q.Q4_1):
         path = tmp_path / f"{kind.name}.gguf"
         write(path, config, state_of(config), kind)
         checkpoint = open_checkpoint(path)
@@ -213,7 +213,7 @@ def test_whole_numbers_stay_so_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Monk
         dequantising = WeightLoader(checkpoint.tensors, torch.float32, cpu, quantization=found.dequantised())
         for layer in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
             weight = checkpoint.tensors.load(f"model.layers.1.{layer}.weight")
-            assert torch.equal(loader.tensor(f"model.layers.1.{layer}.weight"), weight)
+            torch.testing.assert_close(loader.tensor(f"model.layers.1.{layer}.weight"), weight, rtol=1e-5, atol=1e-7)
             assert torch.equal(dequantising.tensor(f"model.layers.1.{layer}.weight"), weight)
             x = torch.randn(3, weight.shape[1])
             linear = loader.linear(f"model.layers.1.{layer}")
@@ -224,7 +224,10 @@ def test_whole_numbers_stay_so_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Monk
             kept = resolve_quantization(
                 options, checkpoint, torch.device(device), torch.bfloat16, [], available=available
             )
-            assert kept == (found if device == "cuda" and not available else None)
+            expected = found if device == "cuda" and not available and kind != Q.Q4_1 else None
+            assert kept == expected
+        asked = load_config(None, [f"model.target={path}", "model.quantization=int4"])
+        assert resolve_quantization(asked, checkpoint, torch.device("cuda"), torch.bfloat16, [], available=1) == found
 
 
 def test_k_quants_and_headers_equal_the_gguf_package(tmp_path: Path) -> None:
@@ -255,6 +258,10 @@ def test_k_quants_and_headers_equal_the_gguf_package(tmp_path: Path) -> None:
         assert ours.tensors[tensor.name].shape == expected.shape
         assert np.isfinite(expected).all()
         assert np.array_equal(ours.load(tensor.name).numpy(), expected), tensor.name
+        if tensor.name in ("Q4_K", "Q8_0"):
+            whole = ours.integers(tensor.name, torch.device("cpu"))
+            assert tensor.name != "Q4_K" or (whole.numbers_OI.max() == 15 and bool((whole.scales_OG == 1).any()))
+            torch.testing.assert_close(whole.dequantised(), torch.from_numpy(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_rope_metadata(tmp_path: Path) -> None:

@@ -198,42 +198,48 @@ def integer_kernel(
 
 @triton.jit
 def _store_part(
-    y_ptrs, part, scales, first, rows, offs, OUT: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
+    y_ptrs, part, scales, zeros, first, rows, offs, OUT: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, HALF: tl.constexpr, WHOLE_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Store one part of the weight times its scales."""
-    scale = _of_group(scales, first, tl.minimum(rows, OUT - 1), OUT, GROUP, GROUPS).to(tl.float32)
+    """Store one part of the weight times its scales. Not WHOLE_ZEROS: zero points are still subtracted, less HALF."""
+    safe = tl.minimum(rows, OUT - 1)
+    scale = _of_group(scales, first, safe, OUT, GROUP, GROUPS).to(tl.float32)
+    numbers = part.to(tl.float32)
+    if not WHOLE_ZEROS:
+        numbers -= (_of_group(zeros, first, safe, OUT, GROUP, GROUPS) - HALF)[:, None]
     mask = (rows < OUT)[:, None] & (first + offs < IN)[None, :]
-    tl.store(y_ptrs + first, (part.to(tl.float32) * scale[:, None]).to(y_ptrs.dtype.element_ty), mask=mask)
+    tl.store(y_ptrs + first, (numbers * scale[:, None]).to(y_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def dequantise_kernel(
     y, words, scales, zeros, OUT: tl.constexpr, IN: tl.constexpr, UNIT: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_O: tl.constexpr, STEP: tl.constexpr, HAS_ZEROS: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_O: tl.constexpr, STEP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    WHOLE_ZEROS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store the weight (OUT, IN). Grid: (OUT / BLOCK_O, words of a row / STEP)."""
     dtype: tl.constexpr = y.dtype.element_ty
     WORDS: tl.constexpr = UNIT * BITS // 16
     ROW: tl.constexpr = (IN + UNIT - 1) // UNIT * WORDS
     GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
+    HALF: tl.constexpr = 1 << (BITS - 1)
     rows = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     safe = tl.minimum(rows, OUT - 1)
     step = tl.program_id(1)
     offs = tl.arange(0, STEP)
     first = _first_input(step, STEP, UNIT, WORDS)
     w = load_weights(words + safe.to(tl.int64)[:, None] * ROW + step * STEP + offs[None, :], None, False)
-    z0 = _zeros_of(zeros, first, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
-    z1 = _zeros_of(zeros, first + WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+    z0 = _zeros_of(zeros, first, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS and WHOLE_ZEROS)
+    z1 = _zeros_of(zeros, first + WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS and WHOLE_ZEROS)
     y_ptrs = y + rows.to(tl.int64)[:, None] * IN + offs[None, :]
     await_former(PDL)  # another kernel may still read the memory of y
     if BITS == 4:
-        z2 = _zeros_of(zeros, first + 2 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
-        z3 = _zeros_of(zeros, first + 3 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS)
+        z2 = _zeros_of(zeros, first + 2 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS and WHOLE_ZEROS)
+        z3 = _zeros_of(zeros, first + 3 * WORDS, safe, OUT, GROUP, GROUPS, BITS, HAS_ZEROS and WHOLE_ZEROS)
         p0, p1, p2, p3 = unpack_nibbles(w, z0, z1, z2, z3, dtype)
-        _store_part(y_ptrs, p2, scales, first + 2 * WORDS, rows, offs, OUT, IN, GROUP, GROUPS)
-        _store_part(y_ptrs, p3, scales, first + 3 * WORDS, rows, offs, OUT, IN, GROUP, GROUPS)
+        _store_part(y_ptrs, p2, scales, zeros, first + 2 * WORDS, rows, offs, OUT, IN, GROUP, GROUPS, HALF, WHOLE_ZEROS)
+        _store_part(y_ptrs, p3, scales, zeros, first + 3 * WORDS, rows, offs, OUT, IN, GROUP, GROUPS, HALF, WHOLE_ZEROS)
     else:
         p0, p1 = unpack_bytes(w, z0, z1, dtype)
-    _store_part(y_ptrs, p0, scales, first, rows, offs, OUT, IN, GROUP, GROUPS)
-    _store_part(y_ptrs, p1, scales, first + WORDS, rows, offs, OUT, IN, GROUP, GROUPS)
+    _store_part(y_ptrs, p0, scales, zeros, first, rows, offs, OUT, IN, GROUP, GROUPS, HALF, WHOLE_ZEROS)
+    _store_part(y_ptrs, p1, scales, zeros, first + WORDS, rows, offs, OUT, IN, GROUP, GROUPS, HALF, WHOLE_ZEROS)

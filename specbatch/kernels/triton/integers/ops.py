@@ -51,8 +51,7 @@ def integer_linear(
     residual_MO: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
-    num_out = len(weight.words_OW)
-    tile = integer_tile_for(x_MI.shape[0], num_out, weight.num_in, weight.bits, weight.group)
+    tile = _tile_for(x_MI, weight)
     if tile is None:
         return linear(_normed(x_MI, norm), dequantised(weight, x_MI.dtype), bias_O, residual_MO)
     return multiply(x_MI, weight, bias_O, residual_MO, tile, norm=norm)
@@ -61,10 +60,15 @@ def integer_linear(
 def integer_gated_linear(
     x_MI: Tensor, weight: IntegerWeight, activation: Activation = "silu", norm: tuple[Tensor, float] | None = None
 ) -> Tensor:
-    tile = integer_tile_for(x_MI.shape[0], len(weight.words_OW), weight.num_in, weight.bits, weight.group)
+    tile = _tile_for(x_MI, weight)
     if tile is None:
         return gated_linear(_normed(x_MI, norm), dequantised(weight, x_MI.dtype), activation)
     return multiply(x_MI, weight, None, None, tile, activation, norm)
+
+
+def _tile_for(x_MI: Tensor, weight: IntegerWeight) -> Tile | None:
+    size = x_MI.shape[0], len(weight.words_OW), weight.num_in
+    return integer_tile_for(*size, weight.bits, weight.group, has_whole_zeros=weight.has_whole_zeros)
 
 
 def _normed(x_MI: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
@@ -81,7 +85,7 @@ def dequantised(weight: IntegerWeight, dtype: torch.dtype) -> Tensor:
         dequantise_kernel, (triton.cdiv(num_out, _BLOCK_O), num_words // step),
         y_OI, weight.words_OW, weight.scales_GO, weight.zeros_GO, OUT=num_out, IN=weight.num_in, UNIT=UNIT,
         BITS=weight.bits, GROUP=weight.group, BLOCK_O=_BLOCK_O, STEP=step, HAS_ZEROS=weight.zeros_GO is not None,
-        PDL=pdl, num_warps=4, **launch_options(pdl),
+        WHOLE_ZEROS=weight.has_whole_zeros, PDL=pdl, num_warps=4, **launch_options(pdl),
     )  # fmt: skip
     return y_OI
 
@@ -102,6 +106,7 @@ def multiply(
     assert num_in == weight.num_in, (x_MI.shape, weight.num_in)
     assert x_MI.stride(1) == 1, x_MI.stride()
     assert weight.words_OW.is_contiguous(), weight.words_OW.stride()
+    assert isinstance(tile, DirectTile) or weight.has_whole_zeros, tile
     assert weight.scales_GO.is_contiguous(), weight.scales_GO.stride()
     assert residual_MO is None or residual_MO.is_contiguous()
     y_MO = torch.empty((num_tokens, num_out), dtype=x_MI.dtype, device=x_MI.device)

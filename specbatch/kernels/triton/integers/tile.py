@@ -100,13 +100,24 @@ _MEASURED: dict[tuple[int, int], dict[int, Tile | None]] = {
 }
 
 
-def integer_tile_for(M: int, O: int, I: int, bits: int, group: int) -> Tile | None:  # noqa: E741
-    """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory."""
+def integer_tile_for(
+    M: int,
+    O: int,  # noqa: E741
+    I: int,  # noqa: E741
+    bits: int,
+    group: int,
+    *,
+    has_whole_zeros: bool = True,
+) -> Tile | None:
+    """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory. Only a `DirectTile`
+    takes zero points that are no whole numbers."""
     bounds = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
     tile = _MEASURED[O, I][min(bounds)] if bounds and bits == 4 else guess(M, O, bits)
     if isinstance(tile, DirectTile) and not is_direct(I, bits, group):
         tile = staged_guess(M, O)
-    return for_group(tile, I, bits, group) if isinstance(tile, IntegerTile) else tile
+    if isinstance(tile, IntegerTile):
+        return for_group(tile, I, bits, group) if has_whole_zeros else None
+    return tile
 
 
 def is_direct(I: int, bits: int, group: int) -> bool:  # noqa: E741
