@@ -120,7 +120,7 @@ class AlignedLinear(Linear):
     library reads 2 bytes at a time: the LM head of Granite 3 (49,155 tokens) took 487 us for 16 tokens on an H200, and
     a copy of its weight takes 100 us."""
 
-    ALIGNMENT = 8  # of numbers of 2 bytes: 16 bytes
+    ALIGNMENT = 8  # numbers of 2 bytes, which are 16 bytes
 
     def __init__(self, layer: Linear, num_outputs: int) -> None:
         """`layer`: the one with further outputs, which come after its `num_outputs`."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 
 from specbatch.kernels.integers import UNIT
 
-# Above this number of tokens a weight is dequantised to memory, and the library multiplies.
-MAX_TOKENS = 1024
+# Above this number of tokens a weight is dequantised to memory, and the library multiplies. That was faster for 256
+# tokens, with each of the four GEMMs of a Llama-3-8B layer (H200).
+MAX_TOKENS = 128
 _MAX_DIRECT_TOKENS = 16  # the most tokens of a `DirectTile` for sizes that were not measured
 _WIDE = 8192  # a GEMM with more outputs has enough programs
 _MIN_STEP = 16  # tensor cores multiply 16 inputs at once
@@ -171,11 +172,15 @@ def staged_guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
     block_m = max(8, 1 << (M - 1).bit_length())
     if block_m == 8:
         return IntegerTile(8, 16, 64, 6, 1, prefetch=512) if O <= _WIDE else IntegerTile(8, 32, 64, 6, 2)
-    if block_m <= 64:
+    if block_m == 64:  # the best ones of a Llama-3-8B layer
+        tiles = -(-O // 128)
+        splits = next((n for n in (4, 2, 1) if n * tiles <= _MULTIPROCESSORS), None)
+        if splits is None:
+            return IntegerTile(64, 64, 64, 4, 4, scale_sums=False)
+        return IntegerTile(64, 128, 64, 4, 8, splits=splits)
+    if block_m <= 32:
         splits = next(n for n in (4, 2, 1) if n * -(-O // 64) <= 2 * _MULTIPROCESSORS or n == 1)
-        step, stages = {16: (64, 5), 32: (64, 4), 64: (32, 5)}[block_m]  # two programs fit into a multiprocessor
+        step, stages = {16: (64, 5), 32: (64, 4)}[block_m]  # two programs fit into a multiprocessor
         return IntegerTile(block_m, 64, step, stages, 4, splits=splits)
-    block_m, stages = (128, 4) if M <= 128 else (256, 3)
-    tiles = -(-O // 128) * -(-M // block_m)
-    splits = max((n for n in (1, 2, 3, 4) if n * tiles <= _MULTIPROCESSORS), default=1)
-    return IntegerTile(block_m, 128, 32, stages, 8, splits=splits, scale_sums=False)
+    splits = max((n for n in (1, 2, 3, 4) if n * -(-O // 128) <= _MULTIPROCESSORS), default=1)
+    return IntegerTile(128, 128, 32, 4, 8, splits=splits, scale_sums=False)
