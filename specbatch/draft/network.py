@@ -1,8 +1,9 @@
-"""Draft networks: a smaller model, or an EAGLE head. `chain.py` and `tree.py` draft with them.
+"""Draft networks: a smaller model, an EAGLE head, or a block drafter. `chain.py` and `tree.py` draft with the first two,
+`block.py` with the last.
 
 A network has its own KV cache, in the same pages of a sequence as the target's. In the cache of a draft model, slot i
 belongs to token i. In the cache of an EAGLE head, it belongs to the pair of token i + 1 and the target's feature of
-position i. Before a round starts, *draft-extend* has run over all tokens up to the root, and has left the hidden state
+position i, and in that of a block drafter to this feature alone. Before a round starts, *draft-extend* has run over all tokens up to the root, and has left the hidden state
 for the first draft step. Drafts go to the next slots, in the order in which they are drafted; the next draft-extend
 overwrites them.
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
+from specbatch.models.blocks.drafter import BlockDrafter
 from specbatch.models.decoder import CausalModel, Trunk
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.hybrids.mtp_head import MtpHead
@@ -141,3 +143,40 @@ class EagleNet:
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         return self._head.raw_logits(hidden_RE)
+
+
+class BlockNet:
+    """A block drafter. Its cache follows the target's features; no hidden state is left for the next round."""
+
+    draft_kv_offset = 0
+    decoder: CausalModel | None = None
+    feature_size = 0
+
+    def __init__(self, model: BlockDrafter, cache: KVCache) -> None:
+        self.cache, self.model = cache, model
+        self.aux_layers, self.reads_hidden = model.aux_layers, model.reads_hidden
+        self.target_ids = model.target_ids
+
+    def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
+        return self.model.features(aux_hidden_states)
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        features_TE: Tensor | None,
+        layout: PagedBatch,
+        logits_indices: LogitsIndices | None = None,
+        trunk: Trunk | None = None,
+    ) -> Tensor:
+        """Write the cache of past positions. The hidden states have no features."""
+        assert features_TE is not None
+        assert trunk is None
+        self.model.write_context(features_TE, layout, self.cache)
+        num_rows = len(features_TE) if logits_indices is None else len(logits_indices.index_R)
+        return features_TE.new_empty((num_rows, 0))
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        raise AssertionError("a block drafter drafts whole blocks")
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        raise AssertionError("a block drafter drafts whole blocks")

@@ -1,0 +1,57 @@
+"""Blocks from a block drafter: one pass of a small backbone drafts all tokens of a chain.
+
+The block always has the size that the drafter was trained with, because its positions see each other. A shape with
+fewer steps verifies the first drafts of it. Where a request samples, each draft is drawn from the distribution that the
+head gives it, and acceptance compares it with the target's; see `chain.py`, also for *coupled* drafts.
+
+Shape suffixes: B requests, S drafts, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from specbatch.batch import Field
+from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.draft.method import DraftMethod, DraftTrees
+from specbatch.draft.network import BlockNet
+from specbatch.draft.rng import Draw
+from specbatch.draft.shape import DraftShape
+
+
+class BlockDraft(DraftMethod):
+    """Chains of num_steps drafts, at most as many as a block has; topk is not read."""
+
+    def __init__(self, net: BlockNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
+        block = net.model.block
+        assert shape.num_steps <= block.max_drafts, "setup checks this"
+        self.net = self._net = net
+        self._num_steps = shape.num_steps
+        self._ops, self._coupled = ops, coupled
+        self.num_nodes = self.max_path = shape.num_steps + 1
+        self.num_lookahead = max(self.num_nodes, block.block_size)
+        self.reads_tokens = net.model.head.reads_before
+
+    def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
+        model, target_ids = self._net.model, self._net.target_ids
+        root_B, before_B = view.field(Field.ROOT), None
+        if self.reads_tokens:
+            before_B = table.tokens_SL[view.req_idx_B, (view.length_B - 1).clamp(min=0)].long()
+        layout = view.layout(model.block.block_size)
+        block = model.block_output(root_B, before_B, layout, self._net.cache, self._num_steps)
+        logits_of = model.head.steps(block)
+        tokens, probs = [root_B], []
+        for step in range(self._num_steps):
+            logits_BW = logits_of(step, tokens[-1])
+            if sampled:
+                which = Draw.SAMPLE if self._coupled else Draw.DRAFT
+                u = self._ops.uniform(*view.rng, view.length_B + (step + 1), which)
+                probs.append(self._ops.distribution(logits_BW, *view.sampling))
+                ids = self._ops.draw(probs[-1], u)
+            else:
+                ids = self._ops.argmax(logits_BW)
+            tokens.append(ids if target_ids is None else target_ids[ids])
+        drawn_from = torch.stack(probs, dim=1) if probs and not self._coupled else None
+        return DraftTrees(torch.stack(tokens, dim=1), probs_BDW=drawn_from)
