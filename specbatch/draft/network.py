@@ -1,11 +1,11 @@
-"""Draft networks: a smaller model, an EAGLE head, or a block drafter. `chain.py` and `tree.py` draft with the first two,
-`block.py` with the last.
+"""Draft networks: a smaller model, an EAGLE head, or a block drafter. `chain.py` and `tree.py` draft with the first
+two, `block.py` with the last.
 
 A network has its own KV cache, in the same pages of a sequence as the target's. In the cache of a draft model, slot i
 belongs to token i. In the cache of an EAGLE head, it belongs to the pair of token i + 1 and the target's feature of
-position i, and in that of a block drafter to this feature alone. Before a round starts, *draft-extend* has run over all tokens up to the root, and has left the hidden state
-for the first draft step. Drafts go to the next slots, in the order in which they are drafted; the next draft-extend
-overwrites them.
+position i, and in that of a block drafter to this feature alone. Before a round starts, *draft-extend* has run over all
+tokens up to the root, and has left the hidden state for the first draft step. Drafts go to the next slots, in the order
+in which they are drafted; the next draft-extend overwrites them.
 
 Shape suffixes: T packed tokens, R tokens whose hidden states are returned, E hidden size, W draft vocabulary.
 """

@@ -24,10 +24,21 @@ from torch import Tensor
 
 from specbatch.errors import ModelError
 from specbatch.kernels.mxfp4 import MXFP4_GROUP
+from specbatch.models.blocks.config import (
+    BlockConfig,
+    ConvolutionConfig,
+    DominoConfig,
+    HeadConfig,
+    MarkovConfig,
+    RefinerConfig,
+    SelectorConfig,
+    expected_block_tensors,
+)
 from specbatch.models.catalog import RANDOM_PREFIX, random_name
 from specbatch.models.config import BackendName, ModelConfig, expected_tensors
 from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, expected_eagle_tensors, mtp_config
 from specbatch.models.families.registry import parse_hf_config
+from specbatch.models.formats.block_files import BlockCheckpoint
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 
@@ -185,6 +196,11 @@ _EAGLE_HEADS: Mapping[str, tuple[EagleKind, bool]] = {
 }
 
 
+# Block drafters have 5 layers of the target's geometry and blocks of 16.
+_BLOCK_DRAFTERS = ("dflash", "dflash2", "dspark", "domino", "xpress")
+_BLOCK_SIZE, _BLOCK_LAYERS, _BLOCK_RANK = 16, 5, 256
+
+
 class RandomSource:
     """A checkpoint of random weights. A tensor is made on `device` in `dtype` when it is asked for, so that no copy
     follows.
@@ -248,9 +264,10 @@ def random_config(ref: str) -> ModelConfig:
         if config.moe is None:
             raise ModelError(f"{ref}: {name} has no experts whose router could have a skew", hint="leave ?skew out")
         return replace(config, moe=replace(config.moe, router_bias=True))
-    if name in _EAGLE_HEADS:
+    if name in _EAGLE_HEADS or name in _BLOCK_DRAFTERS:
+        methods = "block" if name in _BLOCK_DRAFTERS else "eagle or eagle3"
         raise ModelError(
-            f"{ref} is a draft head, not a model", hint="set it as speculation.draft, with method eagle or eagle3"
+            f"{ref} is a draft head, not a model", hint=f"set it as speculation.draft, with method {methods}"
         )
     raise _unknown(ref, known)
 
@@ -352,6 +369,41 @@ def open_random_eagle_head(
     config = eagle_config(kind, layer, draft_vocab_size, shapes, target, aux_layers)
     maps = _vocab_maps(draft_vocab_size, vocab_size) if is_reduced else {}
     return EagleCheckpoint(config, RandomSource(shapes, dtype, device, maps))
+
+
+def open_random_block_drafter(
+    ref: str, target: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> BlockCheckpoint:
+    """Return the block drafter with the target's geometry that `random:dflash` and others name. Raise ModelError for
+    other names."""
+    name = random_name(ref)
+    if name in geometries():
+        raise ModelError(f"{ref} is a model, not a drafter", hint=f"block drafters: {_listed(_BLOCK_DRAFTERS)}")
+    if name is None or name not in _BLOCK_DRAFTERS:
+        raise _unknown(ref, _BLOCK_DRAFTERS)
+    layers, hidden = target.as_head(), target.hidden_size
+    windows = (None,) * _BLOCK_LAYERS
+    rank = min(_BLOCK_RANK, hidden)
+    heads: dict[str, HeadConfig] = {
+        "dflash2": SelectorConfig(rank, min(16, target.vocab_size)),
+        "dspark": MarkovConfig(rank),
+        "domino": DominoConfig(rank, rank, 1),
+        "xpress": RefinerConfig(rank, 2 * rank, 6, _BLOCK_SIZE),
+    }
+    last = max(1, target.num_layers - 2)  # the layers that z-lab's drafters read
+    aux = sorted({2 + round(i * (last - 2) / (_BLOCK_LAYERS - 1)) for i in range(_BLOCK_LAYERS)} & set(range(last + 1)))
+    block = BlockConfig(
+        replace(layers, num_layers=_BLOCK_LAYERS, sliding_windows=windows, qk_norm=True),
+        _BLOCK_SIZE,
+        target.vocab_size - 1,
+        tuple(aux) or (last,),
+        hidden,
+        target.vocab_size,
+        first=0 if name == "dspark" else 1,
+        head=heads.get(name),
+        convolution=ConvolutionConfig(2, math.gcd(hidden, 16)) if name == "dflash2" else None,
+    )
+    return BlockCheckpoint(block, RandomSource(expected_block_tensors(block), dtype, device), name)
 
 
 def open_random_mtp(target: ModelConfig, dtype: torch.dtype, device: torch.device) -> EagleCheckpoint:

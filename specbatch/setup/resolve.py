@@ -21,6 +21,7 @@ from specbatch.models.checks import first_names
 from specbatch.models.config import BackendName, ModelConfig
 from specbatch.models.download import resolve_model
 from specbatch.models.eagle_config import EagleKind
+from specbatch.models.formats.block_files import BlockCheckpoint, open_block_drafter
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint, with_adapter
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.mtp_files import has_mtp, open_mtp
@@ -29,7 +30,13 @@ from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenize
 from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights
-from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model, open_random_mtp
+from specbatch.models.random_weights import (
+    RANDOM_WEIGHTS,
+    open_random_block_drafter,
+    open_random_eagle_head,
+    open_random_model,
+    open_random_mtp,
+)
 from specbatch.parallel.shares import Division
 from specbatch.setup.backend import LACKS, engine_of_transformers
 from specbatch.setup.cache import (
@@ -72,7 +79,10 @@ from specbatch.setup.speculation import (
     check_simulation,
     low_acceptance,
     resolve_speculation,
+    with_block,
 )
+
+HeadCheckpoint = EagleCheckpoint | BlockCheckpoint  # a drafter that reads the target's hidden states
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class ResolvedRun:
     config: Config
     speculation: Speculation
     target: Checkpoint
-    draft: Checkpoint | EagleCheckpoint | None
+    draft: Checkpoint | HeadCheckpoint | None
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     dtype: torch.dtype
@@ -190,10 +200,18 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     quantization = resolve_quantization(config, target, device, dtype, notes, division)
     mxfp4 = resolve_mxfp4(config, target, device, dtype, notes, division)
     draft = _open_draft(speculation.section, backend, target, tokenizer, dtype, device, progress)
-    if isinstance(draft, EagleCheckpoint):
+    if isinstance(draft, HeadCheckpoint):
         notes += draft.notes
+    if isinstance(draft, EagleCheckpoint):
         section = replace(speculation.section, aux_layers=draft.config.aux_layers or None)
         speculation = replace(speculation, section=section)
+    elif isinstance(draft, BlockCheckpoint):
+        speculation = with_block(speculation, wanted_method, draft.config)
+        check_simulation(speculation, on_cuda)
+        if engine.attention == "flashinfer":
+            raise ConfigError(
+                "engine.attention: flashinfer does not run block drafters", hint="use engine.attention: triton"
+            )
     elif draft is not None:
         check_experts("speculation.draft", draft, config, device)
         check_draft_is_no_hybrid(draft)
@@ -212,7 +230,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
 
     if engine.attention == "flashinfer":
         check_flashinfer(target.config, kv_dtype, target.kv_scales)
-        if isinstance(draft, EagleCheckpoint):
+        if isinstance(draft, HeadCheckpoint):
             check_flashinfer(draft.config.decoder, kv_dtype)
         elif draft is not None:
             check_flashinfer(draft.config, kv_dtype, draft.kv_scales)
@@ -343,11 +361,15 @@ def _in_words(count: int) -> str:
 
 
 def _cached_models(
-    target: ModelConfig, draft: Checkpoint | EagleCheckpoint | None, num_ranks: int, is_packed: bool
+    target: ModelConfig, draft: Checkpoint | HeadCheckpoint | None, num_ranks: int, is_packed: bool
 ) -> list[CachedModel]:
     """Roughly what a rank holds. `target`: the first one's part."""
     models = [CachedModel.whole(target, is_packed)]
-    if isinstance(draft, EagleCheckpoint):
+    if isinstance(draft, BlockCheckpoint):  # each rank has all of it
+        block = draft.config
+        rows = block.has_embedding * block.decoder.vocab_size + block.has_lm_head * block.draft_vocab_size
+        models.append(CachedModel(block.decoder, block.decoder.num_layers, rows))
+    elif isinstance(draft, EagleCheckpoint):
         part = part_of_head(draft.config.decoder, 0, num_ranks) or draft.config.decoder
         models.append(CachedModel(part, 1, draft.config.draft_vocab_size))
     elif draft is not None:
@@ -381,7 +403,7 @@ def _open_draft(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[str, int, int], None] | None,
-) -> Checkpoint | EagleCheckpoint | None:
+) -> Checkpoint | HeadCheckpoint | None:
     if speculation.method == "mtp":
         return open_random_mtp(target.config, dtype, device) if target.path is None else open_mtp(target)
     if speculation.draft is None:
@@ -396,6 +418,10 @@ def _open_draft(
                 hint="a draft model must come from the target's family; otherwise use method: ngram",
             )
         return draft
+    if speculation.method == "block":
+        if random_name(speculation.draft) is not None:
+            return open_random_block_drafter(speculation.draft, target.config, dtype, device)
+        return open_block_drafter(resolve_model(speculation.draft, progress=progress), target)
     kind: EagleKind = "eagle" if speculation.method == "eagle" else "eagle3"
     if random_name(speculation.draft) is not None:
         return open_random_eagle_head(speculation.draft, kind, target.config, dtype, device, speculation.aux_layers)
@@ -427,9 +453,9 @@ def _encode(
     return corpus
 
 
-def _check_topk(topk: int, draft: Checkpoint | EagleCheckpoint | None) -> None:
+def _check_topk(topk: int, draft: Checkpoint | HeadCheckpoint | None) -> None:
     if draft is None:  # a host method: its trees have tokens of the target's vocabulary
         return
-    width = draft.config.draft_vocab_size if isinstance(draft, EagleCheckpoint) else draft.config.vocab_size
+    width = draft.config.draft_vocab_size if isinstance(draft, HeadCheckpoint) else draft.config.vocab_size
     if topk > width:
         raise ConfigError(f"speculation.topk is {topk}, but the draft's vocabulary has only {width} tokens")

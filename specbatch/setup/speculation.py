@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from specbatch.config import ScheduleSection, SpeculationSection
 from specbatch.draft import METHODS, MethodEntry
 from specbatch.draft.none import MAX_ROOM
-from specbatch.draft.schedule import ByBatch, Schedule
+from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.errors import ConfigError
+from specbatch.models.blocks.config import BlockConfig
 from specbatch.models.catalog import builtin_head, random_name
-from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, next_layers
 
 DEFAULT_TREE_TOKENS = 8
@@ -24,6 +24,7 @@ class Speculation:
 
     section: SpeculationSection  # with everything filled in
     schedule: Schedule
+    block_size: int = 0  # slots that a block drafter writes in a round; 0: there is none
 
     @property
     def method(self) -> str:
@@ -46,7 +47,7 @@ class Speculation:
             return MAX_ROOM
         net = METHODS[self.method].net
         draft_kv_offset = None if net is None else net.draft_kv_offset
-        return max(num_lookahead(shape, draft_kv_offset) for shape in self.schedule.items)
+        return max(self.block_size, *(num_lookahead(shape, draft_kv_offset) for shape in self.schedule.items))
 
 
 def decide_method(
@@ -118,6 +119,24 @@ def resolve_speculation(
     return Speculation(section, ByBatch.always(shape))
 
 
+def with_block(speculation: Speculation, given: SpeculationSection, block: BlockConfig) -> Speculation:
+    """Return the speculation for a block drafter, whose number of drafts is known when its files are open. `given`: the
+    section of the configuration."""
+    section, schedule = speculation.section, speculation.schedule
+    if given.schedule is None and (given.num_steps, given.num_draft_tokens) == (None, None):
+        shape = DraftShape(block.max_drafts, 1, block.max_drafts + 1)
+        section = replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens)
+        schedule = ByBatch.always(shape)
+    for shape in shapes_of(schedule):
+        if shape.num_steps > block.max_drafts:
+            raise ConfigError(
+                f"speculation.num_steps is {shape.num_steps}, and a block of this drafter has {block.max_drafts} "
+                "drafts",
+                hint=f"set speculation.num_steps to at most {block.max_drafts}, or leave it out",
+            )
+    return Speculation(section, schedule, block.block_size)
+
+
 def _resolve_shape(section: SpeculationSection, given: SpeculationSection | ScheduleSection) -> DraftShape:
     """The shape of `section`, or of an entry of its schedule."""
     entry, steps, topk, tokens = METHODS[section.method], given.num_steps, given.topk, given.num_draft_tokens
@@ -170,7 +189,7 @@ def _note_chains(schedule: Schedule, entry: MethodEntry, notes: list[str]) -> No
         )
 
 
-def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | EagleCheckpoint | None) -> str | None:
+def low_acceptance(speculation: SpeculationSection, draft: object) -> str | None:
     """Likely causes where a draft network's drafts are hardly ever right. None where that is no mistake: n-grams find
     little in some texts, and random weights guess."""
     if METHODS[speculation.method].net is None or speculation.simulate_acceptance is not None:

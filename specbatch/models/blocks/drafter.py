@@ -99,8 +99,8 @@ class BlockDrafter(PagedModel):
     def block_output(
         self, root_B: Tensor, before_B: Tensor | None, batch: PagedBatch, cache: KVCache, num_drafts: int
     ) -> BlockOutput:
-        """Draft blocks, of which the first `num_drafts` drafts are wanted. `before_B`: the token before each root; None:
-        the head does not read it."""
+        """Draft blocks, of which the first `num_drafts` drafts are wanted. `before_B`: the token before each root;
+        None: the head does not read it."""
         hidden_BKE, first = self.hidden_states(root_B, batch, cache), self.block.first
         drafted_TE = hidden_BKE[:, first : first + num_drafts].transpose(0, 1).reshape(-1, hidden_BKE.shape[-1])
         logits_SBW = self.raw_logits(drafted_TE).view(num_drafts, len(root_B), -1)
