@@ -98,7 +98,12 @@ def rounds(gpu: FakeGpu) -> None:
     from specbatch.setup.compile_ahead import compile_kernels
 
     _follow_cuda()
-    for method, shape in (("none", None), ("eagle3", DraftShape(2, 2, 4)), ("draft_model", DraftShape(2, 1, 3))):
+    for method, shape in (
+        ("none", None),
+        ("eagle3", DraftShape(2, 2, 4)),
+        ("draft_model", DraftShape(2, 1, 3)),
+        ("block", DraftShape(5, 1, 6)),
+    ):
         parts, before = _parts(method, shape), len(gpu.compiled)
         embedding = parts.target.embedding_VE.clone()
         note = compile_kernels(parts, 4, 64, 100, method)
