@@ -17,6 +17,7 @@ from specbatch.draft.method import DraftMethod
 from specbatch.draft.network import BlockNet, DraftNet, EagleNet, ModelNet
 from specbatch.draft.ngram import HostNgramDraft, NgramDraft
 from specbatch.draft.none import MAX_ROOM, NoDraft
+from specbatch.draft.peagle import ParallelEagleDraft
 from specbatch.draft.shape import DraftShape
 from specbatch.draft.suffix import SharedTexts, SuffixDraft
 from specbatch.draft.tree import TreeDraft
@@ -61,6 +62,11 @@ def _block(shape: DraftShape, parts: DraftParts) -> DraftMethod:
     return BlockDraft(parts.net, shape, parts.ops, parts.coupled)
 
 
+def _peagle(shape: DraftShape, parts: DraftParts) -> DraftMethod:
+    assert isinstance(parts.net, EagleNet), "the method has a P-EAGLE head"
+    return ParallelEagleDraft(parts.net, shape, parts.ops, parts.coupled)
+
+
 def _ngram(shape: DraftShape, parts: DraftParts) -> DraftMethod:
     if parts.device.type == "cpu":
         return HostNgramDraft(shape, *parts.ngram_match)
@@ -83,6 +89,7 @@ METHODS: dict[str, MethodEntry] = {
     "draft_model": MethodEntry(_from_network, ModelNet),
     "eagle": MethodEntry(_from_network, EagleNet),
     "eagle3": MethodEntry(_from_network, EagleNet),
+    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, chains_only=True),
     "block": MethodEntry(_block, BlockNet, default_num_steps=15, chains_only=True),
     "mtp": MethodEntry(_from_network, EagleNet, default_num_steps=1, chains_only=True, in_target=True),
 }

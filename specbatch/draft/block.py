@@ -4,20 +4,18 @@ The block always has the size that the drafter was trained with, because its pos
 fewer steps verifies the first drafts of it. Where a request samples, each draft is drawn from the distribution that the
 head gives it, and acceptance compares it with the target's; see `chain.py`, also for *coupled* drafts.
 
-Shape suffixes: B requests, S drafts, W draft vocabulary.
+Shape suffix: B requests.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-import torch
-
 from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.draft.chain import drawn_chain
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import BlockNet
-from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape
 
 
@@ -41,17 +39,7 @@ class BlockDraft(DraftMethod):
             before_B = table.tokens_SL[view.req_idx_B, (view.length_B - 1).clamp(min=0)].long()
         layout = view.layout(model.block.block_size)
         block = model.block_output(root_B, before_B, layout, self._net.cache, self._num_steps)
-        logits_of = model.head.steps(block)
-        tokens, probs = [root_B], []
-        for step in range(self._num_steps):
-            logits_BW = logits_of(step, tokens[-1])
-            if sampled:
-                which = Draw.SAMPLE if self._coupled else Draw.DRAFT
-                u = self._ops.uniform(*view.rng, view.length_B + (step + 1), which)
-                probs.append(self._ops.distribution(logits_BW, *view.sampling))
-                ids = self._ops.draw(probs[-1], u)
-            else:
-                ids = self._ops.argmax(logits_BW)
-            tokens.append(ids if target_ids is None else target_ids[ids])
-        drawn_from = torch.stack(probs, dim=1) if probs and not self._coupled else None
-        return DraftTrees(torch.stack(tokens, dim=1), probs_BDW=drawn_from)
+        return drawn_chain(
+            self._ops, view, self._num_steps, model.head.steps(block), target_ids,
+            sampled=sampled, coupled=self._coupled,
+        )  # fmt: skip

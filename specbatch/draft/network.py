@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from specbatch.batch import LogitsIndices, PagedBatch
@@ -125,6 +126,15 @@ class EagleNet:
 
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
         return self._head.features(hidden_TE, aux_hidden_states)
+
+    def masks(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return `count` mask tokens of a P-EAGLE head and their features (count, E), in new memory."""
+        head = self._head
+        assert isinstance(head, EagleHead), "the method has such a head"
+        assert head.mask_feature_E is not None
+        assert head.mask_token_id is not None
+        features_TE = head.mask_feature_E.repeat(count, 1)
+        return torch.full((count,), head.mask_token_id, dtype=torch.int64, device=features_TE.device), features_TE
 
     def forward(
         self,

@@ -193,7 +193,9 @@ _EAGLE_HEADS: Mapping[str, tuple[EagleKind, bool]] = {
     "eagle": ("eagle", False),
     "eagle3": ("eagle3", False),
     "eagle3-32k": ("eagle3", True),
+    "peagle": ("eagle3", False),
 }
+_PARALLEL_LAYERS = 4  # of random:peagle
 
 
 # Block drafters have 5 layers of the target's geometry and blocks of 16.
@@ -265,7 +267,7 @@ def random_config(ref: str) -> ModelConfig:
             raise ModelError(f"{ref}: {name} has no experts whose router could have a skew", hint="leave ?skew out")
         return replace(config, moe=replace(config.moe, router_bias=True))
     if name in _EAGLE_HEADS or name in _BLOCK_DRAFTERS:
-        methods = "block" if name in _BLOCK_DRAFTERS else "eagle or eagle3"
+        methods = "block" if name in _BLOCK_DRAFTERS else "eagle, eagle3 or peagle"
         raise ModelError(
             f"{ref} is a draft head, not a model", hint=f"set it as speculation.draft, with method {methods}"
         )
@@ -333,9 +335,11 @@ def open_random_eagle_head(
     dtype: torch.dtype,
     device: torch.device,
     aux_layers: tuple[int, ...] | None = None,
+    *,
+    parallel: bool = False,
 ) -> EagleCheckpoint:
-    """The EAGLE head with the target's geometry that `random:eagle`, `random:eagle3` or `random:eagle3-32k` names.
-    `aux_layers`: of EAGLE-3, instead of the usual ones.
+    """The EAGLE head with the target's geometry that `random:eagle`, `random:eagle3`, `random:eagle3-32k` or, if it is
+    `parallel`, `random:peagle` names. `aux_layers`: of EAGLE-3, instead of the usual ones.
 
     The reduced vocabulary has 32000 tokens, or half of the target's where the target has at most 32000.
     Raises ModelError for other names, a head of another kind than the method's, or a target with too few layers.
@@ -345,15 +349,21 @@ def open_random_eagle_head(
         raise ModelError(f"{ref} is a model, not a draft head", hint=f"draft heads: {_listed(_EAGLE_HEADS)}")
     if name is None or name not in _EAGLE_HEADS:
         raise _unknown(ref, _EAGLE_HEADS)
-    named_kind, is_reduced = _EAGLE_HEADS[name]
-    if named_kind != kind:
-        fitting = _listed(head for head, (other, _) in _EAGLE_HEADS.items() if other == kind)
-        raise ModelError(f"{ref} does not fit speculation.method {kind}", hint=f"use {fitting}, or method {named_kind}")
+    is_reduced = _EAGLE_HEADS[name][1]
+    methods = {head: "peagle" if head == "peagle" else other for head, (other, _) in _EAGLE_HEADS.items()}
+    method = "peagle" if parallel else kind
+    if methods[name] != method:
+        fitting = _listed(head for head, other in methods.items() if other == method)
+        raise ModelError(
+            f"{ref} does not fit speculation.method {method}", hint=f"use {fitting}, or method {methods[name]}"
+        )
     vocab_size = target.vocab_size
     draft_vocab_size = vocab_size
     if is_reduced:
         draft_vocab_size = REDUCED_DRAFT_VOCAB if vocab_size > REDUCED_DRAFT_VOCAB else vocab_size // 2
-    layer = target.as_head()
+    count = _PARALLEL_LAYERS if parallel else 1
+    layer = replace(target.as_head(), num_layers=count, sliding_windows=(None,) * count)
+    mask = {"mask_token_id": vocab_size - 1} if parallel else {}
     shapes = expected_eagle_tensors(
         EagleConfig(
             kind,
@@ -363,10 +373,11 @@ def open_random_eagle_head(
             has_fc_bias=False,
             has_embedding=False,
             has_vocab_map=is_reduced,
+            **mask,
         )
     )
     # The same checks as for a head with files: a target with too few layers is refused here.
-    config = eagle_config(kind, layer, draft_vocab_size, shapes, target, aux_layers)
+    config = eagle_config(kind, layer, draft_vocab_size, shapes, target, aux_layers, **mask)
     maps = _vocab_maps(draft_vocab_size, vocab_size) if is_reduced else {}
     return EagleCheckpoint(config, RandomSource(shapes, dtype, device, maps))
 

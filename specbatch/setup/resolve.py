@@ -371,7 +371,7 @@ def _cached_models(
         models.append(CachedModel(block.decoder, block.decoder.num_layers, rows))
     elif isinstance(draft, EagleCheckpoint):
         part = part_of_head(draft.config.decoder, 0, num_ranks) or draft.config.decoder
-        models.append(CachedModel(part, 1, draft.config.draft_vocab_size))
+        models.append(CachedModel(part, part.num_layers, draft.config.draft_vocab_size))
     elif draft is not None:
         models.append(CachedModel.whole(draft.config, is_packed))
     return models
@@ -423,9 +423,11 @@ def _open_draft(
             return open_random_block_drafter(speculation.draft, target.config, dtype, device)
         return open_block_drafter(resolve_model(speculation.draft, progress=progress), target)
     kind: EagleKind = "eagle" if speculation.method == "eagle" else "eagle3"
+    parallel, layers = speculation.method == "peagle", speculation.aux_layers
     if random_name(speculation.draft) is not None:
-        return open_random_eagle_head(speculation.draft, kind, target.config, dtype, device, speculation.aux_layers)
-    return open_eagle_head(resolve_model(speculation.draft, progress=progress), kind, target, speculation.aux_layers)
+        return open_random_eagle_head(speculation.draft, kind, target.config, dtype, device, layers, parallel=parallel)
+    path = resolve_model(speculation.draft, progress=progress)
+    return open_eagle_head(path, kind, target, layers, parallel=parallel)
 
 
 def _earlier_texts(speculation: SpeculationSection) -> list[tuple[str, bool]]:

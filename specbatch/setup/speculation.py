@@ -90,7 +90,7 @@ def resolve_speculation(
             section, num_steps=None, num_draft_tokens=None, topk=1, draft=None, schedule=None, aux_layers=None
         )
         return Speculation(section, ByBatch.always(None))
-    if section.aux_layers is not None and section.method != "eagle3":
+    if section.aux_layers is not None and section.method not in ("eagle3", "peagle"):
         raise ConfigError(
             f"speculation.aux_layers says what an EAGLE-3 head reads, and speculation.method is {section.method}",
             hint="leave speculation.aux_layers out, or set speculation.method to eagle3",
@@ -201,7 +201,7 @@ def low_acceptance(speculation: SpeculationSection, draft: object) -> str | None
         causes.insert(0, "the draft model is of another family or fine-tune than the target, or far too small")
     else:
         causes.insert(0, "the head was trained for another target, or for other texts than these")
-    if isinstance(draft, EagleCheckpoint) and speculation.method == "eagle3":
+    if isinstance(draft, EagleCheckpoint) and speculation.method in ("eagle3", "peagle"):
         layers = draft.config.aux_layers
         if draft.may_be_outputs:
             instead = f"try --set 'speculation.aux_layers={next_layers(layers)}'"
