@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
-from specbatch.draft import METHODS
 from specbatch.draft.earlier_results import read_texts
 from specbatch.engine.round import MAX_FORCED
 from specbatch.errors import ConfigError, ModelError
@@ -327,8 +326,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         weights_as = weights_as.removesuffix(" dequantised")
     description = {"target": f"{config.model.target} ({target.config.model_type}, {weights_as})"}
     if draft is not None:
-        in_target = METHODS[speculation.method].in_target
-        ref = config.model.target if in_target else speculation.section.draft
+        ref = speculation.section.draft or config.model.target
         description["draft"] = f"{ref} ({speculation.method}{_random_weights(ref)})"
     return ResolvedRun(
         resolved,
@@ -405,6 +403,14 @@ def _open_draft(
     progress: Callable[[str, int, int], None] | None,
 ) -> Checkpoint | HeadCheckpoint | None:
     if speculation.method == "mtp":
+        if speculation.draft is not None and random_name(speculation.draft) is None:
+            return open_mtp(target, resolve_model(speculation.draft, progress=progress))
+        if speculation.draft is not None:
+            raise ConfigError(
+                f"speculation.draft is {speculation.draft}, and speculation.method mtp drafts with a layer of the "
+                "target",
+                hint="leave speculation.draft out, or name a folder that speculators has saved",
+            )
         return open_random_mtp(target.config, dtype, device) if target.path is None else open_mtp(target)
     if speculation.draft is None:
         return None
