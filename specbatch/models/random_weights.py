@@ -29,6 +29,7 @@ from specbatch.models.blocks.config import (
     ConvolutionConfig,
     DominoConfig,
     HeadConfig,
+    LatticeConfig,
     MarkovConfig,
     RefinerConfig,
     SelectorConfig,
@@ -199,7 +200,7 @@ _PARALLEL_LAYERS = 4  # of random:peagle
 
 
 # Block drafters have 5 layers of the target's geometry and blocks of 16.
-_BLOCK_DRAFTERS = ("dflash", "dflash2", "dspark", "domino", "xpress")
+_BLOCK_DRAFTERS = ("dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress")
 _BLOCK_SIZE, _BLOCK_LAYERS, _BLOCK_RANK = 16, 5, 256
 
 
@@ -399,6 +400,7 @@ def open_random_block_drafter(
         "dflash2": SelectorConfig(rank, min(16, target.vocab_size)),
         "dspark": MarkovConfig(rank),
         "domino": DominoConfig(rank, rank, 1),
+        "lilicorr": LatticeConfig(rank, 2, 4, 2 * rank, min(16, target.vocab_size), rank, 1e-4, 8.0, _BLOCK_SIZE),
         "xpress": RefinerConfig(rank, 2 * rank, 6, _BLOCK_SIZE),
     }
     last = max(1, target.num_layers - 2)  # the layers that z-lab's drafters read
@@ -412,7 +414,7 @@ def open_random_block_drafter(
         target.vocab_size,
         first=0 if name == "dspark" else 1,
         head=heads.get(name),
-        convolution=ConvolutionConfig(2, math.gcd(hidden, 16)) if name == "dflash2" else None,
+        convolution=ConvolutionConfig(2, math.gcd(hidden, 16)) if name in ("dflash2", "lilicorr") else None,
     )
     return BlockCheckpoint(block, RandomSource(expected_block_tensors(block), dtype, device), name)
 

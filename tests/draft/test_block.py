@@ -11,6 +11,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.models.blocks.config import (
     ConvolutionConfig,
     DominoConfig,
+    LatticeConfig,
     MarkovConfig,
     RefinerConfig,
     SelectorConfig,
@@ -52,6 +53,7 @@ TRAITS: dict[str, dict[str, Any]] = {
     "selector": {"head": SelectorConfig(4, 3), "convolution": ConvolutionConfig(2, 4)},
     "domino": {"head": DominoConfig(6, 5, 2)},
     "refiner": {"head": RefinerConfig(4, 8, 3, BLOCK_SIZE)},
+    "lattice": {"head": LatticeConfig(8, 2, 2, 16, 3, 6, 1e-4, 8.0, BLOCK_SIZE)},
     "mask embedding": {"has_mask_embedding": True, "embedding_scale": 0.5, "logits_scale": 0.7, "logits_soft_cap": 2.0},
 }
 SETTINGS: dict[str, Any] = {"num_pages": 256, "vocab": VOCAB}
