@@ -364,7 +364,7 @@ def open_random_eagle_head(
         draft_vocab_size = REDUCED_DRAFT_VOCAB if vocab_size > REDUCED_DRAFT_VOCAB else vocab_size // 2
     count = _PARALLEL_LAYERS if parallel else 1
     layer = replace(target.as_head(), num_layers=count, sliding_windows=(None,) * count)
-    mask = {"mask_token_id": vocab_size - 1} if parallel else {}
+    mask_token_id = vocab_size - 1 if parallel else None
     shapes = expected_eagle_tensors(
         EagleConfig(
             kind,
@@ -374,11 +374,11 @@ def open_random_eagle_head(
             has_fc_bias=False,
             has_embedding=False,
             has_vocab_map=is_reduced,
-            **mask,
+            mask_token_id=mask_token_id,
         )
     )
     # The same checks as for a head with files: a target with too few layers is refused here.
-    config = eagle_config(kind, layer, draft_vocab_size, shapes, target, aux_layers, **mask)
+    config = eagle_config(kind, layer, draft_vocab_size, shapes, target, aux_layers, mask_token_id=mask_token_id)
     maps = _vocab_maps(draft_vocab_size, vocab_size) if is_reduced else {}
     return EagleCheckpoint(config, RandomSource(shapes, dtype, device, maps))
 

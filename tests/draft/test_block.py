@@ -110,6 +110,20 @@ def test_all_heads_are_lossless(traits: str, prompts: list[list[int]], plain: di
     assert [c.speculation for c in runs[0]] == [c.speculation for c in runs[1]]
 
 
+@pytest.mark.parametrize("traits", TRAITS)
+def test_drawn_drafts_do_not_depend_on_the_batch(traits: str, prompts: list[list[int]]) -> None:
+    """Drafts are drawn from the head's distribution, and are in the text. Both engines draw the same."""
+    settings = {**SETTINGS, **TRAITS[traits]}
+    runs = [
+        run(make("block", CHAIN, **settings, max_batch_size=size), prompts, SAMPLED)
+        for make, size in ((tiny_engine, 1), (tiny_engine, 6), (tiny_device_engine, 3))
+    ]
+    assert accepted(runs[0]) > 1
+    for found in runs[1:]:
+        assert texts(found) == texts(runs[0])
+        assert [c.speculation for c in found] == [c.speculation for c in runs[0]]
+
+
 ENGINES = (tiny_engine, tiny_device_engine)
 
 

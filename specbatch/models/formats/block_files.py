@@ -271,7 +271,7 @@ class _BlockJson:
         key = "aux_hidden_state_layer_ids" if self._is_speculators else "target_layer_ids"
         ids = self._one(key)
         if not isinstance(ids, list) or not ids:
-            raise ModelError(f"{_FILE}: {key} must be a list of layers of the target, not {shown(ids)}")
+            raise ModelError(f"{_FILE}: {key} must be a list of layers of the target, not {shown(ids)}", hint=_OTHER)
         least, shift = (0, 0) if self._is_speculators else (-1, 1)
         layers = tuple(whole_number(one, f"{_FILE}: {key}", at_least=least) + shift for one in ids)
         if list(layers) != sorted(set(layers)) or layers[-1] > num_layers:
