@@ -42,7 +42,7 @@ class DeviceRates:
     matmul_flops_per_second: float
 
 
-_CONTEXT = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")  # of a block drafter's past positions
+_CONTEXT = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")  # projections of a block drafter's past positions
 
 
 @dataclass(frozen=True)

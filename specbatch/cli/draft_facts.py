@@ -24,7 +24,7 @@ from specbatch.models.formats.tensor_files import open_tensors
 
 Facts = list[tuple[str, str]]  # a name, and what there is to say
 _BYTES, _MIB = torch.bfloat16.itemsize, 2**20
-_MANY_LAYERS = 1000  # of a target that is not known
+_MANY_LAYERS = 1000  # layers of a target that is not known
 
 
 def draft_method(path: Path) -> str | None:

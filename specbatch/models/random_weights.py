@@ -196,7 +196,7 @@ _EAGLE_HEADS: Mapping[str, tuple[EagleKind, bool]] = {
     "eagle3-32k": ("eagle3", True),
     "peagle": ("eagle3", False),
 }
-_PARALLEL_LAYERS = 4  # of random:peagle
+_PARALLEL_LAYERS = 4  # layers of random:peagle
 
 
 # Block drafters have 5 layers of the target's geometry and blocks of 16.
