@@ -21,6 +21,7 @@ from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.tensor_files import open_tensors
+from specbatch.setup.device import NOT_RUN_ON_CUDA
 
 Facts = list[tuple[str, str]]  # a name, and what there is to say
 _BYTES, _MIB = torch.bfloat16.itemsize, 2**20
@@ -148,8 +149,8 @@ def _limits(head: EagleCheckpoint | BlockCheckpoint, method: str) -> list[str]:
     limits = []
     if method in ("block", "peagle"):
         limits += ["draft trees (topk above 1)", "run in specbatch tune"]
-    if method == "block":
-        limits.append("run with engine.attention: flashinfer")
+    if f"speculation.method: {method}" in NOT_RUN_ON_CUDA:
+        limits.append("run on a GPU, which none has tried yet")
     if isinstance(head, BlockCheckpoint) and head.config.confidence_size:
         limits.append("use its confidence head")
     return limits
