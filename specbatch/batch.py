@@ -224,6 +224,10 @@ class PagedBatch:
     groups: PrefixGroups | None = None  # None: each sequence reads all its keys
     states: StateSpans | None = None  # None: no layer has states
 
+    def masked(self, mask_TW: Tensor) -> PagedBatch:
+        """Return the batch with a mask, whose bits begin with the first new token of each sequence."""
+        return replace(self, mask_TW=mask_TW, mask_starts_B=self.starts_B)
+
     def part(self, first_B: Tensor, end_B: Tensor) -> tuple[PagedBatch, Tensor]:
         """Return the batch of tokens [first, end) of each sequence, and their indices (T') in this batch, in which each
         sequence has `max_queries` new tokens. The host reads the number of tokens."""

@@ -122,31 +122,37 @@ class ScheduleSection:
     num_draft_tokens: int | None = option(None, "As `speculation.num_draft_tokens`.", AT_LEAST_1)
 
 
+MethodName = Literal["auto", "none", "ngram", "suffix", "draft_model", "eagle", "eagle3", "peagle", "block", "mtp"]
+
+
 @dataclass(frozen=True)
 class SpeculationSection:
     """The drafting of tokens. It changes the speed, not the output."""
 
-    method: Literal["auto", "none", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"] = option(
+    method: MethodName = option(
         "auto",
         "`none`: plain decoding. `ngram`: drafts come from the row's own text, and from its `prediction`. "
         "`suffix`: they come from the outputs of the job's other rows, too (on a CPU). `draft_model`: a smaller model "
-        "with the same tokenizer. `eagle`, `eagle3`: a head that was trained for the target. `mtp`: the layer for "
-        "multi-token prediction in the checkpoint of a hybrid (Qwen3.5). `auto`: `eagle3` if a head for the target "
-        "comes with specbatch (the built-in target), else `mtp` if its checkpoint has one, else `ngram`; also `ngram` "
-        "if most of the first rows of a file have a `prediction`.",
+        "with the same tokenizer. `eagle`, `eagle3`, `peagle`: a head that was trained for the target. `block`: a "
+        "drafter that was trained for the target and drafts a block at once (DFlash, DSpark and others). `mtp`: the "
+        "layer for multi-token prediction in the checkpoint of a hybrid (Qwen3.5). `auto`: `eagle3` if a head for the "
+        "target comes with specbatch (the built-in target), else `mtp` if its checkpoint has one, else `ngram`; also "
+        "`ngram` if most of the first rows of a file have a `prediction`.",
     )
     draft: str | None = option(
         None,
-        "The draft model or head, named like `model.target`. `draft_model`, `eagle` and `eagle3` need it.",
+        "The draft model or head, named like `model.target`. `draft_model`, `eagle`, `eagle3`, `peagle` and `block` "
+        "need it.",
     )
     aux_layers: tuple[int, ...] | None = option(
         None,
-        "`eagle3`: three layers of the target, counted from 0, whose inputs the head reads, such as [2, 16, 29]. "
-        "null: those that the head's `config.json` names, else [2, L / 2, L - 3] of L layers.",
+        "`eagle3`, `peagle`: the layers of the target, mostly three, counted from 0, whose inputs the head reads, such "
+        "as [2, 16, 29]. null: those that the head's `config.json` names, else [2, L / 2, L - 3] of L layers.",
     )
     num_steps: int | None = option(
         None,
-        "Depth of drafting. null: decided together with `num_draft_tokens` (neural methods: 3, `mtp`: 1).",
+        "Depth of drafting. null: decided together with `num_draft_tokens` (neural methods: 3, `peagle`: 7, `mtp`: 1, "
+        "`block`: the whole block).",
         AT_LEAST_1,
     )
     topk: int = option(1, "Branches kept at each draft step. 1 drafts a chain, more a tree.", AT_LEAST_1)

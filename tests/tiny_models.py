@@ -16,7 +16,7 @@ from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import PagePool
 from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.draft import METHODS, DraftParts, make_method
-from specbatch.draft.network import DraftNet, EagleNet, ModelNet
+from specbatch.draft.network import BlockNet, DraftNet, EagleNet, ModelNet
 from specbatch.draft.none import MAX_ROOM
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape, num_lookahead
@@ -30,6 +30,8 @@ from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.engine.prefill.models import EAGER, PromptPieces, piecewise_trunks
 from specbatch.engine.round import Round
 from specbatch.kernels import ops_for
+from specbatch.models.blocks.config import BlockConfig, expected_block_tensors
+from specbatch.models.blocks.drafter import BlockDrafter
 from specbatch.models.config import DeltaConfig, ModelConfig, MoeConfig, QueryGrowth
 from specbatch.models.config import expected_tensors as decoder_tensors
 from specbatch.models.decoder import Decoder
@@ -235,10 +237,11 @@ def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttent
 def num_target_layers(method: str) -> int:
     """Return the number of layers of the tiny target for a draft method. EAGLE-3 reads the inputs of three of them, see
     `AUX_LAYERS`."""
-    return 3 if method == "eagle3" else 2
+    return 3 if method in ("eagle3", "peagle", "block") else 2
 
 
 AUX_LAYERS = (0, 1, 2)
+BLOCK_SIZE = 6
 HEAD_SEED = 20  # with this seed random EAGLE heads are sometimes right
 
 Spoil = Callable[[dict[str, Tensor]], None]  # a function that changes a checkpoint's tensors
@@ -303,8 +306,12 @@ def tiny_draft_net(
             draft_config = replace(whole, num_layers=1, sliding_windows=whole.sliding_windows[:1])
         draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, num_positions, spoil)
         return ModelNet(draft, draft.new_cache(num_slots, kv_dtype), vocab)
+    if method == "block":
+        return _tiny_block_net(target, num_slots, kv_dtype, draft_vocab or vocab, draft_seed, scale, attention, traits)
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
-    kind = "eagle3" if method == "eagle3" else "eagle"
+    kind = "eagle3" if method in ("eagle3", "peagle") else "eagle"
+    if method == "peagle":
+        traits = {"mask_token_id": vocab - 1, **traits}
     width = draft_vocab or vocab
     layers = AUX_LAYERS if kind == "eagle3" else ()
     head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab, layers)  # type: ignore[arg-type]
@@ -317,15 +324,37 @@ def tiny_draft_net(
     )
     if spoil is not None:
         spoil(tensors._tensors)
-    # The draft vocabulary has every second token, so that the offsets are not constant.
-    ids = torch.tensor([min(2 * i, vocab - width + i) for i in range(width)])
-    tensors._tensors["d2t"] = ids - torch.arange(width)
-    tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    _add_maps(tensors, vocab, width)
     if (shard := ModelShard.of_head(head.decoder, group)) is not None:
         head = replace(head, decoder=shard.config)
     weights = WeightLoader(tensors, dtype, device, shard=shard)
     model = EagleHead(head, weights, target, attention(head.decoder, device), num_positions)
     return EagleNet(model, model.new_cache(num_slots, kv_dtype))
+
+
+def _tiny_block_net(
+    target: Decoder, num_slots: int, kv_dtype: torch.dtype, width: int, seed: int, scale: float,
+    attention: AttentionOf, traits: dict[str, Any],
+) -> BlockNet:  # fmt: skip
+    """Make a block drafter of two layers. `traits`: fields of its `BlockConfig`."""
+    c = target.config
+    layers = tiny_config(2, c.hidden_size, c.vocab_size, head_dim=c.head_dim, qk_norm=True)
+    block = BlockConfig(layers, BLOCK_SIZE, c.vocab_size - 1, AUX_LAYERS, c.hidden_size, width, has_lm_head=True)
+    block = replace(block, has_vocab_map=width != c.vocab_size, **traits)
+    shapes = {name: shape for name, shape in expected_block_tensors(block).items() if name not in ("d2t", "t2d")}
+    tensors = RandomTensors(shapes, HEAD_SEED + seed, scale)
+    _add_maps(tensors, c.vocab_size, width)
+    weights = WeightLoader(tensors, target.embedding_VE.dtype, target.device)
+    backend = attention(block.decoder, target.device)
+    model = BlockDrafter(block, weights, target, backend, target.num_positions)
+    return BlockNet(model, model.new_cache(num_slots, kv_dtype))
+
+
+def _add_maps(tensors: RandomTensors, vocab: int, width: int) -> None:
+    """Add the maps of a reduced vocabulary. It has every second token, so that the offsets are not constant."""
+    ids = torch.tensor([min(2 * i, vocab - width + i) for i in range(width)])
+    tensors._tensors["d2t"] = ids - torch.arange(width)
+    tensors._tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
 
 
 def as_schedule(shape: DraftShape | Schedule | None) -> Schedule:
@@ -449,6 +478,8 @@ def tiny_device_engine(
     schedule, kind = as_schedule(shape), METHODS[method].net
     offset = None if kind is None else kind.draft_kv_offset
     lookahead = MAX_ROOM if method == "none" else max(num_lookahead(one, offset) for one in schedule.items)
+    if method == "block":
+        lookahead = max(lookahead, BLOCK_SIZE)
     max_length = min(MAX_LENGTH, num_pages * page_size - lookahead)
     # The tables have the same size as in real runs, so that a read past them fails.
     target = tiny_decoder(config, dtype, 0, scale, device, paged, max_length + lookahead + 1, spoil, group, division)

@@ -63,7 +63,8 @@ class _Group:
     query_index: Tensor  # (n * Q,) rows of the packed batch; padding repeats a real row
     output_rows: Tensor  # the rows of the packed batch that the group computes
     output_index: Tensor  # the index of these rows in the flattened (n, Q) output
-    num_visible: Tensor  # (n, Q): a query sees the keys of positions [0, num_visible), the last of which is its own
+    num_visible: Tensor  # (n, Q): a query sees the keys of positions [0, num_visible)
+    position: Tensor  # (n, Q): the query's own position, from which a sliding window reaches back
     chunks: list[_Chunk]
 
 
@@ -151,6 +152,7 @@ class TorchAttention:
             output_rows=query_nQ.view(-1)[output_index],
             output_index=output_index,
             num_visible=torch.where(real_nQ, visible_nQ, 1),
+            position=torch.where(real_nQ, batch.positions_T[query_nQ], 0),
             chunks=chunks,
         )
 
@@ -275,7 +277,7 @@ class TorchAttention:
             keys = torch.arange(chunk.number * self._chunk, (chunk.number + 1) * self._chunk, device=self._device)
             hidden = keys >= limits
             if window is not None:
-                hidden |= keys <= limits - 1 - window
+                hidden |= keys <= group.position[:m, :, None] - window
             bias = None
             if bool(hidden.any()):
                 bias = torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill_(hidden, MASKED)

@@ -11,11 +11,13 @@ from types import ModuleType
 
 import torch
 
+from specbatch.draft.block import BlockDraft
 from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftMethod
-from specbatch.draft.network import DraftNet, EagleNet, ModelNet
+from specbatch.draft.network import BlockNet, DraftNet, EagleNet, ModelNet
 from specbatch.draft.ngram import HostNgramDraft, NgramDraft
 from specbatch.draft.none import MAX_ROOM, NoDraft
+from specbatch.draft.peagle import ParallelEagleDraft
 from specbatch.draft.shape import DraftShape
 from specbatch.draft.suffix import SharedTexts, SuffixDraft
 from specbatch.draft.tree import TreeDraft
@@ -40,10 +42,12 @@ class MethodEntry:
     """A draft method of the configuration."""
 
     make: Callable[[DraftShape, DraftParts], DraftMethod]
-    net: type[ModelNet | EagleNet] | None = None  # the class of the draft network, which speculation.draft names
+    net: type[ModelNet | EagleNet | BlockNet] | None = (
+        None  # the class of the draft network, which speculation.draft names
+    )
     default_num_steps: int = 3
     chains_only: bool = False  # topk must be 1
-    in_target: bool = False  # the draft network is a part of the target's checkpoint, and speculation.draft is null
+    in_target: bool = False  # the draft network can be a part of the target's checkpoint: speculation.draft is null
 
 
 def _from_network(shape: DraftShape, parts: DraftParts) -> DraftMethod:
@@ -51,6 +55,16 @@ def _from_network(shape: DraftShape, parts: DraftParts) -> DraftMethod:
     if shape.is_chain:
         return ChainDraft(parts.net, shape, parts.ops, parts.coupled)
     return TreeDraft(parts.net, shape, parts.ops)
+
+
+def _block(shape: DraftShape, parts: DraftParts) -> DraftMethod:
+    assert isinstance(parts.net, BlockNet), "the method has a block drafter"
+    return BlockDraft(parts.net, shape, parts.ops, parts.coupled)
+
+
+def _peagle(shape: DraftShape, parts: DraftParts) -> DraftMethod:
+    assert isinstance(parts.net, EagleNet), "the method has a P-EAGLE head"
+    return ParallelEagleDraft(parts.net, shape, parts.ops, parts.coupled)
 
 
 def _ngram(shape: DraftShape, parts: DraftParts) -> DraftMethod:
@@ -75,6 +89,8 @@ METHODS: dict[str, MethodEntry] = {
     "draft_model": MethodEntry(_from_network, ModelNet),
     "eagle": MethodEntry(_from_network, EagleNet),
     "eagle3": MethodEntry(_from_network, EagleNet),
+    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, chains_only=True),
+    "block": MethodEntry(_block, BlockNet, default_num_steps=15, chains_only=True),
     "mtp": MethodEntry(_from_network, EagleNet, default_num_steps=1, chains_only=True, in_target=True),
 }
 

@@ -1,10 +1,11 @@
-"""Draft networks: a smaller model, or an EAGLE head. `chain.py` and `tree.py` draft with them.
+"""Draft networks: a smaller model, an EAGLE head, or a block drafter. `chain.py` and `tree.py` draft with the first
+two, `block.py` with the last.
 
 A network has its own KV cache, in the same pages of a sequence as the target's. In the cache of a draft model, slot i
 belongs to token i. In the cache of an EAGLE head, it belongs to the pair of token i + 1 and the target's feature of
-position i. Before a round starts, *draft-extend* has run over all tokens up to the root, and has left the hidden state
-for the first draft step. Drafts go to the next slots, in the order in which they are drafted; the next draft-extend
-overwrites them.
+position i, and in that of a block drafter to this feature alone. Before a round starts, *draft-extend* has run over all
+tokens up to the root, and has left the hidden state for the first draft step. Drafts go to the next slots, in the order
+in which they are drafted; the next draft-extend overwrites them.
 
 Shape suffixes: T packed tokens, R tokens whose hidden states are returned, E hidden size, W draft vocabulary.
 """
@@ -13,10 +14,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
+from specbatch.models.blocks.drafter import BlockDrafter
 from specbatch.models.decoder import CausalModel, Trunk
 from specbatch.models.eagle_head import EagleHead
 from specbatch.models.hybrids.mtp_head import MtpHead
@@ -124,6 +127,15 @@ class EagleNet:
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
         return self._head.features(hidden_TE, aux_hidden_states)
 
+    def masks(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return `count` mask tokens of a P-EAGLE head and their features (count, E), in new memory."""
+        head = self._head
+        assert isinstance(head, EagleHead), "the method has such a head"
+        assert head.mask_feature_E is not None
+        assert head.mask_token_id is not None
+        features_TE = head.mask_feature_E.repeat(count, 1)
+        return torch.full((count,), head.mask_token_id, dtype=torch.int64, device=features_TE.device), features_TE
+
     def forward(
         self,
         tokens_T: Tensor,
@@ -141,3 +153,40 @@ class EagleNet:
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         return self._head.raw_logits(hidden_RE)
+
+
+class BlockNet:
+    """A block drafter. Its cache follows the target's features. What is left for the next round is the last of these,
+    if the head reads it."""
+
+    draft_kv_offset = 0
+    decoder: CausalModel | None = None
+
+    def __init__(self, model: BlockDrafter, cache: KVCache) -> None:
+        self.cache, self.model = cache, model
+        self.aux_layers, self.reads_hidden = model.aux_layers, model.reads_hidden
+        self.target_ids = model.target_ids
+        self.feature_size = model.block.decoder.hidden_size if model.head.reads_feature else 0
+
+    def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
+        return self.model.features(aux_hidden_states)
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        features_TE: Tensor | None,
+        layout: PagedBatch,
+        logits_indices: LogitsIndices | None = None,
+        trunk: Trunk | None = None,
+    ) -> Tensor:
+        """Write the cache of past positions, and return their features, of which only `feature_size` are kept."""
+        assert features_TE is not None
+        assert trunk is None
+        self.model.write_context(features_TE, layout, self.cache)
+        return (features_TE if logits_indices is None else features_TE[logits_indices.index_R])[:, : self.feature_size]
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        raise AssertionError("a block drafter drafts whole blocks")
+
+    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
+        raise AssertionError("a block drafter drafts whole blocks")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ EagleKind = Literal["eagle", "eagle3", "mtp"]
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """`decoder` describes the head's one layer; `feature_size` is the width of one target feature."""
+    """`decoder` describes the head's layers, of which EAGLE-3 can have several. `feature_size`: the width of one target
+    feature."""
 
     kind: EagleKind
     decoder: ModelConfig
@@ -39,6 +40,10 @@ class EagleConfig:
     aux_layers: tuple[int, ...] = ()
     norm_before_residual: bool = False  # EAGLE-3: the residual of attention is the feature after its norm
     lacks_lm_head: bool = False  # EAGLE-3: the head's own final norm, then the target's LM head
+    # EAGLE-3: norms before fc. `joined`: one over all features together; `each`: one of each feature (EAGLE-3.1).
+    input_norms: Literal["none", "joined", "each"] = "none"
+    norm_output: bool = False  # EAGLE-3.1: its own output is normed before it is the feature of the next position
+    mask_token_id: int | None = None  # P-EAGLE: the token of positions whose token is not drafted yet; None: EAGLE-3
 
     @property
     def has_lm_head(self) -> bool:
@@ -78,19 +83,23 @@ def eagle_config(
     shapes: Mapping[str, tuple[int, ...]],
     target: ModelConfig,
     aux_layers: tuple[int, ...] | None = None,
-    norm_before_residual: bool = False,
+    **traits: Any,
 ) -> EagleConfig:
     """Check a head's tensors against its config and the target; raise ModelError naming every difference.
 
-    `config` is the head's parsed config.json, `shapes` the checkpoint's tensors. `aux_layers` and
-    `norm_before_residual`: two traits of an EAGLE-3 head that its tensors do not show. `aux_layers` None:
-    `default_aux_layers`.
+    `config` is the head's parsed config.json, `shapes` the checkpoint's tensors. `aux_layers` and `traits`: fields of
+    the description of an EAGLE-3 head that its tensors do not show. `aux_layers` None: `default_aux_layers`.
     """
-    layer = layer_prefix(kind)
+    layer, num_layers = layer_prefix(kind), config.num_layers if kind == "eagle3" else 1
     # A head has the traits that its tensors show, whatever family its config.json names.
-    config = config.as_head(
-        qkv_bias=f"{layer}self_attn.q_proj.bias" in shapes,
-        output_bias=f"{layer}self_attn.o_proj.bias" in shapes,
+    config = replace(
+        config.as_head(
+            qkv_bias=f"{layer}self_attn.q_proj.bias" in shapes,
+            output_bias=f"{layer}self_attn.o_proj.bias" in shapes,
+        ),
+        num_layers=num_layers,
+        sliding_windows=(None,) * num_layers,
+        qk_norm=f"{layer}self_attn.q_norm.weight" in shapes,
     )
     if config.hidden_size != target.hidden_size:
         raise ModelError(
@@ -110,7 +119,7 @@ def eagle_config(
         has_embedding="embed_tokens.weight" in shapes,
         has_vocab_map=kind == "eagle3" and (draft_vocab_size != config.vocab_size or "d2t" in shapes),
         aux_layers=_aux_layers(aux_layers, target.num_layers) if kind == "eagle3" else (),
-        norm_before_residual=norm_before_residual,
+        **traits,
         lacks_lm_head=kind == "eagle3" and "lm_head.weight" not in shapes,
     )
     problems = tensor_problems(expected_eagle_tensors(head), shapes)
@@ -130,10 +139,10 @@ def _aux_layers(given: tuple[int, ...] | None, num_layers: int) -> tuple[int, ..
                 hint="use a target with at least 7 layers, or set speculation.aux_layers",
             )
         return default_aux_layers(num_layers)
-    if len(given) != 3 or list(given) != sorted(set(given)) or given[-1] > num_layers:
+    if not given or list(given) != sorted(set(given)) or given[-1] > num_layers:
         raise ModelError(
-            f"an EAGLE-3 head reads three layers of the target, in rising order and none above {num_layers}, the "
-            f"target's number of layers; not {list(given)}",
+            f"an EAGLE-3 head reads layers of the target in rising order, mostly three, and none above {num_layers}, "
+            f"the target's number of layers; not {list(given)}",
             hint="set speculation.aux_layers, such as " + str(list(default_aux_layers(max(num_layers, 7)))),
         )
     return given
@@ -152,8 +161,17 @@ def expected_eagle_tensors(head: EagleConfig) -> dict[str, tuple[int, ...]]:
         shapes = {"fc.weight": (c.hidden_size, 2 * c.hidden_size)} | layer_tensors(c, prefix)
         del shapes[f"{prefix}input_layernorm.weight"]
     else:
-        shapes = {"fc.weight": (c.hidden_size, 3 * head.feature_size)} | layer_tensors(c, prefix, 2 * c.hidden_size)
+        width = len(head.aux_layers or (0, 0, 0)) * head.feature_size
+        shapes = {"fc.weight": (c.hidden_size, width)} | layer_tensors(c, prefix, 2 * c.hidden_size)
         shapes |= {f"{prefix}hidden_norm.weight": (c.hidden_size,), "norm.weight": (c.hidden_size,)}
+        for layer in range(1, c.num_layers):
+            shapes |= layer_tensors(c, f"layers.{layer}.")
+        if head.input_norms == "joined":
+            shapes["input_norm.weight"] = (width,)
+        if head.input_norms == "each":
+            shapes |= {f"fc_norm.{i}.weight": (head.feature_size,) for i in range(len(head.aux_layers))}
+        if head.mask_token_id is not None:
+            shapes["mask_hidden"] = (width,)
     if head.has_fc_bias:
         shapes["fc.bias"] = (c.hidden_size,)
     if head.has_embedding:

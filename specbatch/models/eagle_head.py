@@ -6,9 +6,11 @@ has no input norm, and the target's LM head is applied to its output.
 
 EAGLE-3 (Li et al. 2025; names as in yuhuili/EAGLE3-LLaMA3.1-Instruct-8B): the feature is fc([low; middle; high]) of
 three of the target's layers; attention takes [norm(embedding); norm(feature)], twice the hidden size; the head has
-its own final norm and LM head, over a reduced draft vocabulary: draft id d means target id d + d2t[d].
+its own final norm and LM head, over a reduced draft vocabulary: draft id d means target id d + d2t[d]. It can have
+further layers, which are ordinary ones.
 
-Both take their own output as the feature of the next position. `eagle_config.py` describes a head,
+Both take their own output as the feature of the next position. P-EAGLE (2026) is an EAGLE-3 head that drafts all tokens
+in one pass: positions after the root have a mask token and one learned feature. `eagle_config.py` describes a head,
 `formats/eagle_files.py` opens one.
 
 Shape suffixes: T packed tokens, R selected tokens, E hidden size, W draft vocabulary.
@@ -52,6 +54,11 @@ class EagleHead(PagedModel):
         self._embed = weights.embedding(weights.tensor("embed_tokens.weight")) if head.has_embedding else target.embed
         self._fc = weights.fc(head.has_fc_bias)
         self._layer = PreNormLayer(c, 0, weights, layer_prefix(head.kind), self.rotary_of(0), input_norm=False)
+        self._further = [PreNormLayer(c, i, weights, f"layers.{i}.", self.rotary_of(i)) for i in range(1, c.num_layers)]
+        self._norm_output = head.norm_output
+        self._joined_norm = weights.norm("input_norm", c.rms_norm_eps) if head.input_norms == "joined" else None
+        count = len(head.aux_layers) if head.input_norms == "each" else 0
+        self._norms = [weights.norm(f"fc_norm.{i}", c.rms_norm_eps) for i in range(count)]
         self.lm_head = weights.linear("lm_head") if head.has_lm_head else target.lm_head
         # (W,) target token of each draft token; None where the two vocabularies are equal
         self.target_ids: Tensor | None = None
@@ -62,10 +69,22 @@ class EagleHead(PagedModel):
             if head.has_vocab_map:
                 ids = target_ids_of(weights.stored("d2t"), weights.stored("t2d"), c.vocab_size)
                 self.target_ids = ids.to(self.device)
+        self.mask_token_id = head.mask_token_id
+        self.mask_feature_E: Tensor | None = None
+        if head.mask_token_id is not None:
+            parts = weights.tensor("mask_hidden")[None].chunk(len(head.aux_layers), dim=-1)
+            self.mask_feature_E = self._projected(list(parts))[0]
+
+    def _projected(self, aux_hidden_states: list[Tensor]) -> Tensor:
+        """Return the feature (T, E) of hidden states of EAGLE-3's layers."""
+        if self._norms:
+            aux_hidden_states = [norm(one) for norm, one in zip(self._norms, aux_hidden_states, strict=True)]
+        joined = torch.cat(aux_hidden_states, dim=-1)
+        return self._fc(joined if self._joined_norm is None else self._joined_norm(joined))
 
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor:
         """The target's features (T, E), from what its forward pass returned."""
-        return self._fc(torch.cat(aux_hidden_states, dim=-1)) if self._kind == "eagle3" else hidden_TE
+        return self._projected(aux_hidden_states) if self._kind == "eagle3" else hidden_TE
 
     def forward(
         self,
@@ -85,8 +104,17 @@ class EagleHead(PagedModel):
             x = torch.cat((self._input_norm(embedded), normed), dim=-1)
         else:
             residual = x = self._fc(torch.cat((embedded, features_TE), dim=-1))
-        return completed(self._layer.stages(Residual(x), step, logits_indices, residual_TE=residual)).x_TE
+        layers = [self._layer, *self._further]
+        out = Residual(x)
+        for i, layer in enumerate(layers):
+            is_last = i == len(layers) - 1
+            next_norm = None if is_last else layers[i + 1].first_norm
+            indices, first = logits_indices if is_last else None, residual if i == 0 else None
+            out = completed(layer.stages(out, step, indices, residual_TE=first, next_norm=next_norm))
+        return self._norm(out.x_TE) if self._norm_output else out.x_TE
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Draft logits (R, W) in the model's dtype."""
-        return self.lm_head.with_norm(hidden_RE, self._norm) if self._kind == "eagle3" else self.lm_head(hidden_RE)
+        if self._kind == "eagle" or self._norm_output:
+            return self.lm_head(hidden_RE)
+        return self.lm_head.with_norm(hidden_RE, self._norm)

@@ -24,10 +24,22 @@ from torch import Tensor
 
 from specbatch.errors import ModelError
 from specbatch.kernels.mxfp4 import MXFP4_GROUP
+from specbatch.models.blocks.config import (
+    BlockConfig,
+    ConvolutionConfig,
+    DominoConfig,
+    HeadConfig,
+    LatticeConfig,
+    MarkovConfig,
+    RefinerConfig,
+    SelectorConfig,
+    expected_block_tensors,
+)
 from specbatch.models.catalog import RANDOM_PREFIX, random_name
 from specbatch.models.config import BackendName, ModelConfig, expected_tensors
 from specbatch.models.eagle_config import EagleConfig, EagleKind, eagle_config, expected_eagle_tensors, mtp_config
 from specbatch.models.families.registry import parse_hf_config
+from specbatch.models.formats.block_files import BlockCheckpoint
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 
@@ -182,7 +194,14 @@ _EAGLE_HEADS: Mapping[str, tuple[EagleKind, bool]] = {
     "eagle": ("eagle", False),
     "eagle3": ("eagle3", False),
     "eagle3-32k": ("eagle3", True),
+    "peagle": ("eagle3", False),
 }
+_PARALLEL_LAYERS = 4  # layers of random:peagle
+
+
+# Block drafters have 5 layers of the target's geometry and blocks of 16.
+_BLOCK_DRAFTERS = ("dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress")
+_BLOCK_SIZE, _BLOCK_LAYERS, _BLOCK_RANK = 16, 5, 256
 
 
 class RandomSource:
@@ -248,9 +267,10 @@ def random_config(ref: str) -> ModelConfig:
         if config.moe is None:
             raise ModelError(f"{ref}: {name} has no experts whose router could have a skew", hint="leave ?skew out")
         return replace(config, moe=replace(config.moe, router_bias=True))
-    if name in _EAGLE_HEADS:
+    if name in _EAGLE_HEADS or name in _BLOCK_DRAFTERS:
+        methods = "block" if name in _BLOCK_DRAFTERS else "eagle, eagle3 or peagle"
         raise ModelError(
-            f"{ref} is a draft head, not a model", hint="set it as speculation.draft, with method eagle or eagle3"
+            f"{ref} is a draft head, not a model", hint=f"set it as speculation.draft, with method {methods}"
         )
     raise _unknown(ref, known)
 
@@ -316,9 +336,11 @@ def open_random_eagle_head(
     dtype: torch.dtype,
     device: torch.device,
     aux_layers: tuple[int, ...] | None = None,
+    *,
+    parallel: bool = False,
 ) -> EagleCheckpoint:
-    """The EAGLE head with the target's geometry that `random:eagle`, `random:eagle3` or `random:eagle3-32k` names.
-    `aux_layers`: of EAGLE-3, instead of the usual ones.
+    """The EAGLE head with the target's geometry that `random:eagle`, `random:eagle3`, `random:eagle3-32k` or, if it is
+    `parallel`, `random:peagle` names. `aux_layers`: of EAGLE-3, instead of the usual ones.
 
     The reduced vocabulary has 32000 tokens, or half of the target's where the target has at most 32000.
     Raises ModelError for other names, a head of another kind than the method's, or a target with too few layers.
@@ -328,15 +350,21 @@ def open_random_eagle_head(
         raise ModelError(f"{ref} is a model, not a draft head", hint=f"draft heads: {_listed(_EAGLE_HEADS)}")
     if name is None or name not in _EAGLE_HEADS:
         raise _unknown(ref, _EAGLE_HEADS)
-    named_kind, is_reduced = _EAGLE_HEADS[name]
-    if named_kind != kind:
-        fitting = _listed(head for head, (other, _) in _EAGLE_HEADS.items() if other == kind)
-        raise ModelError(f"{ref} does not fit speculation.method {kind}", hint=f"use {fitting}, or method {named_kind}")
+    is_reduced = _EAGLE_HEADS[name][1]
+    methods = {head: "peagle" if head == "peagle" else other for head, (other, _) in _EAGLE_HEADS.items()}
+    method = "peagle" if parallel else kind
+    if methods[name] != method:
+        fitting = _listed(head for head, other in methods.items() if other == method)
+        raise ModelError(
+            f"{ref} does not fit speculation.method {method}", hint=f"use {fitting}, or method {methods[name]}"
+        )
     vocab_size = target.vocab_size
     draft_vocab_size = vocab_size
     if is_reduced:
         draft_vocab_size = REDUCED_DRAFT_VOCAB if vocab_size > REDUCED_DRAFT_VOCAB else vocab_size // 2
-    layer = target.as_head()
+    count = _PARALLEL_LAYERS if parallel else 1
+    layer = replace(target.as_head(), num_layers=count, sliding_windows=(None,) * count)
+    mask_token_id = vocab_size - 1 if parallel else None
     shapes = expected_eagle_tensors(
         EagleConfig(
             kind,
@@ -346,12 +374,49 @@ def open_random_eagle_head(
             has_fc_bias=False,
             has_embedding=False,
             has_vocab_map=is_reduced,
+            mask_token_id=mask_token_id,
         )
     )
     # The same checks as for a head with files: a target with too few layers is refused here.
-    config = eagle_config(kind, layer, draft_vocab_size, shapes, target, aux_layers)
+    config = eagle_config(kind, layer, draft_vocab_size, shapes, target, aux_layers, mask_token_id=mask_token_id)
     maps = _vocab_maps(draft_vocab_size, vocab_size) if is_reduced else {}
     return EagleCheckpoint(config, RandomSource(shapes, dtype, device, maps))
+
+
+def open_random_block_drafter(
+    ref: str, target: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> BlockCheckpoint:
+    """Return the block drafter with the target's geometry that `random:dflash` and others name. Raise ModelError for
+    other names."""
+    name = random_name(ref)
+    if name in geometries():
+        raise ModelError(f"{ref} is a model, not a drafter", hint=f"block drafters: {_listed(_BLOCK_DRAFTERS)}")
+    if name is None or name not in _BLOCK_DRAFTERS:
+        raise _unknown(ref, _BLOCK_DRAFTERS)
+    layers, hidden = target.as_head(), target.hidden_size
+    windows = (None,) * _BLOCK_LAYERS
+    rank = min(_BLOCK_RANK, hidden)
+    heads: dict[str, HeadConfig] = {
+        "dflash2": SelectorConfig(rank, min(16, target.vocab_size)),
+        "dspark": MarkovConfig(rank),
+        "domino": DominoConfig(rank, rank, 1),
+        "lilicorr": LatticeConfig(rank, 2, 4, 2 * rank, min(16, target.vocab_size), rank, 1e-4, 8.0, _BLOCK_SIZE),
+        "xpress": RefinerConfig(rank, 2 * rank, 6, _BLOCK_SIZE),
+    }
+    last = max(1, target.num_layers - 2)  # the layers that z-lab's drafters read
+    aux = sorted({2 + round(i * (last - 2) / (_BLOCK_LAYERS - 1)) for i in range(_BLOCK_LAYERS)} & set(range(last + 1)))
+    block = BlockConfig(
+        replace(layers, num_layers=_BLOCK_LAYERS, sliding_windows=windows, qk_norm=True),
+        _BLOCK_SIZE,
+        target.vocab_size - 1,
+        tuple(aux) or (last,),
+        hidden,
+        target.vocab_size,
+        first=0 if name == "dspark" else 1,
+        head=heads.get(name),
+        convolution=ConvolutionConfig(2, math.gcd(hidden, 16)) if name in ("dflash2", "lilicorr") else None,
+    )
+    return BlockCheckpoint(block, RandomSource(expected_block_tensors(block), dtype, device), name)
 
 
 def open_random_mtp(target: ModelConfig, dtype: torch.dtype, device: torch.device) -> EagleCheckpoint:

@@ -17,7 +17,7 @@ from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import KVScales
 from specbatch.config import AttentionName
 from specbatch.draft import DraftParts, make_method
-from specbatch.draft.network import DraftNet, EagleNet, ModelNet
+from specbatch.draft.network import BlockNet, DraftNet, EagleNet, ModelNet
 from specbatch.draft.suffix import SharedTexts
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
 from specbatch.engine.engine import Engine
@@ -29,9 +29,11 @@ from specbatch.errors import ConfigError, ModelError
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels import ops_for
 from specbatch.kernels.out_of_memory import is_out_of_memory
+from specbatch.models.blocks.drafter import BlockDrafter
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import CausalModel, Decoder
 from specbatch.models.eagle_head import EagleHead
+from specbatch.models.formats.block_files import BlockCheckpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.tensor_files import PackedReader, TensorSource
 from specbatch.models.hybrids.mtp_head import MtpHead
@@ -357,6 +359,12 @@ def _build_net(
         made = MtpHead if head.kind == "mtp" else EagleHead
         model = made(head, weights, target, attention, num_positions)
         return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
+    if isinstance(run.draft, BlockCheckpoint):  # all of it on each rank
+        block = run.draft.config
+        weights = WeightLoader(run.draft.tensors, run.dtype, run.device, gemm)
+        attention = _attention(block.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)
+        drafter = BlockDrafter(block, weights, target, attention, num_positions)
+        return BlockNet(drafter, drafter.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"
     draft = build_decoder(
         run.draft.config, run.draft.tensors, num_positions, run.dtype, run.device, name, run.kv_dtype, gemm,
@@ -374,7 +382,9 @@ def _configs(run: ResolvedRun) -> list[ModelConfig]:
     """Return the configurations of the target and of the draft network: sampled texts depend on the bits of both."""
     if run.draft is None:
         return [run.target.config]
-    return [run.target.config, run.draft.config.decoder if isinstance(run.draft, EagleCheckpoint) else run.draft.config]
+    if isinstance(run.draft, EagleCheckpoint | BlockCheckpoint):
+        return [run.target.config, run.draft.config.decoder]
+    return [run.target.config, run.draft.config]
 
 
 def _eos_token_ids(run: ResolvedRun) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from specbatch.kernels.mxfp4 import MXFP4_BYTES
 from specbatch.kernels.quantised import GROUP
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.formats.checkpoint import Checkpoint
-from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.formats.gguf import GgufSource
 from specbatch.models.formats.gpt_oss_experts import GptOssExperts
 from specbatch.models.formats.tensor_files import PackedReader
@@ -338,9 +337,7 @@ def _check_cuda(what: str, device: torch.device) -> None:
         )
 
 
-def quantization_of_draft(
-    draft: Checkpoint | EagleCheckpoint | None, config: Config, device: torch.device
-) -> LayerQuantization | None:
+def quantization_of_draft(draft: object, config: Config, device: torch.device) -> LayerQuantization | None:
     """Decide the quantization of a draft model: that of its checkpoint, or none if it is dequantised, which is always
     so on CUDA."""
     if not isinstance(draft, Checkpoint):

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
-from specbatch.draft import METHODS
 from specbatch.draft.earlier_results import read_texts
 from specbatch.engine.round import MAX_FORCED
 from specbatch.errors import ConfigError, ModelError
@@ -21,6 +20,7 @@ from specbatch.models.checks import first_names
 from specbatch.models.config import BackendName, ModelConfig
 from specbatch.models.download import resolve_model
 from specbatch.models.eagle_config import EagleKind
+from specbatch.models.formats.block_files import BlockCheckpoint, open_block_drafter
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint, with_adapter
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.mtp_files import has_mtp, open_mtp
@@ -29,7 +29,13 @@ from specbatch.models.formats.tokenizer import byte_tokenizer, describe_tokenize
 from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.sharded import part_of_head
 from specbatch.models.pass_weights import PassWeights
-from specbatch.models.random_weights import RANDOM_WEIGHTS, open_random_eagle_head, open_random_model, open_random_mtp
+from specbatch.models.random_weights import (
+    RANDOM_WEIGHTS,
+    open_random_block_drafter,
+    open_random_eagle_head,
+    open_random_model,
+    open_random_mtp,
+)
 from specbatch.parallel.shares import Division
 from specbatch.setup.backend import LACKS, engine_of_transformers
 from specbatch.setup.cache import (
@@ -42,7 +48,7 @@ from specbatch.setup.cache import (
 )
 from specbatch.setup.cascade import resolve_cascade
 from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
-from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
+from specbatch.setup.device import DTYPE_NAMES, check_was_run, resolve_device, resolve_dtype
 from specbatch.setup.engine import EngineSettings, resolve_engine
 from specbatch.setup.expert_parallel import check_prompt_graphs, resolve_division
 from specbatch.setup.lanes import Job as LaneJob
@@ -72,7 +78,10 @@ from specbatch.setup.speculation import (
     check_simulation,
     low_acceptance,
     resolve_speculation,
+    with_block,
 )
+
+HeadCheckpoint = EagleCheckpoint | BlockCheckpoint  # a drafter that reads the target's hidden states
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class ResolvedRun:
     config: Config
     speculation: Speculation
     target: Checkpoint
-    draft: Checkpoint | EagleCheckpoint | None
+    draft: Checkpoint | HeadCheckpoint | None
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
     dtype: torch.dtype
@@ -131,11 +140,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled)
         earlier = _earlier_texts(speculation.section)
     device = resolve_device(config.engine.device, notes)
-    if device.type == "cuda" and wanted_method.method == "suffix":
-        raise ConfigError(
-            "speculation.method: suffix runs on a CPU only: no GPU has run it yet",
-            hint="set speculation.method: ngram",
-        )
+    check_was_run(f"speculation.method: {wanted_method.method}", device, "set speculation.method: ngram")
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = resolve_engine(config, device, dtype, notes)
     kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
@@ -190,10 +195,18 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     quantization = resolve_quantization(config, target, device, dtype, notes, division)
     mxfp4 = resolve_mxfp4(config, target, device, dtype, notes, division)
     draft = _open_draft(speculation.section, backend, target, tokenizer, dtype, device, progress)
-    if isinstance(draft, EagleCheckpoint):
+    if isinstance(draft, HeadCheckpoint):
         notes += draft.notes
+    if isinstance(draft, EagleCheckpoint):
         section = replace(speculation.section, aux_layers=draft.config.aux_layers or None)
         speculation = replace(speculation, section=section)
+    elif isinstance(draft, BlockCheckpoint):
+        speculation = with_block(speculation, wanted_method, draft.config)
+        check_simulation(speculation, on_cuda)
+        if engine.attention == "flashinfer":
+            raise ConfigError(
+                "engine.attention: flashinfer does not run block drafters", hint="use engine.attention: triton"
+            )
     elif draft is not None:
         check_experts("speculation.draft", draft, config, device)
         check_draft_is_no_hybrid(draft)
@@ -212,7 +225,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
 
     if engine.attention == "flashinfer":
         check_flashinfer(target.config, kv_dtype, target.kv_scales)
-        if isinstance(draft, EagleCheckpoint):
+        if isinstance(draft, HeadCheckpoint):
             check_flashinfer(draft.config.decoder, kv_dtype)
         elif draft is not None:
             check_flashinfer(draft.config, kv_dtype, draft.kv_scales)
@@ -309,8 +322,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         weights_as = weights_as.removesuffix(" dequantised")
     description = {"target": f"{config.model.target} ({target.config.model_type}, {weights_as})"}
     if draft is not None:
-        in_target = METHODS[speculation.method].in_target
-        ref = config.model.target if in_target else speculation.section.draft
+        ref = speculation.section.draft or config.model.target
         description["draft"] = f"{ref} ({speculation.method}{_random_weights(ref)})"
     return ResolvedRun(
         resolved,
@@ -343,13 +355,17 @@ def _in_words(count: int) -> str:
 
 
 def _cached_models(
-    target: ModelConfig, draft: Checkpoint | EagleCheckpoint | None, num_ranks: int, is_packed: bool
+    target: ModelConfig, draft: Checkpoint | HeadCheckpoint | None, num_ranks: int, is_packed: bool
 ) -> list[CachedModel]:
     """Roughly what a rank holds. `target`: the first one's part."""
     models = [CachedModel.whole(target, is_packed)]
-    if isinstance(draft, EagleCheckpoint):
+    if isinstance(draft, BlockCheckpoint):  # each rank has all of it
+        block = draft.config
+        rows = block.has_embedding * block.decoder.vocab_size + block.has_lm_head * block.draft_vocab_size
+        models.append(CachedModel(block.decoder, block.decoder.num_layers, rows))
+    elif isinstance(draft, EagleCheckpoint):
         part = part_of_head(draft.config.decoder, 0, num_ranks) or draft.config.decoder
-        models.append(CachedModel(part, 1, draft.config.draft_vocab_size))
+        models.append(CachedModel(part, part.num_layers, draft.config.draft_vocab_size))
     elif draft is not None:
         models.append(CachedModel.whole(draft.config, is_packed))
     return models
@@ -381,8 +397,16 @@ def _open_draft(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[str, int, int], None] | None,
-) -> Checkpoint | EagleCheckpoint | None:
+) -> Checkpoint | HeadCheckpoint | None:
     if speculation.method == "mtp":
+        if speculation.draft is not None and random_name(speculation.draft) is None:
+            return open_mtp(target, resolve_model(speculation.draft, progress=progress))
+        if speculation.draft is not None:
+            raise ConfigError(
+                f"speculation.draft is {speculation.draft}, and speculation.method mtp drafts with a layer of the "
+                "target",
+                hint="leave speculation.draft out, or name a folder that speculators has saved",
+            )
         return open_random_mtp(target.config, dtype, device) if target.path is None else open_mtp(target)
     if speculation.draft is None:
         return None
@@ -396,10 +420,16 @@ def _open_draft(
                 hint="a draft model must come from the target's family; otherwise use method: ngram",
             )
         return draft
+    if speculation.method == "block":
+        if random_name(speculation.draft) is not None:
+            return open_random_block_drafter(speculation.draft, target.config, dtype, device)
+        return open_block_drafter(resolve_model(speculation.draft, progress=progress), target)
     kind: EagleKind = "eagle" if speculation.method == "eagle" else "eagle3"
+    parallel, layers = speculation.method == "peagle", speculation.aux_layers
     if random_name(speculation.draft) is not None:
-        return open_random_eagle_head(speculation.draft, kind, target.config, dtype, device, speculation.aux_layers)
-    return open_eagle_head(resolve_model(speculation.draft, progress=progress), kind, target, speculation.aux_layers)
+        return open_random_eagle_head(speculation.draft, kind, target.config, dtype, device, layers, parallel=parallel)
+    path = resolve_model(speculation.draft, progress=progress)
+    return open_eagle_head(path, kind, target, layers, parallel=parallel)
 
 
 def _earlier_texts(speculation: SpeculationSection) -> list[tuple[str, bool]]:
@@ -427,9 +457,9 @@ def _encode(
     return corpus
 
 
-def _check_topk(topk: int, draft: Checkpoint | EagleCheckpoint | None) -> None:
+def _check_topk(topk: int, draft: Checkpoint | HeadCheckpoint | None) -> None:
     if draft is None:  # a host method: its trees have tokens of the target's vocabulary
         return
-    width = draft.config.draft_vocab_size if isinstance(draft, EagleCheckpoint) else draft.config.vocab_size
+    width = draft.config.draft_vocab_size if isinstance(draft, HeadCheckpoint) else draft.config.vocab_size
     if topk > width:
         raise ConfigError(f"speculation.topk is {topk}, but the draft's vocabulary has only {width} tokens")

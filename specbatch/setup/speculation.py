@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from specbatch.config import ScheduleSection, SpeculationSection
 from specbatch.draft import METHODS, MethodEntry
 from specbatch.draft.none import MAX_ROOM
-from specbatch.draft.schedule import ByBatch, Schedule
+from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.errors import ConfigError
+from specbatch.models.blocks.config import BlockConfig
 from specbatch.models.catalog import builtin_head, random_name
-from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, next_layers
 
 DEFAULT_TREE_TOKENS = 8
@@ -24,6 +24,7 @@ class Speculation:
 
     section: SpeculationSection  # with everything filled in
     schedule: Schedule
+    block_size: int = 0  # slots that a block drafter writes in a round; 0: there is none
 
     @property
     def method(self) -> str:
@@ -46,7 +47,7 @@ class Speculation:
             return MAX_ROOM
         net = METHODS[self.method].net
         draft_kv_offset = None if net is None else net.draft_kv_offset
-        return max(num_lookahead(shape, draft_kv_offset) for shape in self.schedule.items)
+        return max(self.block_size, *(num_lookahead(shape, draft_kv_offset) for shape in self.schedule.items))
 
 
 def decide_method(
@@ -89,20 +90,15 @@ def resolve_speculation(
             section, num_steps=None, num_draft_tokens=None, topk=1, draft=None, schedule=None, aux_layers=None
         )
         return Speculation(section, ByBatch.always(None))
-    if section.aux_layers is not None and section.method != "eagle3":
+    if section.aux_layers is not None and section.method not in ("eagle3", "peagle"):
         raise ConfigError(
             f"speculation.aux_layers says what an EAGLE-3 head reads, and speculation.method is {section.method}",
             hint="leave speculation.aux_layers out, or set speculation.method to eagle3",
         )
     entry = METHODS[section.method]
-    if entry.in_target and section.draft is not None:
-        raise ConfigError(
-            f"speculation.draft is set, and speculation.method {section.method} drafts with a layer of the target",
-            hint="leave speculation.draft out",
-        )
-    if entry.net is None or entry.in_target:
+    if entry.net is None:
         section = replace(section, draft=None)
-    elif section.draft is None:
+    elif section.draft is None and not entry.in_target:
         raise ConfigError(
             f"speculation.method {section.method} needs speculation.draft",
             hint="name one (a directory, a hub id, a .gguf file or builtin:NAME), or use ngram, which needs none",
@@ -116,6 +112,24 @@ def resolve_speculation(
     shape = _resolve_shape(section, section)
     section = replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens)
     return Speculation(section, ByBatch.always(shape))
+
+
+def with_block(speculation: Speculation, given: SpeculationSection, block: BlockConfig) -> Speculation:
+    """Return the speculation for a block drafter, whose number of drafts is known when its files are open. `given`: the
+    section of the configuration."""
+    section, schedule = speculation.section, speculation.schedule
+    if given.schedule is None and (given.num_steps, given.num_draft_tokens) == (None, None):
+        shape = DraftShape(block.max_drafts, 1, block.max_drafts + 1)
+        section = replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens)
+        schedule = ByBatch.always(shape)
+    for shape in shapes_of(schedule):
+        if shape.num_steps > block.max_drafts:
+            raise ConfigError(
+                f"speculation.num_steps is {shape.num_steps}, and a block of this drafter has {block.max_drafts} "
+                "drafts",
+                hint=f"set speculation.num_steps to at most {block.max_drafts}, or leave it out",
+            )
+    return Speculation(section, schedule, block.block_size)
 
 
 def _resolve_shape(section: SpeculationSection, given: SpeculationSection | ScheduleSection) -> DraftShape:
@@ -170,19 +184,19 @@ def _note_chains(schedule: Schedule, entry: MethodEntry, notes: list[str]) -> No
         )
 
 
-def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | EagleCheckpoint | None) -> str | None:
+def low_acceptance(speculation: SpeculationSection, draft: object) -> str | None:
     """Likely causes where a draft network's drafts are hardly ever right. None where that is no mistake: n-grams find
     little in some texts, and random weights guess."""
     if METHODS[speculation.method].net is None or speculation.simulate_acceptance is not None:
         return None
-    if random_name(speculation.draft) is not None or METHODS[speculation.method].in_target:
+    if random_name(speculation.draft) is not None or speculation.method == "mtp":
         return None
     causes = ["the rows are sampled at a high temperature"]
     if speculation.method == "draft_model":
         causes.insert(0, "the draft model is of another family or fine-tune than the target, or far too small")
     else:
         causes.insert(0, "the head was trained for another target, or for other texts than these")
-    if isinstance(draft, EagleCheckpoint) and speculation.method == "eagle3":
+    if isinstance(draft, EagleCheckpoint) and speculation.method in ("eagle3", "peagle"):
         layers = draft.config.aux_layers
         if draft.may_be_outputs:
             instead = f"try --set 'speculation.aux_layers={next_layers(layers)}'"

@@ -14,6 +14,7 @@ from specbatch.engine.executor import GraphMode
 from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
+from tests.draft.test_block import TRAITS as BLOCK_TRAITS
 from tests.engine.test_edits import MIXED, decided, requests
 from tests.engine.test_nonfinite import all_nan, nan_embedding
 from tests.tiny_models import (
@@ -118,6 +119,19 @@ def test_other_traits_of_an_eagle3_head(traits: dict[str, Any], shape: DraftShap
     cpu = run(tiny_oracle("eagle3", shape, **settings), prompts, SAMPLED)
     gpu = run(tiny_device_engine("eagle3", shape, **settings, device=CUDA, graphs=graphs), prompts, SAMPLED)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+
+
+@pytest.mark.parametrize("graphs", ["none", "round"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("traits", BLOCK_TRAITS)
+def test_block_drafters(traits: str, params: SamplingParams, graphs: GraphMode) -> None:
+    """A sampled chain's text depends on what was drafted. With few tokens, random drafts are often right."""
+    prompts, shape = random_prompts(9, shared=10, vocab=7), DraftShape(5, 1, 6)
+    settings = {"num_pages": 512, "max_batch_size": 8, "vocab": 7, "dtype": torch.float32, **BLOCK_TRAITS[traits]}
+    cpu = run(tiny_device_engine("block", shape, **settings), prompts, params)
+    gpu = run(tiny_device_engine("block", shape, **settings, device=CUDA, graphs=graphs), prompts, params)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+    assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])

@@ -36,13 +36,11 @@ from specbatch.models.linears.quantization import parse_quantization
 _FILE = "config.json of the draft head"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _RESIDUAL, _DRAFT_SIZE = "norm_before_residual", "draft_vocab_size"
-# Keys that change what is computed, of all heads and of EAGLE-3 heads, with the one value that is supported.
-_FIXED: Mapping[str, Any] = {"num_hidden_layers": 1, "logit_scale": 1}
+# Keys that change what is computed, of all heads, of EAGLE-1/2 and of EAGLE-3, with the one value that is supported.
+_FIXED: Mapping[str, Any] = {"logit_scale": 1}
+_FIXED_EAGLE: Mapping[str, Any] = {"num_hidden_layers": 1}
 _FIXED_EAGLE3: Mapping[str, Any] = {
     "use_aux_hidden_state": True,
-    "norm_before_fc": False,
-    "fc_norm": False,
-    "norm_output": False,
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
@@ -51,6 +49,8 @@ _FIXED_EAGLE3: Mapping[str, Any] = {
 }
 # Parts of the names of keys that can change what a head computes. A note names such a key if it is none of the above.
 _MEANINGFUL = ("aux", "norm", "residual", "layer_ids", "draft", "eagle", "dflash", "mask_token", "ptd_token")
+_MASK_TOKEN = ("mask_token_id", "pard_token", "ptd_token_id")  # names of P-EAGLE's mask token
+_NORMS = ("norm_before_fc", "fc_norm", "norm_output")
 _OTHER_HEAD = "use another head for this target, or speculation.method ngram, which needs none"
 _HARMLESS = ("rms_norm_eps", "eagle_config", "has_lm_head", "parallel_draft_heads_num_layers")
 
@@ -66,9 +66,15 @@ class EagleCheckpoint:
 
 
 def open_eagle_head(
-    path: Path, kind: EagleKind, target: Checkpoint, aux_layers: tuple[int, ...] | None = None
+    path: Path,
+    kind: EagleKind,
+    target: Checkpoint,
+    aux_layers: tuple[int, ...] | None = None,
+    *,
+    parallel: bool = False,
 ) -> EagleCheckpoint:
     """Open and validate a head's directory (config.json and weights). `aux_layers`: instead of those of the file.
+    `parallel`: a P-EAGLE head, whose kind is eagle3.
 
     Raises ModelError.
     """
@@ -78,7 +84,7 @@ def open_eagle_head(
         raise ModelError(
             f"{path} has no config.json", hint="a draft head is a directory with config.json and its weights"
         )
-    raw = _HeadJson(read_json(config_file), kind)
+    raw = _HeadJson(read_json(config_file), kind, parallel=parallel)
     modelopt_file = path / "hf_quant_config.json"
     raw.check_supported(target.config, read_json(modelopt_file) if is_there(modelopt_file) else None)
     config = parse_hf_config(raw.sizes)
@@ -89,12 +95,18 @@ def open_eagle_head(
         notes.append(f"speculation.draft: its config.json has keys that specbatch ignores: {ignored}")
     file_layers = raw.layer_ids() if aux_layers is None and kind == "eagle3" else None
     layers = file_layers if aux_layers is None else aux_layers
-    norm_before_residual = raw.norm_before_residual(notes)
+    traits = raw.traits(notes)
     draft_vocab_size = raw.draft_vocab_size() or config.vocab_size
     files = open_tensors(path)
     _check_types(files)
     tensors = _HeadTensors(files, kind, config, draft_vocab_size, target)
-    head = eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target.config, layers, norm_before_residual)
+    if parallel != ("mask_hidden" in tensors.shapes()):
+        instead = "speculation.method: eagle3" if parallel else "speculation.method: peagle"
+        raise ModelError(
+            f"the draft head {'has no' if parallel else 'has a'} tensor mask_hidden, by which P-EAGLE drafts",
+            hint=f"set {instead}",
+        )
+    head = eagle_config(kind, config, draft_vocab_size, tensors.shapes(), target.config, layers, **traits)
     if head.has_vocab_map:  # small; refused before weights are read
         target_ids_of(tensors.load("d2t"), tensors.load("t2d"), config.vocab_size)
     if kind == "eagle3" and not tensors.has_own_lm_head:
@@ -126,8 +138,8 @@ def next_layers(layers: tuple[int, ...]) -> list[int]:
 class _HeadJson:
     """A head's config.json. Keys that concern the whole head are at its top, or in `eagle_config`."""
 
-    def __init__(self, raw: dict[str, Any], kind: EagleKind) -> None:
-        self._kind = kind
+    def __init__(self, raw: dict[str, Any], kind: EagleKind, *, parallel: bool = False) -> None:
+        self._kind, self._parallel = kind, parallel
         self._parts: dict[str, Mapping[str, Any]] = {"": raw}
         for name in ("eagle_config", "transformer_layer_config"):
             part = raw.get(name)
@@ -141,9 +153,9 @@ class _HeadJson:
             check_keys(part, read=())
             if parse_quantization(part, modelopt) is not None:
                 raise ModelError("the draft head is quantised, which is not supported", hint=_OTHER_HEAD)
-        fixed = {**_FIXED, "target_hidden_size": target.hidden_size, "speculators_model_type": self._kind}
-        if self._kind == "eagle3":
-            fixed |= _FIXED_EAGLE3
+        kind = "peagle" if self._parallel else self._kind
+        fixed = {**_FIXED, "target_hidden_size": target.hidden_size, "speculators_model_type": kind}
+        fixed |= _FIXED_EAGLE3 if self._kind == "eagle3" else _FIXED_EAGLE
         wrong = [(n, v, one) for key, one in fixed.items() for n, v in self._found(key).items() if v != one]
         types = self._found("layer_types").items()
         wrong += [(name, value, "full_attention") for name, value in types if "sliding_attention" in str(value)]
@@ -162,7 +174,8 @@ class _HeadJson:
 
     def ignored(self) -> list[str]:
         """Unknown keys that can change what is computed."""
-        known = {*_FIXED, *_FIXED_EAGLE3, *_HARMLESS, LAYER_IDS, _RESIDUAL, _DRAFT_SIZE}
+        known = {*_FIXED, *_FIXED_EAGLE3, *_HARMLESS, *_NORMS, LAYER_IDS, _RESIDUAL, _DRAFT_SIZE}
+        known |= {*_MASK_TOKEN} if self._parallel else set()
         return [
             prefix + key
             for prefix, part in self._parts.items()
@@ -183,9 +196,30 @@ class _HeadJson:
             raise ModelError(f"{_FILE}: {LAYER_IDS} must be a list, not {shown(ids)}")
         return tuple(whole_number(layer, f"{_FILE}: an element of {LAYER_IDS}", at_least=0) for layer in ids)
 
-    def norm_before_residual(self, notes: list[str]) -> bool:
+    def traits(self, notes: list[str]) -> dict[str, Any]:
+        """Return the fields of `EagleConfig` that only the file says."""
         if self._kind != "eagle3":
-            return False
+            return {}
+        joined, each, output = (self._flag(key) for key in _NORMS)
+        if joined and each:
+            raise ModelError(f"{_FILE} has both norm_before_fc and fc_norm", hint=_OTHER_HEAD)
+        traits: dict[str, Any] = {
+            "norm_before_residual": self._norm_before_residual(notes),
+            "input_norms": "joined" if joined else "each" if each else "none",
+            "norm_output": output,
+        }
+        if self._parallel:
+            found = [self._one(key) for key in _MASK_TOKEN if self._one(key) is not None]
+            if not found or any(one != found[0] for one in found):
+                raise ModelError(f"{_FILE} must have one mask_token_id, not {shown(found)}", hint=_OTHER_HEAD)
+            traits["mask_token_id"] = whole_number(found[0], f"{_FILE}: mask_token_id", at_least=0)
+        return traits
+
+    def _flag(self, key: str) -> bool:
+        value = self._one(key)
+        return value is not None and flag(value, f"{_FILE}: {key}")
+
+    def _norm_before_residual(self, notes: list[str]) -> bool:
         normed = self._one(_RESIDUAL)
         if normed is None and self._is_speculators:
             notes.append(f"speculation.draft: {_RESIDUAL} true (vLLM's reading of a speculators file without it)")
@@ -221,9 +255,11 @@ class _HeadTensors:
         for name in files.shapes():
             if is_stored_rotary(name):
                 continue
-            own = name
-            if name.startswith("layers.0."):
-                own = layer_prefix(kind) + name.removeprefix("layers.0.")
+            if name.startswith("verifier_"):  # copies of the target's norm and LM head, from training
+                continue
+            own = name.removeprefix("model.")
+            if own.startswith("layers.0."):
+                own = layer_prefix(kind) + own.removeprefix("layers.0.")
             if own in self._names:
                 raise ModelError(f"the draft head has {self._names[own]} and {name}, which are the same tensor")
             self._names[own] = name
@@ -231,6 +267,8 @@ class _HeadTensors:
         if kind == "eagle3" and "d2t" in self._shapes:
             self._shapes.setdefault("t2d", (self._vocab_size,))
             self._shapes.setdefault("lm_head.weight", (draft_vocab_size, config.hidden_size))
+        if "mask_hidden" in self._shapes:  # (1, 1, N) in some files
+            self._shapes["mask_hidden"] = (math.prod(self._shapes["mask_hidden"]),)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -241,7 +279,7 @@ class _HeadTensors:
 
     def load(self, name: str) -> Tensor:
         if name in self._names:
-            return self._files.load(self._names[name])
+            return self._files.load(self._names[name]).view(self._shapes[name])
         if name not in self._shapes:
             raise KeyError(name)
         d2t = self._files.load("d2t").to(torch.int64)

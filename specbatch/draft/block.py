@@ -1,0 +1,46 @@
+"""Blocks from a block drafter: one pass of a small backbone drafts all tokens of a chain.
+
+The block always has the size that the drafter was trained with, because its positions see each other. A shape with
+fewer steps verifies the first drafts of it. Where a request samples, each draft is drawn from the distribution that the
+head gives it, and acceptance compares it with the target's; see `chain.py`, also for *coupled* drafts.
+
+Shape suffix: B requests.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from specbatch.batch import Field
+from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.draft.chain import drawn_chain
+from specbatch.draft.method import DraftMethod, DraftTrees
+from specbatch.draft.network import BlockNet
+from specbatch.draft.shape import DraftShape
+
+
+class BlockDraft(DraftMethod):
+    """Chains of num_steps drafts, at most as many as a block has; topk is not read."""
+
+    def __init__(self, net: BlockNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
+        block = net.model.block
+        assert shape.num_steps <= block.max_drafts, "setup checks this"
+        self.net = self._net = net
+        self._num_steps = shape.num_steps
+        self._ops, self._coupled = ops, coupled
+        self.num_nodes = self.max_path = shape.num_steps + 1
+        self.num_lookahead = max(self.num_nodes, block.block_size)
+        self.reads_tokens = net.model.head.reads_before
+
+    def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
+        model, target_ids = self._net.model, self._net.target_ids
+        root_B, before_B = view.field(Field.ROOT), None
+        if self.reads_tokens:
+            before_B = table.tokens_SL[view.req_idx_B, (view.length_B - 1).clamp(min=0)].long()
+        feature_BE = table.features_SE[view.req_idx_B] if self._net.feature_size else None
+        layout = view.layout(model.block.block_size)
+        block = model.block_output(root_B, before_B, feature_BE, layout, self._net.cache, self._num_steps)
+        return drawn_chain(
+            self._ops, view, self._num_steps, model.head.steps(block), target_ids,
+            sampled=sampled, coupled=self._coupled,
+        )  # fmt: skip

@@ -1,0 +1,327 @@
+"""The heads of block drafters: from the hidden states and logits of a block to the logits of each draft.
+
+A head may let a draft depend on the ones before it. Then the drafts of a block are chosen one after the other, which
+costs little, because the backbone has already run.
+
+Shape suffixes: B requests, K positions of the block, S drafts, E hidden size, W draft vocabulary, V vocabulary of the
+target, R rank, C candidates.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specbatch.models.blocks.config import (
+    BlockConfig,
+    DominoConfig,
+    LatticeConfig,
+    MarkovConfig,
+    RefinerConfig,
+    SelectorConfig,
+)
+from specbatch.models.linears.linear import Linear
+from specbatch.models.weight_loader import WeightLoader
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """The result of a pass over blocks. Drafts are those of the positions from `first` on."""
+
+    hidden_BKE: Tensor
+    logits_SBW: Tensor  # without the head's part
+    first: int
+    root_B: Tensor  # int64
+    before_B: Tensor | None  # int64, the token before the root; None: the head does not read it
+    feature_BE: Tensor | None  # the feature of the position before the root; None: the head does not read it
+    target_ids_W: Tensor | None  # the target token of each draft token; None: the same vocabulary
+
+    def hidden(self, draft: int) -> Tensor:
+        """Return the hidden states (B, E) of a draft's position."""
+        return self.hidden_BKE[:, self.first + draft]
+
+
+# Given the number of a draft, and the token before it (B,), return the draft's logits (B, W).
+Steps = Callable[[int, Tensor], Tensor]
+
+
+class BlockHead(ABC):
+    """A head of a block drafter."""
+
+    reads_before = False  # True: it reads the token before the root
+    reads_feature = False  # True: it reads the feature of the position before the root
+    reads_all = False  # True: it needs the logits of all positions, also if fewer drafts are wanted
+
+    @abstractmethod
+    def steps(self, block: BlockOutput) -> Steps:
+        """Return the function that gives the logits of one draft after the other."""
+
+
+class NoHead(BlockHead):
+    """DFlash: each draft is chosen alone."""
+
+    def steps(self, block: BlockOutput) -> Steps:
+        return lambda draft, before_B: block.logits_SBW[draft]
+
+
+class MarkovHead(BlockHead):
+    """DSpark's head, see `MarkovConfig`."""
+
+    def __init__(self, config: MarkovConfig, weights: WeightLoader) -> None:
+        name = "markov_head."
+        self._config = config
+        self._first_VR = weights.tensor(f"{name}markov_w1.weight")
+        self._second = weights.linear(f"{name}markov_w2")
+        self._gate = weights.linear(f"{name}gate_proj", has_bias=True) if config.kind == "gated" else None
+        self._joint = weights.linear(f"{name}joint_proj", has_bias=True) if config.kind == "rnn" else None
+
+    def steps(self, block: BlockOutput) -> Steps:
+        state_BR = self._first_VR.new_zeros(len(block.root_B), self._config.rank)
+
+        def step(draft: int, before_B: Tensor) -> Tensor:
+            nonlocal state_BR
+            latent_BR = self._first_VR[before_B]
+            if self._gate is not None:
+                latent_BR = latent_BR * torch.sigmoid(self._gate(torch.cat((block.hidden(draft), latent_BR), dim=-1)))
+            if self._joint is not None:
+                joint = self._joint(torch.cat((state_BR, latent_BR, block.hidden(draft)), dim=-1))
+                gate_BR, new_BR, out_BR = joint.chunk(3, dim=-1)
+                gate_BR = torch.sigmoid(gate_BR)
+                state_BR = gate_BR * state_BR + (1 - gate_BR) * torch.tanh(new_BR)
+                latent_BR = torch.tanh(out_BR)
+            return block.logits_SBW[draft] + self._second(latent_BR)
+
+        return step
+
+
+class SelectorHead(BlockHead):
+    """DFlash2's head, see `SelectorConfig`. All tokens but the candidates have the logit -inf."""
+
+    def __init__(self, config: SelectorConfig, weights: WeightLoader) -> None:
+        name = "candidate_selector."
+        self._top_k = config.top_k
+        self._before_VR = weights.tensor(f"{name}predecessor_codebook")
+        self._after_VR = weights.tensor(f"{name}successor_codebook")
+        self._projection = weights.linear(f"{name}hidden_projection")
+
+    def steps(self, block: BlockOutput) -> Steps:
+        values_SBC, ids_SBC = block.logits_SBW.topk(self._top_k, dim=-1)
+
+        def step(draft: int, before_B: Tensor) -> Tensor:
+            ids_BC = ids_SBC[draft]
+            context_BR = self._before_VR[before_B] * self._projection(block.hidden(draft))
+            scores_BC = values_SBC[draft] + (self._after_VR[ids_BC] @ context_BR[:, :, None])[:, :, 0]
+            logits_BW = torch.full_like(block.logits_SBW[draft], -torch.inf)
+            return logits_BW.scatter_(1, ids_BC, scores_BC)
+
+        return step
+
+
+class DominoHead(BlockHead):
+    """Domino's head, see `DominoConfig`. `embedded`: the function from tokens to embeddings."""
+
+    def __init__(self, config: DominoConfig, weights: WeightLoader, embedded: Callable[[Tensor], Tensor]) -> None:
+        self._config, self._embedded = config, embedded
+        self._of_input = weights.new_linear(weights.tensor("prefix_gru.weight_ih_l0"))
+        self._of_state = weights.new_linear(weights.tensor("prefix_gru.weight_hh_l0"))
+        self._down, self._up = weights.linear("embed_proj.0"), weights.linear("embed_proj.2")
+
+    def steps(self, block: BlockOutput) -> Steps:
+        state_BR = block.hidden_BKE.new_zeros(len(block.root_B), self._config.state_size)
+
+        def step(draft: int, before_B: Tensor) -> Tensor:
+            nonlocal state_BR
+            state_BR = self._next(self._embedded(before_B), state_BR)
+            logits_BW = block.logits_SBW[draft]
+            if block.first + draft < self._config.first:
+                return logits_BW
+            inner = self._down(torch.cat((block.hidden(draft), state_BR), dim=-1))
+            return logits_BW + self._up(F.silu(inner))
+
+        return step
+
+    def _next(self, x_BE: Tensor, state_BR: Tensor) -> Tensor:
+        """Return the state of the GRU (Cho et al. 2014, in torch's form) after a token."""
+        reset, update, new = self._of_input(x_BE).chunk(3, dim=-1)
+        reset_of_state, update_of_state, new_of_state = self._of_state(state_BR).chunk(3, dim=-1)
+        update = torch.sigmoid(update + update_of_state)
+        candidate = torch.tanh(new + torch.sigmoid(reset + reset_of_state) * new_of_state)
+        return (1 - update) * candidate + update * state_BR
+
+
+class RefinerHead(BlockHead):
+    """XPress's head, see `RefinerConfig`."""
+
+    reads_before = True
+
+    def __init__(self, config: RefinerConfig, weights: WeightLoader) -> None:
+        name = "refiner_head."
+        self._config = config
+        self._embedding_VR = weights.tensor(f"{name}token_embed.weight")
+        linears = "down_h", "down_g", "in_proj", "mlp_gate", "mlp_up", "mlp_down", "readout"
+        self._linears = {linear: weights.linear(f"{name}{linear}") for linear in linears}
+        self._mix_RKK = weights.tensor(f"{name}mix_l").tril()
+
+    def steps(self, block: BlockOutput) -> Steps:
+        hidden_BKE, first = block.hidden_BKE, block.first
+        mean_BKE = hidden_BKE.mean(dim=1, keepdim=True).expand_as(hidden_BKE)
+        fixed = torch.cat((self._apply("down_h", hidden_BKE), self._apply("down_g", mean_BKE)), dim=-1)
+        logits_SBW = block.logits_SBW
+        size, num_drafts = hidden_BKE.shape[1], len(logits_SBW)
+        # The tokens before each position. With `first` 1 these are the token before the root, the root, and the drafts.
+        assert block.before_B is not None
+        known = [block.root_B] if first == 0 else [block.before_B, block.root_B]
+        for _ in range(self._config.num_passes):
+            chosen_SB = logits_SBW.argmax(dim=-1)
+            if block.target_ids_W is not None:
+                chosen_SB = block.target_ids_W[chosen_SB]
+            before_BK = torch.cat((torch.stack(known), chosen_SB))[:size].transpose(0, 1)
+            if before_BK.shape[1] < size:  # positions after the last draft, which it does not see
+                before_BK = F.pad(before_BK, (0, size - before_BK.shape[1]))
+            logits_SBW = block.logits_SBW + self._bias(fixed, before_BK, first, num_drafts)
+        return lambda draft, before_B: logits_SBW[draft]
+
+    def _bias(self, fixed: Tensor, before_BK: Tensor, first: int, num_drafts: int) -> Tensor:
+        x_BKR = self._apply("in_proj", torch.cat((fixed, self._embedding_VR[before_BK]), dim=-1))
+        x_BKR = x_BKR + torch.einsum("rkj,bjr->bkr", self._mix_RKK, x_BKR)
+        x_SBR = x_BKR[:, first : first + num_drafts].transpose(0, 1)
+        inner = F.silu(self._apply("mlp_gate", x_SBR)) * self._apply("mlp_up", x_SBR)
+        return self._apply("readout", x_SBR + self._apply("mlp_down", inner))
+
+    def _apply(self, name: str, x: Tensor) -> Tensor:
+        return self._linears[name](x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+class LatticeHead(BlockHead):
+    """LiLiCorr's head, see `LatticeConfig`. All tokens but the candidates have the logit -inf. Shape suffixes: L = S *
+    C candidates of a block, H heads, D head dimension, F size of the vectors."""
+
+    reads_feature = True
+    reads_all = True
+
+    def __init__(
+        self,
+        config: LatticeConfig,
+        weights: WeightLoader,
+        embedded: Callable[[Tensor], Tensor],
+        hidden_size: int,
+        eps: float,
+    ) -> None:
+        self._config, self._embedded = config, embedded
+        p = "lilicorr."
+
+        def linear(name: str) -> Linear:
+            return weights.linear(f"{p}{name}", has_bias=True)
+
+        self._feature_norm = weights.tensor(f"{p}feature_mlp.0.weight"), weights.tensor(f"{p}feature_mlp.0.bias")
+        self._feature_linears = linear("feature_mlp.1"), linear("feature_mlp.3")
+        self._of_token = linear("token_proj") if config.hidden_size != hidden_size else None
+        self._of_position, self._of_context = linear("pass_hidden_proj"), linear("context_proj")
+        self._factors = linear("factor_input_proj")
+        self._outgoing, self._incoming, self._of_root = map(linear, ("out_head", "in_head", "anchor_out_head"))
+        self._output_norm, self._root_norm = (weights.norm(f"{p}{name}_norm", eps) for name in ("output", "anchor"))
+        slots_SE, ranks_CE = weights.tensor(f"{p}slot_embedding"), weights.tensor(f"{p}rank_embedding")
+        self._places_LE = (slots_SE[:, None] + ranks_CE).flatten(0, 1)
+        self._layers = [_LatticeLayer(config, weights, f"{p}layers.{i}.", eps) for i in range(config.num_layers)]
+        position_L = torch.arange(config.block_size - 1, device=weights.device).repeat_interleave(config.top_k)
+        relative_LL = position_L[:, None] - position_L
+        bias_HLL = weights.tensor(f"{p}relative_slot_bias")[:, relative_LL + config.block_size - 1]
+        same_H = weights.tensor(f"{p}same_slot_bias")
+        self._bias_HLL = bias_HLL + (relative_LL == 0) * same_H[:, None, None]
+
+    def steps(self, block: BlockOutput) -> Steps:
+        c, target_ids_W = self._config, block.target_ids_W
+        values_SBC, ids_SBC = block.logits_SBW.log_softmax(dim=-1).topk(c.top_k, dim=-1)
+        tokens_SBC = ids_SBC if target_ids_W is None else target_ids_W[ids_SBC]
+        first_BC, pairs_BSCC = self._scores(block, values_SBC.transpose(0, 1), tokens_SBC.transpose(0, 1))
+
+        def step(draft: int, before_B: Tensor) -> Tensor:
+            scores_BC = first_BC
+            if draft:
+                chosen_B = (tokens_SBC[draft - 1] == before_B[:, None]).int().argmax(dim=1)
+                index = chosen_B[:, None, None].expand(-1, 1, c.top_k)
+                scores_BC = pairs_BSCC[:, draft - 1].gather(1, index)[:, 0]
+            logits_BW = torch.full_like(block.logits_SBW[draft], -torch.inf)
+            return logits_BW.scatter_(1, ids_SBC[draft], scores_BC.to(logits_BW.dtype))
+
+        return step
+
+    def _scores(self, block: BlockOutput, values_BSC: Tensor, tokens_BSC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of the candidates of the first position (B, C), and of those of each other one after each
+        candidate before it (B, S - 1, C, C)."""
+        c, size = self._config, values_BSC.shape
+        embedded_TE = self._embedded(tokens_BSC.reshape(-1))
+        x_TE = embedded_TE if self._of_token is None else self._of_token(embedded_TE)
+        hidden_TE = block.hidden_BKE[:, block.first :].flatten(0, 1)
+        x_TE = x_TE + self._of_position(hidden_TE).repeat_interleave(c.top_k, dim=0)
+        x_TE = x_TE + self._of_likelihood(values_BSC)
+        x_BLE = x_TE.view(size[0], -1, c.hidden_size) + self._places_LE
+        for layer in self._layers:
+            x_BLE = layer.forward(x_BLE, self._bias_HLL)
+        assert block.feature_BE is not None
+        x_TE, root_BE = self._output_norm(x_BLE.flatten(0, 1)), self._root_norm(self._of_context(block.feature_BE))
+        root_TE = root_BE.repeat_interleave(x_BLE.shape[1], dim=0)
+        factors_TE = F.silu(self._factors(torch.cat((x_TE, root_TE, x_TE * root_TE), dim=-1)))
+        outgoing, incoming = (self._vectors(of, factors_TE).view(*size, -1) for of in (self._outgoing, self._incoming))
+        first_BC = (self._vectors(self._of_root, root_BE)[:, None] * incoming[:, 0]).sum(-1)
+        pairs_BSCC = outgoing[:, :-1] @ incoming[:, 1:].transpose(-1, -2)
+        return first_BC * c.logit_scale, pairs_BSCC * c.logit_scale
+
+    def _of_likelihood(self, values_BSC: Tensor) -> Tensor:
+        """Return what the log-probabilities of candidates add to their inputs, (T, E)."""
+        rank_C = torch.arange(self._config.top_k, device=values_BSC.device, dtype=values_BSC.dtype)
+        parts = (
+            values_BSC,
+            values_BSC.exp(),
+            values_BSC - values_BSC[..., :1],
+            (rank_C / max(1, self._config.top_k - 1)).expand_as(values_BSC),
+            (rank_C == 0).to(values_BSC.dtype).expand_as(values_BSC),
+        )
+        weight, bias = self._feature_norm
+        features = F.layer_norm(torch.stack(parts, dim=-1).to(weight.dtype).flatten(0, 2), weight.shape, weight, bias)
+        first, second = self._feature_linears
+        return second(F.silu(first(features)))
+
+    def _vectors(self, linear: Linear, x_TE: Tensor) -> Tensor:
+        return F.normalize(linear(x_TE), dim=-1, eps=self._config.vector_eps)
+
+
+class _LatticeLayer:
+    """A layer of LiLiCorr: attention with biases by the distance of two positions, and an MLP without a gate."""
+
+    def __init__(self, config: LatticeConfig, weights: WeightLoader, prefix: str, eps: float) -> None:
+        self._num_heads = config.num_heads
+        self._norms = [weights.norm(f"{prefix}{name}_norm", eps) for name in ("attn", "mlp")]
+        qkv = weights.tensor(f"{prefix}attn.in_proj_weight"), weights.tensor(f"{prefix}attn.in_proj_bias")
+        self._qkv = weights.new_linear(*qkv)
+        self._out, self._up, self._down = (
+            weights.linear(f"{prefix}{name}", has_bias=True) for name in ("attn.out_proj", "mlp.0", "mlp.2")
+        )
+
+    def forward(self, x_BLE: Tensor, bias_HLL: Tensor) -> Tensor:
+        shape, x_TE = x_BLE.shape, x_BLE.flatten(0, 1)
+        qkv = self._qkv(self._norms[0](x_TE)).view(*shape[:2], 3, self._num_heads, -1).permute(2, 0, 3, 1, 4)
+        attended_BHLD = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], attn_mask=bias_HLL[None])
+        x_TE = x_TE + self._out(attended_BHLD.transpose(1, 2).reshape(x_TE.shape))
+        return (x_TE + self._down(F.silu(self._up(self._norms[1](x_TE))))).view(shape)
+
+
+def head_of(block: BlockConfig, weights: WeightLoader, embedded: Callable[[Tensor], Tensor]) -> BlockHead:
+    """Make the head of a block drafter. `embedded`: the function from tokens to embeddings."""
+    config = block.head
+    if config is None:
+        return NoHead()
+    if isinstance(config, MarkovConfig):
+        return MarkovHead(config, weights)
+    if isinstance(config, SelectorConfig):
+        return SelectorHead(config, weights)
+    if isinstance(config, DominoConfig):
+        return DominoHead(config, weights, embedded)
+    if isinstance(config, RefinerConfig):
+        return RefinerHead(config, weights)
+    return LatticeHead(config, weights, embedded, block.decoder.hidden_size, block.decoder.rms_norm_eps)

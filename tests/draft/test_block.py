@@ -1,0 +1,135 @@
+"""Block drafters: no draft of theirs changes the output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specbatch.draft.schedule import ByBatch, Schedule
+from specbatch.draft.shape import DraftShape
+from specbatch.models.blocks.config import (
+    ConvolutionConfig,
+    DominoConfig,
+    LatticeConfig,
+    MarkovConfig,
+    RefinerConfig,
+    SelectorConfig,
+)
+from specbatch.types import Completion, SamplingParams
+from tests.tiny_models import (
+    BLOCK_SIZE,
+    num_target_layers,
+    random_prompts,
+    run,
+    tiny_config,
+    tiny_device_engine,
+    tiny_engine,
+    tiny_oracle,
+)
+
+VOCAB = 7  # so that random drafts are often right
+CHAIN, SHORT = DraftShape(BLOCK_SIZE - 1, 1, BLOCK_SIZE), DraftShape(2, 1, 3)
+SHAPES: dict[str, DraftShape | Schedule] = {
+    "whole": CHAIN,
+    "short": SHORT,
+    "schedule": ByBatch((2, 3, 8), (CHAIN, None, SHORT)),
+}
+GREEDY = SamplingParams(max_tokens=16)
+SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_k=5, seed=5)
+SCHEDULING = {
+    "batch 1": {"max_batch_size": 1, "prefill_chunk_tokens": 3},
+    "batch 16": {"max_batch_size": 16},
+    "preemption": {"max_batch_size": 4, "num_pages": 30},
+}
+WINDOWS = tiny_config(2, 32, VOCAB, qk_norm=True, sliding_windows=(9, None))
+TRAITS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "windows, causal": {"decoder": WINDOWS, "causal_layers": (True, False)},
+    "anchor": {"first": 0},
+    "markov": {"head": MarkovConfig(4)},
+    "gated": {"head": MarkovConfig(4, "gated"), "first": 0},
+    "rnn": {"head": MarkovConfig(4, "rnn"), "first": 0},
+    "selector": {"head": SelectorConfig(4, 3), "convolution": ConvolutionConfig(2, 4)},
+    "domino": {"head": DominoConfig(6, 5, 2)},
+    "refiner": {"head": RefinerConfig(4, 8, 3, BLOCK_SIZE)},
+    "lattice": {"head": LatticeConfig(8, 2, 2, 16, 3, 6, 1e-4, 8.0, BLOCK_SIZE)},
+    "mask embedding": {"has_mask_embedding": True, "embedding_scale": 0.5, "logits_scale": 0.7, "logits_soft_cap": 2.0},
+}
+SETTINGS: dict[str, Any] = {"num_pages": 256, "vocab": VOCAB}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return random_prompts(6, shared=9, longest=30, vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def plain(prompts: list[list[int]]) -> dict[bool, list[Completion]]:
+    """The oracle's texts by whether it samples."""
+    oracle = {**SETTINGS, "num_layers": num_target_layers("block")}
+    return {
+        sampled: run(tiny_oracle("none", **oracle), prompts, params)
+        for sampled, params in ((False, GREEDY), (True, SAMPLED))
+    }
+
+
+def texts(completions: list[Completion]) -> list[tuple[list[int], str]]:
+    return [(c.token_ids, str(c.finish_reason)) for c in completions]
+
+
+def accepted(completions: list[Completion]) -> int:
+    return sum(c.speculation.accepted for c in completions)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_are_lossless(
+    shape: str, scheduling: str, sampled: bool, prompts: list[list[int]], plain: dict[bool, list[Completion]]
+) -> None:
+    settings = {**SETTINGS, **SCHEDULING[scheduling], "coupled": sampled}
+    engine = tiny_engine("block", SHAPES[shape], **settings)
+    found = run(engine, prompts, SAMPLED if sampled else GREEDY)
+    assert texts(found) == texts(plain[sampled])
+    assert accepted(found) > 2, "hardly a draft was right: this proves little"
+    if scheduling == "preemption":
+        assert engine.stats.preemptions > 0
+    else:
+        assert engine.stats.cached_prompt_tokens > 0
+
+
+@pytest.mark.parametrize("traits", TRAITS)
+def test_all_heads_are_lossless(traits: str, prompts: list[list[int]], plain: dict[bool, list[Completion]]) -> None:
+    """With the shapes of a CPU and those of a GPU, whose drafts are the same."""
+    shape = DraftShape(4, 1, 5)
+    runs = [run(make("block", shape, **SETTINGS, **TRAITS[traits]), prompts, GREEDY) for make in ENGINES]
+    for found in runs:
+        assert texts(found) == texts(plain[False])
+        assert accepted(found) > 1
+    assert [c.speculation for c in runs[0]] == [c.speculation for c in runs[1]]
+
+
+@pytest.mark.parametrize("traits", TRAITS)
+def test_drawn_drafts_do_not_depend_on_the_batch(traits: str, prompts: list[list[int]]) -> None:
+    """Drafts are drawn from the head's distribution, and are in the text. Both engines draw the same."""
+    settings = {**SETTINGS, **TRAITS[traits]}
+    runs = [
+        run(make("block", CHAIN, **settings, max_batch_size=size), prompts, SAMPLED)
+        for make, size in ((tiny_engine, 1), (tiny_engine, 6), (tiny_device_engine, 3))
+    ]
+    assert accepted(runs[0]) > 1
+    for found in runs[1:]:
+        assert texts(found) == texts(runs[0])
+        assert [c.speculation for c in found] == [c.speculation for c in runs[0]]
+
+
+ENGINES = (tiny_engine, tiny_device_engine)
+
+
+@pytest.mark.parametrize("traits", ["none", "markov", "refiner"])
+def test_a_reduced_vocabulary(traits: str, prompts: list[list[int]], plain: dict[bool, list[Completion]]) -> None:
+    for make in ENGINES:
+        found = run(make("block", CHAIN, draft_vocab=4, **SETTINGS, **TRAITS[traits]), prompts, GREEDY)
+        assert texts(found) == texts(plain[False])
+        assert accepted(found) > 3
