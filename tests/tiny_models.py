@@ -377,7 +377,7 @@ def tiny_oracle(
             **traits,
         )
 
-    parts = DraftParts(device, ops_for(device, dtype), net, (1, 3), coupled, shared=SharedTexts.of(4096, []))
+    parts = DraftParts(device, ops_for(device, dtype), net, (1, 3), coupled, shared=None)
     proposer = proposer_of(method, as_schedule(shape), parts, vocab, page_size)
     max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
     return OracleEngine(
@@ -462,7 +462,7 @@ def tiny_device_engine(
             scale=scale, attention=paged, spoil=spoil_draft, group=None if has_own_requests else group,
             whole=config, **traits,
         )  # fmt: skip
-    parts = DraftParts(device, ops, net, (1, 3), coupled, config.delta is not None, SharedTexts.of(4096, []))
+    parts = DraftParts(device, ops, net, (1, 3), coupled, config.delta is not None, SharedTexts(4096, [], device, ops))
     methods = schedule.map(lambda one: make_method(method, one, parts))
     assert max(one.num_lookahead for one in methods.items) == lookahead or config.delta is not None
     parts_of_rounds = RoundParts(

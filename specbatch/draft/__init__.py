@@ -65,7 +65,9 @@ def _room(parts: DraftParts) -> int:
 
 def _suffix(shape: DraftShape, parts: DraftParts) -> DraftMethod:
     assert parts.shared is not None, "the method has a corpus"
-    return SuffixDraft(shape, parts.ngram_match, parts.min_probability, parts.shared)
+    # Where shapes are fixed, a draft that is left out costs as much as one that is made.
+    least = parts.min_probability if parts.device.type == "cpu" else 0.0
+    return SuffixDraft(shape, parts.ngram_match[0], least, parts.shared, parts.ops)
 
 
 METHODS: dict[str, MethodEntry] = {

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specbatch.batch import Committed
 from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.counts import EngineStats
 from specbatch.draft.network import DraftNet
 
 
@@ -63,3 +65,10 @@ class DraftMethod(ABC):
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         """Return the draft trees of one batch. Shapes are fixed and the host reads no tensor, so that a CUDA graph can
         hold this. `sampled`: some request may have a positive temperature."""
+
+    def follow(self, view: BatchView, table: RequestTable, committed: Committed, eos_K: Tensor) -> None:
+        """Follow what a round committed: `table` has it, and `view` is as it was before. `eos_K`: tokens that end a
+        text. Like `draft`, a CUDA graph can hold this."""
+
+    def record(self, stats: EngineStats) -> None:
+        """Write the method's own counts to `stats`. The engine is idle, so this may wait for the device."""

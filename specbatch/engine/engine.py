@@ -123,7 +123,7 @@ class Engine:
             min_prefill_tokens=1 if chunk_cost is None else chunk_cost.tokens,
         )  # fmt: skip
         self._stats = EngineStats()
-        self._has_new_routing = False  # rounds have run whose counts of experts were not read
+        self._has_new_counts = False  # rounds have run whose counts on the device were not read
         self.forget_routing()  # trials and measurements at the start have counted
         self.limits = EngineLimits(0, self._round.vocab_size, eos_token_ids=self._round.eos_token_ids)
         self.limit_length(None)
@@ -173,12 +173,13 @@ class Engine:
     def stats(self) -> EngineStats:
         self._stats.preemptions = self._scheduler.num_preemptions
         self._stats.device_wait_seconds = self.waited_seconds
-        for round_ in self.executor.rounds.items:
-            if isinstance(round_.method, HostDraftMethod):
+        if self._has_new_counts and not (self.num_running or self.num_waiting):
+            # These wait for the device, which an idle engine can do.
+            if self._round.routing is not None:
+                self._stats.experts = self._round.routing.read()
+            for round_ in self.executor.rounds.items:
                 round_.method.record(self._stats)
-        if self._has_new_routing and self._round.routing is not None and not (self.num_running or self.num_waiting):
-            self._stats.experts = self._round.routing.read()  # waits for the device, which an idle engine can do
-            self._has_new_routing = False
+            self._has_new_counts = False
         return self._stats
 
     @property
@@ -332,7 +333,7 @@ class Engine:
         """Set the counts of the experts that tokens choose to zero."""
         if self._round.routing is not None:
             self._round.routing.reset()
-        self._stats.experts, self._has_new_routing = ExpertCounts(), False
+        self._stats.experts, self._has_new_counts = ExpertCounts(), False
 
     def _take_finished(self) -> list[Completion]:
         finished, self._finished = self._finished, []
@@ -488,7 +489,7 @@ class Engine:
         report.complete(self._transfers)
         self._in_flight.append(report)
         self._failed = 0
-        self._has_new_routing = True
+        self._has_new_counts = True
         self._stats.rounds += 1
         report.hook.record(self._stats)
 

@@ -206,7 +206,10 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     net = _build_net(run, target, num_positions, gemm, group) if run.draft is not None else None
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
     coupled = run.config.engine.deterministic
-    shared = SharedTexts.of(speculation.suffix.corpus_tokens, run.corpus) if speculation.method == "suffix" else None
+    shared = None
+    if speculation.method == "suffix":
+        ops = ops_for(run.device, run.dtype)
+        shared = SharedTexts(speculation.suffix.corpus_tokens, run.corpus, run.device, ops)
     parts = DraftParts(
         run.device,
         ops_for(run.device, run.dtype),

@@ -131,11 +131,6 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled)
         earlier = _earlier_texts(speculation.section)
     device = resolve_device(config.engine.device, notes)
-    if device.type == "cuda" and wanted_method.method == "suffix":
-        raise ConfigError(
-            "speculation.method: suffix runs on a CPU only: no GPU has run it yet",
-            hint="set speculation.method: ngram",
-        )
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = resolve_engine(config, device, dtype, notes)
     kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 from specbatch.cli import app
@@ -150,10 +149,10 @@ def test_the_default_draft_has_31_tokens() -> None:
         resolve(load_config(None, [*TINY, "speculation.method=suffix", "speculation.topk=2"]))
 
 
-def test_no_gpu_and_no_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
-    hybrid = ["model.target=random:tiny-hybrid", "engine.device=cpu", "speculation.method=suffix"]
-    with pytest.raises(ConfigError, match=r"speculation\.method: suffix does not run with a hybrid"):
-        resolve(load_config(None, hybrid))
-    monkeypatch.setattr("specbatch.setup.resolve.resolve_device", lambda name, notes: torch.device("cuda"))
-    with pytest.raises(ConfigError, match="suffix runs on a CPU only"):
-        resolve(load_config(None, ["model.target=random:tiny", "speculation.method=suffix"]))
+def test_hybrids_have_the_answers_of_plain_decoding(tmp_path: Path) -> None:
+    hybrid = ["model.target=random:tiny-hybrid"]
+    for name in ("none", "suffix"):
+        result = generate(tmp_path, f"{name}.jsonl", *hybrid, f"speculation.method={name}")
+        assert result.exit_code == 0, result.output
+    assert answers(tmp_path / "suffix.jsonl") == answers(tmp_path / "none.jsonl")
+    assert sources(tmp_path / "suffix.jsonl")["job"]["accepted"] > 0
