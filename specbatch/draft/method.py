@@ -54,7 +54,12 @@ class DraftMethod(ABC):
     num_reusable = 0
     reads_tokens = False  # True: `draft` reads `RequestTable.tokens_SL`
     has_drafts = True  # False: trees have the root alone
+    sizes: tuple[int, ...] = ()  # numbers of nodes that `narrowed` can make, and N itself; empty: there is only N
     num_host_columns = 0  # columns of `RequestTable.host_trees_SZ`, for trees that the host uploads
+
+    def narrowed(self, num_nodes: int) -> DraftMethod:
+        """Return the same method for rounds of fewer nodes, one of `sizes`."""
+        raise NotImplementedError
 
     def with_room(self, batch_size: int) -> DraftMethod:
         """Return the draft method for batches with grammars where shapes are fixed. Its trees have room for tokens that

@@ -13,6 +13,7 @@ Shape suffixes: B requests, D drafts, S request indices.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -75,13 +76,22 @@ class SuffixDraft(DraftMethod):
         """`min_match`: tokens of the shortest match in the row's own text. `min_probability`: a draft ends where the
         probability that all of it is right is less."""
         self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
+        self.sizes = sizes_up_to(self.num_nodes)
         self._min_match, self._least, self._shared, self._lookup = min_match, min_probability, shared, ops.ngram_lookup
         estimates = match_estimates(MAX_SIZE, self.num_nodes - 1, shared.corpus.words_H.device)
         self._most_M = (estimates >= min_probability).sum(1)
         # [m, d]: the expected number of right ones of d drafts after a match of m tokens.
         self._expected_MD = torch.nn.functional.pad(estimates.cumsum(1), (1, 0))
 
+    def narrowed(self, num_nodes: int) -> SuffixDraft:
+        other = copy(self)
+        other.num_nodes = other.max_path = other.num_lookahead = num_nodes
+        return other
+
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
+        if self.num_nodes == 1:
+            table.drafted_S2.index_fill_(0, view.req_idx_B, 0)
+            return DraftTrees(view.field(Field.ROOT)[:, None])
         drafts = self.drafts(view, table)
         table.drafted_S2.index_copy_(0, view.req_idx_B, torch.stack((drafts.counts_B, drafts.sources_B), dim=1))
         tokens_BN = torch.cat((view.field(Field.ROOT)[:, None], drafts.tokens_BD), dim=1)
@@ -129,3 +139,8 @@ class SuffixDraft(DraftMethod):
 
     def record(self, stats: EngineStats) -> None:
         stats.draft_sources = self._shared.read()
+
+
+def sizes_up_to(num_nodes: int) -> tuple[int, ...]:
+    """List the numbers of nodes from which rounds choose: 1, 2, 4, ... and `num_nodes`."""
+    return (*(1 << i for i in range((num_nodes - 1).bit_length())), num_nodes)

@@ -15,6 +15,9 @@ from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, next_layers
 
 DEFAULT_TREE_TOKENS = 8
+# The most nodes of `suffix` where shapes are fixed, by batch size. A round of 8,192 tokens needs the memory that a chunk
+# of prompts needs. Rounds choose fewer nodes.
+_SUFFIX_NODES = {256: 32, 512: 16, 1024: 8, 2048: 4}
 MAX_TOPK, MAX_TREE_TOKENS = 16, 128  # limits of the device engine
 
 
@@ -116,6 +119,19 @@ def resolve_speculation(
     shape = _resolve_shape(section, section)
     section = replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens)
     return Speculation(section, ByBatch.always(shape))
+
+
+def with_sizes_of_batches(speculation: Speculation, given: SpeculationSection) -> Speculation:
+    """Return `speculation` for a device with fixed shapes, where rounds of `suffix` cost all of their nodes. `given`:
+    the section as the user gave it; a shape that it sets is kept."""
+    shapes = (given.num_steps, given.num_draft_tokens, given.schedule, given.simulate_acceptance)
+    if speculation.method != "suffix" or shapes != (None,) * len(shapes):
+        return speculation
+    items = tuple(DraftShape(nodes - 1, 1, nodes) for nodes in _SUFFIX_NODES.values())
+    schedule: Schedule = ByBatch(tuple(_SUFFIX_NODES), items)
+    filled = tuple(map(_schedule_section, schedule.bounds, schedule.items))
+    section = replace(speculation.section, num_steps=None, num_draft_tokens=None, schedule=filled)
+    return Speculation(section, schedule)
 
 
 def _resolve_shape(section: SpeculationSection, given: SpeculationSection | ScheduleSection) -> DraftShape:

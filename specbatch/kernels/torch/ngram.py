@@ -113,7 +113,9 @@ def corpus_updates(
     back = torch.arange(MAX_SIZE, 0, -1, device=words_H.device)
     source = index_BM[:, :, None] - back
     lines = tokens_SL[req_idx_B].long()
-    window = torch.where(source >= 0, lines[:, None].expand(-1, max_new, -1).gather(2, source.clamp(0, lines.shape[1] - 1)), -1)
+    window = torch.where(
+        source >= 0, lines[:, None].expand(-1, max_new, -1).gather(2, source.clamp(0, lines.shape[1] - 1)), -1
+    )
     token_T1 = lines.gather(1, index_BM.clamp(max=lines.shape[1] - 1)).reshape(-1, 1)
     is_new &= ~(window[:, :, -1:] == eos_K).any(dim=2)
     hash_TO, has_tokens = _contexts(window.flatten(0, 1))
