@@ -28,8 +28,9 @@ from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels.corpus import MAX_SIZE, match_estimates
 
-SOURCES = ("row", "job", "corpus")  # the keys of `DraftSources`
-ROW, JOB, CORPUS = range(len(SOURCES))
+SOURCES = ("row", "job", "corpus", "network")  # the keys of `DraftSources`
+ROW, JOB, CORPUS, NETWORK = range(len(SOURCES))
+_MAX_STEPS = 8  # drafts of a network that are counted
 
 
 class SharedTexts:
@@ -41,6 +42,8 @@ class SharedTexts:
         self.corpus = Corpus(max_tokens, device, ops)
         self.corpus.load(texts)
         self._counts = torch.zeros(len(SOURCES), 2, dtype=torch.int64, device=device)  # drafted, accepted
+        # Drafts of a network by position: those that were tried lately, and those that were right, see `hybrid`.
+        self.of_network_2S = torch.zeros(2, _MAX_STEPS, device=device)
 
     def count(self, drafted_B2: Tensor, num_new_B: Tensor) -> None:
         """Count the drafts of a round, see `RequestTable.drafted_S2`. `num_new_B`: the tokens that it committed; 0: the
@@ -77,7 +80,7 @@ class SuffixDraft(DraftMethod):
         probability that all of it is right is less."""
         self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
         self.sizes = sizes_up_to(self.num_nodes)
-        self._min_match, self._least, self._shared, self._lookup = min_match, min_probability, shared, ops.ngram_lookup
+        self._min_match, self._least, self.shared, self._lookup = min_match, min_probability, shared, ops.ngram_lookup
         estimates = match_estimates(MAX_SIZE, self.num_nodes - 1, shared.corpus.words_H.device)
         self._most_M = (estimates >= min_probability).sum(1)
         # [m, d]: the expected number of right ones of d drafts after a match of m tokens.
@@ -114,7 +117,7 @@ class SuffixDraft(DraftMethod):
         row_B = torch.minimum(row_B, self._most_M[matched_B])
         of_row_B = self._expected_MD[matched_B, row_B]
         length_B = view.length_B + 1
-        of_job_BD, job_B, of_job_B, is_loaded_B = self._shared.corpus.search(
+        of_job_BD, job_B, of_job_B, is_loaded_B = self.shared.corpus.search(
             table.tokens_SL,
             view.req_idx_B,
             length_B,
@@ -133,12 +136,12 @@ class SuffixDraft(DraftMethod):
 
     def follow(self, view: BatchView, table: RequestTable, committed: Committed, eos_K: Tensor) -> None:
         num_new_B = committed.output_BZ[:, Output.NUM_NEW].long()
-        self._shared.count(table.drafted_S2[view.req_idx_B], num_new_B)
+        self.shared.count(table.drafted_S2[view.req_idx_B], num_new_B)
         max_new = committed.path_BM.shape[1]
-        self._shared.corpus.add(table.tokens_SL, view.req_idx_B, view.length_B + 1, num_new_B, max_new, eos_K)
+        self.shared.corpus.add(table.tokens_SL, view.req_idx_B, view.length_B + 1, num_new_B, max_new, eos_K)
 
     def record(self, stats: EngineStats) -> None:
-        stats.draft_sources = self._shared.read()
+        stats.draft_sources = self.shared.read()
 
 
 def sizes_up_to(num_nodes: int) -> tuple[int, ...]:

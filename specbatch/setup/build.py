@@ -49,6 +49,7 @@ from specbatch.setup.memory import GIB, available_memory, sizes_to_try
 from specbatch.setup.resolve import ResolvedRun
 from specbatch.setup.round_parts import RoundParts
 from specbatch.setup.sizing import CardBudget, Sized, measured, planned
+from specbatch.setup.speculation import CORPUS_METHODS
 from specbatch.setup.trial import TrialRunner
 from specbatch.types import BatchEngine
 
@@ -223,7 +224,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
     coupled = run.config.engine.deterministic
     shared = None
-    if speculation.method == "suffix":
+    if speculation.method in CORPUS_METHODS:
         ops = ops_for(run.device, run.dtype)
         shared = SharedTexts(speculation.suffix.corpus_tokens, run.corpus, run.device, ops)
     parts = DraftParts(

@@ -66,6 +66,7 @@ from specbatch.setup.model import (
 )
 from specbatch.setup.sampling import note_on_prompts, resolve_sampling, runs_prompts_as_chat
 from specbatch.setup.speculation import (
+    CORPUS_METHODS,
     Speculation,
     check_device_shape,
     check_mask_size,
@@ -246,7 +247,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         state_bytes = delta.state_sizes(max_nodes).line_bytes(dtype)
     keeps_states = config.engine.prefix_cache
     nodes = None
-    if on_cuda and speculation.method == "suffix":
+    if on_cuda and speculation.method in CORPUS_METHODS:
         nodes = speculation.schedule.map(lambda shape: 1 if shape is None else shape.num_draft_tokens)
     wanted = CacheRequest(
         models, rows, dtype, device, given, fraction, measured, nodes, num_ranks, saved, state_bytes, keeps_states

@@ -46,7 +46,7 @@ def texts(completions: list[Completion]) -> list[tuple[list[int], str]]:
 
 
 def shared_by(engine: Engine) -> SharedTexts:
-    [shared] = {id(m._shared): m._shared for m in methods_of(engine)}.values()
+    [shared] = {id(m.shared): m.shared for m in methods_of(engine)}.values()
     return shared
 
 
