@@ -100,8 +100,8 @@ class SuffixSection:
 
     corpus_tokens: int = option(
         1 << 22,
-        "Size of the store of outputs, in tokens. New outputs take the room of old ones. 1,000,000 tokens take 32 to 64 "
-        "MB of the device's memory.",
+        "Size of the store of outputs, in tokens. New outputs take the room of old ones. 1,000,000 tokens take 32 to "
+        "64 MB of the device's memory.",
         Range(">= 1024 and <= 1073741824", lambda v: 1024 <= v <= 1 << 30),
     )
     min_probability: float = option(
@@ -156,8 +156,8 @@ class SpeculationSection:
         None,
         "Nodes that a round verifies, with the root (the last committed token). "
         "null: decided (`ngram`: 6, chain: num_steps + 1, tree: 8; `suffix` and `hybrid`: 32, and on CUDA up to 32, "
-        "fewer for large batches). With `suffix` and `hybrid` on CUDA it is the most: the acceptance of the last rounds "
-        "decides.",
+        "fewer for large batches). With `suffix` and `hybrid` on CUDA it is the most: the acceptance of the last "
+        "rounds decides.",
         AT_LEAST_1,
     )
     schedule: tuple[ScheduleSection, ...] | None = option(
@@ -176,8 +176,8 @@ class SpeculationSection:
     suffix: SuffixSection = field(default_factory=SuffixSection)
     corpus: str | None = option(
         None,
-        "`suffix`, `hybrid`: an earlier result file (.jsonl or .jsonl.gz), whose texts are searched from the start, such as that "
-        "of the same prompts for another model. null: there is none.",
+        "`suffix`, `hybrid`: an earlier result file (.jsonl or .jsonl.gz), whose texts are searched from the start, such "
+        "as that of the same prompts for another model. null: there is none.",
     )
 
 

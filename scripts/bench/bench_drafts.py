@@ -106,9 +106,7 @@ def extract_rows(count: int) -> list[dict[str, Any]]:
         name, surname = rng.choice(_NAMES), rng.choice(_SURNAMES)
         product, problem, city = rng.choice(_PRODUCTS), rng.choice(_PROBLEMS), rng.choice(_CITIES)
         number = rng.randrange(10000, 99999)
-        text = (
-            f"Hello, my name is {name} {surname} from {city}. The {product} of order {number} {problem}. Please help."
-        )
+        text = f"Hello, my name is {name} {surname} from {city}. The {product} of order {number} {problem}. Help me."
         fields = {"customer_name": f"{name} {surname}", "customer_city": city, "product": product}
         fields |= {"order_number": number, "problem": problem, "category": "complaint", "requires_follow_up": True}
         return text, json.dumps(fields)
@@ -244,9 +242,7 @@ class Cells:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="builtin:smollm2-135m-instruct")
-    parser.add_argument(
-        "--files", type=lambda text: text.split(","), default=[name for name in FILES if name != "long"]
-    )
+    parser.add_argument("--files", type=lambda text: text.split(","), default=[*FILES][:-1])
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["none", "ngram", "head", "suffix"])
     parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], default=[256])
     parser.add_argument("--max-tokens", type=int, default=256, help="of all files but `long`, whose rows have 1,024")

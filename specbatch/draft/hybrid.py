@@ -1,9 +1,9 @@
 """Drafts of `suffix` or of a draft network, for each request and round whichever is expected to be accepted further.
 
 A suffix draft has an estimate of its own. The network's chains have one for all requests: how often their drafts were
-right lately, by position. Both draft in each round, and each chain is verified as a deterministic draft: where a request
-samples, the network draws with the random numbers of the target (see `chain.py`), and a draft is accepted if it is what
-the target draws. So texts are those of plain decoding.
+right lately, by position. Both draft in each round, and each chain is verified as a deterministic draft: where a
+request samples, the network draws with the random numbers of the target (see `chain.py`), and a draft is accepted if it
+is what the target draws. So texts are those of plain decoding.
 
 Shape suffixes: B requests, S drafts of the network.
 """

@@ -71,9 +71,9 @@ class DraftMethod(ABC):
         """Return the draft trees of one batch. Shapes are fixed and the host reads no tensor, so that a CUDA graph can
         hold this. `sampled`: some request may have a positive temperature."""
 
-    def follow(self, view: BatchView, table: RequestTable, committed: Committed, eos_K: Tensor) -> None:
+    def follow(self, view: BatchView, table: RequestTable, committed: Committed, eos_K: Tensor) -> None:  # noqa: B027
         """Follow what a round committed: `table` has it, and `view` is as it was before. `eos_K`: tokens that end a
         text. Like `draft`, a CUDA graph can hold this."""
 
-    def record(self, stats: EngineStats) -> None:
+    def record(self, stats: EngineStats) -> None:  # noqa: B027  # most methods have none
         """Write the method's own counts to `stats`. The engine is idle, so this may wait for the device."""

@@ -16,8 +16,8 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint, next_layers
 
 DEFAULT_TREE_TOKENS = 8
 CORPUS_METHODS = ("suffix", "hybrid")
-# The most nodes of `suffix` and `hybrid` where shapes are fixed, by batch size. A round of 8,192 tokens needs the memory that a chunk
-# of prompts needs. Rounds choose fewer nodes.
+# The most nodes of these methods where shapes are fixed, by batch size. A round of 8,192 tokens needs the memory that a
+# chunk of prompts needs. Rounds choose fewer nodes.
 _SUFFIX_NODES = {256: 32, 512: 16, 1024: 8, 2048: 4}
 MAX_TOPK, MAX_TREE_TOKENS = 16, 128  # limits of the device engine
 
@@ -126,8 +126,8 @@ def resolve_speculation(
 
 
 def with_sizes_of_batches(speculation: Speculation, given: SpeculationSection) -> Speculation:
-    """Return `speculation` for a device with fixed shapes, where rounds of these methods cost all of their nodes. `given`:
-    the section as the user gave it; a shape that it sets is kept."""
+    """Return `speculation` for a device with fixed shapes, where rounds of `suffix` and `hybrid` cost all of their
+    nodes. `given`: the section as the user gave it; a shape that it sets is kept."""
     shapes = (given.num_steps, given.num_draft_tokens, given.schedule, given.simulate_acceptance)
     if speculation.method not in CORPUS_METHODS or shapes != (None,) * len(shapes):
         return speculation

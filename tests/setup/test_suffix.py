@@ -138,7 +138,7 @@ def test_a_damaged_or_missing_file(tmp_path: Path) -> None:
 def test_other_methods_have_no_corpus(tmp_path: Path, method: str) -> None:
     (tmp_path / "r.jsonl").write_bytes(lines(NATIVE))
     options = [f"speculation.method={method}", f"speculation.corpus={tmp_path / 'r.jsonl'}", TINY[0]]
-    with pytest.raises(ConfigError, match=r"searched by speculation.method suffix only"):
+    with pytest.raises(ConfigError, match=r"searched by speculation.method suffix and hybrid only"):
         resolve(load_config(None, options))
 
 

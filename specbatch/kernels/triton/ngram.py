@@ -76,8 +76,8 @@ def _longest_of_chunk(
 @triton.jit
 def _continue(
     tokens_ptr, predicted_ptr, req_idx_ptr, num_tokens_ptr, num_predicted_ptr, limit_ptr, best_ptr, drafts_ptr,
-    num_drafts_ptr, matched_ptr, stride, predicted_stride, num_chunks, predicted_start, num_drafts, CHUNKS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    num_drafts_ptr, matched_ptr, stride, predicted_stride, num_chunks, predicted_start, num_drafts,
+    CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0)
     req_idx = tl.load(req_idx_ptr + seq).to(tl.int64)
@@ -132,8 +132,8 @@ def ngram_lookup(
     )  # fmt: skip
     launch(
         _continue, (batch,),
-        tokens_SL, predicted_SL, req_idx_B, num_tokens_S, num_predicted_S, limit_S, best, drafts, num_drafts_B, matched_B,
-        tokens_SL.stride(0), predicted_SL.stride(0), num_chunks, text_chunks * chunk, num_drafts,
+        tokens_SL, predicted_SL, req_idx_B, num_tokens_S, num_predicted_S, limit_S, best, drafts, num_drafts_B,
+        matched_B, tokens_SL.stride(0), predicted_SL.stride(0), num_chunks, text_chunks * chunk, num_drafts,
         CHUNKS=triton.next_power_of_2(num_chunks), BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
     )  # fmt: skip
     return drafts, num_drafts_B, matched_B
