@@ -176,8 +176,8 @@ class SpeculationSection:
     suffix: SuffixSection = field(default_factory=SuffixSection)
     corpus: str | None = option(
         None,
-        "`suffix`, `hybrid`: an earlier result file (.jsonl or .jsonl.gz), whose texts are searched from the start, such "
-        "as that of the same prompts for another model. null: there is none.",
+        "`suffix`, `hybrid`: an earlier result file (.jsonl or .jsonl.gz), whose texts are searched from the start, "
+        "such as that of the same prompts for another model. null: there is none.",
     )
 
 

@@ -25,6 +25,7 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.engine import Engine, EngineSizes
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.lockstep import Lockstep
+from specbatch.engine.node_chooser import RoundCosts
 from specbatch.engine.overlap.lanes import LaneLimits
 from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.engine.prefill.models import EAGER, PromptPieces, piecewise_trunks
@@ -235,7 +236,7 @@ def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttent
 def num_target_layers(method: str) -> int:
     """Return the number of layers of the tiny target for a draft method. EAGLE-3 reads the inputs of three of them, see
     `AUX_LAYERS`."""
-    return 3 if method == "eagle3" else 2
+    return 3 if method in ("eagle3", "hybrid") else 2
 
 
 AUX_LAYERS = (0, 1, 2)
@@ -304,7 +305,7 @@ def tiny_draft_net(
         draft = tiny_decoder(draft_config, dtype, draft_seed, scale, device, attention, num_positions, spoil)
         return ModelNet(draft, draft.new_cache(num_slots, kv_dtype), vocab)
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
-    kind = "eagle3" if method == "eagle3" else "eagle"
+    kind = "eagle3" if method in ("eagle3", "hybrid") else "eagle"
     width = draft_vocab or vocab
     layers = AUX_LAYERS if kind == "eagle3" else ()
     head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab, layers)  # type: ignore[arg-type]
@@ -433,6 +434,7 @@ def tiny_device_engine(
     family: str = "llama",
     division: Division = "tensors",
     num_checkpoints: int = 3,
+    costs: RoundCosts | None = None,
     **traits: Any,
 ) -> Engine:
     """Make the engine as it runs on a GPU, with the oracle's weights; on a CPU it has the reference kernels. `kv_dtype`
@@ -440,7 +442,7 @@ def tiny_device_engine(
     of chunks where shapes are fixed. `min_lane`: the least requests of a lane; None: there is one lane. `piece_sizes`:
     the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `deterministic`:
     see `Grammars`. `division`: the ranks' division of the target. `num_checkpoints`: checkpoints of states, if the
-    family is a hybrid."""
+    family is a hybrid. `costs`: see `Engine`."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, **score_traits(config))
@@ -485,6 +487,7 @@ def tiny_device_engine(
         trunks=trunks,
         deterministic=deterministic,
         lockstep=Lockstep(group) if has_own_requests and group is not None else None,
+        costs=costs,
     )
     return engine
 

@@ -43,6 +43,8 @@ class HybridDraft(DraftMethod):
         self.sizes = suffix.sizes
         self.num_lookahead = num_lookahead(DraftShape(self.num_nodes - 1, 1, self.num_nodes), net.draft_kv_offset)
         self._chain = self._chain_of(self.num_nodes)
+        # Drafts of the network by position: those that were tried lately, and those that were right.
+        self.of_network_2S = torch.zeros(2, NUM_STEPS, device=suffix.shared.corpus.words_H.device)
 
     def _chain_of(self, num_nodes: int) -> ChainDraft:
         steps = max(1, min(NUM_STEPS, num_nodes - 1))
@@ -70,7 +72,7 @@ class HybridDraft(DraftMethod):
 
     def _expected(self, steps: int) -> Tensor:
         """Return the expected number of right drafts of the network."""
-        tried_S, right_S = self._suffix.shared.of_network_2S[:, :steps]
+        tried_S, right_S = self.of_network_2S[:, :steps]
         shares_S = (right_S + _PRIOR * _PRIOR_WEIGHT) / (tried_S + _PRIOR_WEIGHT)
         return shares_S.cumprod(0).sum()
 
@@ -78,11 +80,11 @@ class HybridDraft(DraftMethod):
         drafted_B2 = table.drafted_S2[view.req_idx_B]
         num_new_B = committed.output_BZ[:, Output.NUM_NEW].long()
         # Each request and position that was tried: its draft is one of the network's, and those before it were right.
-        position_S = torch.arange(self._suffix.shared.of_network_2S.shape[1], device=num_new_B.device)
+        position_S = torch.arange(self.of_network_2S.shape[1], device=num_new_B.device)
         is_net_BS = ((drafted_B2[:, 1] == NETWORK) & (num_new_B > 0))[:, None] & (position_S < drafted_B2[:, :1])
         tried_S = (is_net_BS & (num_new_B[:, None] > position_S)).sum(0)
         right_S = (is_net_BS & (num_new_B[:, None] > position_S + 1)).sum(0)
-        self._suffix.shared.of_network_2S.mul_(_MEMORY).add_(torch.stack((tried_S, right_S)))
+        self.of_network_2S.mul_(_MEMORY).add_(torch.stack((tried_S, right_S)))
         self._suffix.follow(view, table, committed, eos_K)
 
     def record(self, stats: EngineStats) -> None:

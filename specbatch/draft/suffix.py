@@ -30,7 +30,6 @@ from specbatch.kernels.corpus import MAX_SIZE, match_estimates
 
 SOURCES = ("row", "job", "corpus", "network")  # the keys of `DraftSources`
 ROW, JOB, CORPUS, NETWORK = range(len(SOURCES))
-_MAX_STEPS = 8  # drafts of a network that are counted
 
 
 class SharedTexts:
@@ -42,8 +41,6 @@ class SharedTexts:
         self.corpus = Corpus(max_tokens, device, ops)
         self.corpus.load(texts)
         self._counts = torch.zeros(len(SOURCES), 2, dtype=torch.int64, device=device)  # drafted, accepted
-        # Drafts of a network by position: those that were tried lately, and those that were right, see `hybrid`.
-        self.of_network_2S = torch.zeros(2, _MAX_STEPS, device=device)
 
     def count(self, drafted_B2: Tensor, num_new_B: Tensor) -> None:
         """Count the drafts of a round, see `RequestTable.drafted_S2`. `num_new_B`: the tokens that it committed; 0: the

@@ -20,7 +20,8 @@ from specbatch.engine.executor import RoundBatch, RoundExecutor
 from specbatch.engine.round import RoundHook, RoundKey
 from specbatch.parallel.group import Group
 
-_MEMORY = 0.95  # weight of the old counts when a round is added
+# Weights of the old counts when a round is added, of positions that it verifies and of others.
+_MEMORY, _MEMORY_OF_OTHERS = 0.9, 0.98
 # A draft whose position no round has verified lately is taken to be right in _PRIOR of the cases, so that longer drafts
 # are tried. As much as _PRIOR_WEIGHT drafts.
 _PRIOR, _PRIOR_WEIGHT = 0.8, 8.0
@@ -63,8 +64,9 @@ class NodeChooser:
     def saw(self, num_new: NDArray[np.int32], num_nodes: int) -> None:
         """Count a round. `num_new`: the tokens that each request got; 0: it was done."""
         reached = np.bincount(num_new[num_new > 0] - 1, minlength=num_nodes)[::-1].cumsum()[::-1]
-        self._tried *= _MEMORY
-        self._right *= _MEMORY
+        memory = np.where(np.arange(len(self._tried)) < num_nodes - 1, _MEMORY, _MEMORY_OF_OTHERS)
+        self._tried *= memory
+        self._right *= memory
         self._tried[: num_nodes - 1] += reached[: num_nodes - 1]
         self._right[: num_nodes - 1] += reached[1:num_nodes]
 
