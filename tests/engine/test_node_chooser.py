@@ -29,8 +29,8 @@ def test_long_right_drafts_make_wide_rounds() -> None:
 
 def test_wrong_drafts_make_plain_rounds_and_are_tried_again() -> None:
     sizes = rounds(NodeChooser(COSTS, 16), [0] * BATCH, 400)
-    assert set(sizes[3:100]) == {1}
-    assert 1 <= sum(size > 1 for size in sizes[3:]) <= 4, "a few rounds look whether drafts are right by now"
+    assert set(sizes[3:40]) == {1}
+    assert 1 <= sum(size > 1 for size in sizes[3:]) <= 10, "a few rounds look whether drafts are right by now"
 
 
 @pytest.mark.parametrize(("accepted", "size"), [([1] * 128 + [0] * 128, 2), ([3] * 256, 4), ([7] * 200 + [0] * 56, 8)])
