@@ -107,7 +107,7 @@ def extract_rows(count: int) -> list[dict[str, Any]]:
         product, problem, city = rng.choice(_PRODUCTS), rng.choice(_PROBLEMS), rng.choice(_CITIES)
         number = rng.randrange(10000, 99999)
         text = f"Hello, my name is {name} {surname} from {city}. The {product} of order {number} {problem}. Help me."
-        fields = {"customer_name": f"{name} {surname}", "customer_city": city, "product": product}
+        fields: dict[str, Any] = {"customer_name": f"{name} {surname}", "customer_city": city, "product": product}
         fields |= {"order_number": number, "problem": problem, "category": "complaint", "requires_follow_up": True}
         return text, json.dumps(fields)
 
