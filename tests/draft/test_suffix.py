@@ -1,5 +1,5 @@
-"""The methods `suffix` and `hybrid`: lossless drafts from other rows' outputs, from a file, from the row's own text, and
-from a network."""
+"""The methods `suffix` and `hybrid`: lossless drafts from other rows' outputs, from a file, from the row's own text,
+and from a network."""
 
 from __future__ import annotations
 
@@ -158,6 +158,20 @@ def test_random_combinations(seed: int) -> None:
     found = run_requests(engine, requests_of(random.Random(state), count, temperatures))
     engine.check_integrity()
     assert decided(found) == decided(expected), settings
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_hybrids_whose_rounds_choose_their_size(sampled: bool, prompts: list[list[int]]) -> None:
+    """A round replays what the one before it accepted, whatever the size of either."""
+    params = SAMPLED if sampled else GREEDY
+    settings: dict[str, Any] = {"family": "qwen3.5", "num_layers": 3, "num_pages": 256}
+    expected = run(tiny_engine("none", **settings, prefix_cache=False), prompts, params)
+    engine = tiny_device_engine("suffix", DraftShape(7, 1, 8), costs=COSTS, **settings)
+    runner: Any = Replays(lambda key: False)
+    engine.executor.mode, engine.executor.runner = "round", runner
+    for _ in range(2):
+        assert texts(run(engine, prompts, params)) == texts(expected)
+    assert len({key[-2] for key in runner.tried}) >= 3
 
 
 def test_a_graph_that_memory_does_not_hold_is_not_chosen(prompts: list[list[int]]) -> None:
