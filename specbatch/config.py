@@ -130,10 +130,11 @@ class SpeculationSection:
         "auto",
         "`none`: plain decoding. `ngram`: drafts come from the row's own text, and from its `prediction`. "
         "`suffix`: they come from the outputs of the job's other rows, too. `hybrid`: in each round of a row, those of "
-        "`suffix` or of an EAGLE-3 head, whichever is expected to be accepted further. `draft_model`: a smaller model "
-        "with the same tokenizer. `eagle`, `eagle3`: a head that was trained for the target. `mtp`: the layer for "
-        "multi-token prediction in the checkpoint of a hybrid (Qwen3.5). `auto`: `eagle3` if a head for the target "
-        "comes with specbatch (the built-in target), else `mtp` if its checkpoint has one, else `ngram`; also `ngram` "
+        "`suffix` or of an EAGLE-3 head, whichever is expected to be accepted further (both on a CPU only, so far). "
+        "`draft_model`: a smaller model with the same tokenizer. `eagle`, `eagle3`: a head that was trained for the "
+        "target. `mtp`: the layer for multi-token prediction in the checkpoint of a hybrid (Qwen3.5). `auto`: `eagle3` "
+        "if a head for the target comes with specbatch (the built-in target), else `mtp` if its checkpoint has one, "
+        "else `ngram`; also `ngram` "
         "if most of the first rows of a file have a `prediction`.",
     )
     draft: str | None = option(
@@ -214,7 +215,7 @@ class EngineSection:
     max_batch_size: int | None = option(
         None,
         "Most requests that run together. null: 16 on CPU; 256 on CUDA, with `engine.attention: triton` up to 1024 "
-        "(2048 for models of up to a billion parameters) if the KV cache is large enough, fewer if memory is short.",
+        "if the KV cache is large enough, fewer if memory is short.",
         AT_LEAST_1,
     )
     page_size: int | None = option(None, "Tokens in a page of the KV cache. null: 16 on CPU, 64 on CUDA.", AT_LEAST_1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from specbatch.cli import app
@@ -16,6 +17,7 @@ from specbatch.config_load import load_config
 from specbatch.draft.earlier_results import read_texts
 from specbatch.errors import ConfigError
 from specbatch.setup.resolve import resolve
+from specbatch.setup.speculation import resolve_speculation, with_sizes_of_batches
 
 TINY = ["model.target=random:tiny", "engine.device=cpu", "engine.max_batch_size=3", "sampling.max_tokens=24"]
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
@@ -156,3 +158,46 @@ def test_hybrids_have_the_answers_of_plain_decoding(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
     assert answers(tmp_path / "suffix.jsonl") == answers(tmp_path / "none.jsonl")
     assert sources(tmp_path / "suffix.jsonl")["job"]["accepted"] > 0
+
+
+@pytest.mark.parametrize("method", ["suffix", "hybrid"])
+def test_what_no_gpu_has_run_is_an_error_there(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbatch.setup.resolve.resolve_device", lambda name, notes: torch.device("cuda"))
+    options = ["model.target=builtin:smollm2-135m-instruct", f"speculation.method={method}"]
+    with pytest.raises(ConfigError, match=f"speculation.method: {method} has not been run on a GPU yet"):
+        resolve(load_config(None, options))
+
+
+def test_a_gpu_has_fewer_nodes_for_more_rows() -> None:
+    section = load_config(None, ["speculation.method=suffix"]).speculation
+    decided = resolve_speculation(section, "random:tiny", [])
+    of_gpu = with_sizes_of_batches(decided, section)
+    assert str(of_gpu.schedule) == "<=256: 31/1/32, <=512: 15/1/16, <=1024: 7/1/8, <=2048: 3/1/4"
+    assert resolve_speculation(of_gpu.section, "random:tiny", []).schedule == of_gpu.schedule, "it can be given"
+    for option in ("num_steps=7", "num_draft_tokens=8", "schedule=[{max_batch: 8, num_steps: 3}]"):
+        given = load_config(None, ["speculation.method=suffix", f"speculation.{option}"]).speculation
+        decided = resolve_speculation(given, "random:tiny", [])
+        assert with_sizes_of_batches(decided, given) == decided
+    plain = load_config(None, ["speculation.method=ngram"]).speculation
+    decided = resolve_speculation(plain, "random:tiny", [])
+    assert with_sizes_of_batches(decided, plain) == decided
+
+
+def test_hybrid_needs_a_head() -> None:
+    run = resolve(load_config(None, ["engine.device=cpu", "speculation.method=hybrid"]))
+    assert run.speculation.section.draft == "builtin:smollm2-135m-instruct-eagle3"
+    with pytest.raises(ConfigError, match=r"method hybrid needs speculation\.draft"):
+        resolve(load_config(None, [*TINY, "speculation.method=hybrid"]))
+
+
+def test_jobs_with_hybrid_drafts_have_the_answers_of_plain_decoding(tmp_path: Path) -> None:
+    for name, options in {
+        "none": ["speculation.method=none"],
+        "hybrid": ["speculation.method=hybrid", "speculation.draft=random:eagle3"],
+    }.items():
+        result = generate(tmp_path, f"{name}.jsonl", *options)
+        assert result.exit_code == 0, result.output
+    assert answers(tmp_path / "hybrid.jsonl") == answers(tmp_path / "none.jsonl")
+    found = sources(tmp_path / "hybrid.jsonl")
+    assert found["job"]["accepted"] > 0
+    assert found["network"]["drafted"] > 0
