@@ -77,15 +77,14 @@ def ngram_lookup(
 def _contexts(window_BM: Tensor) -> tuple[Tensor, Tensor]:
     """Hash the last tokens of each text, the nearest last, for all sizes of contexts. Return (B, O) hashes, and whether
     the text has that number of tokens. -1: the text has no token there."""
-    powers = [1]
-    for _ in range(MAX_SIZE - 1):
-        powers.append(powers[-1] * FACTOR % 2**64)
-    signed = torch.tensor([power - 2**64 * (power >= 2**63) for power in powers], device=window_BM.device)
-    sums = ((window_BM.flip(1) + 1) * signed).cumsum(1)
-    last = torch.tensor(SIZES, device=window_BM.device) - 1
-    mixed = sums[:, last]
+    # They are made on the device, so that a CUDA graph can hold this.
+    powers = torch.full((MAX_SIZE,), FACTOR, device=window_BM.device)
+    powers[:1].fill_(1)
+    sums = ((window_BM.flip(1) + 1) * powers.cumprod(0)).cumsum(1)
+    mixed = torch.stack([sums[:, size - 1] for size in SIZES], dim=1)
     mixed = (mixed ^ ((mixed >> 31) & ((1 << 33) - 1))) * MIXER
-    return mixed ^ ((mixed >> 29) & ((1 << 35) - 1)), (window_BM >= 0).flip(1)[:, last]
+    has_tokens = torch.stack([window_BM[:, -size] >= 0 for size in SIZES], dim=1)
+    return mixed ^ ((mixed >> 29) & ((1 << 35) - 1)), has_tokens
 
 
 def corpus_updates(
