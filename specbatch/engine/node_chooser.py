@@ -29,7 +29,7 @@ _MIN_GAIN = 0.03  # the least gain for which the size changes
 # Bytes of keys and values that attention of a round reads on an H100 in a microsecond.
 _CACHED_BYTES_PER_US = 2.0e6
 _REPEATS, _IN_A_ROW = 5, 4  # to measure a round
-_ENOUGH_ROUNDS = 8  # so many rounds have wanted a graph before it is captured, which takes about 0.1 s
+_ENOUGH_ROUNDS = 8  # rounds that want a graph before it is captured, which takes about 0.1 s
 
 
 class RoundCosts(NamedTuple):
@@ -57,7 +57,8 @@ class NodeChooser:
 
     def __init__(self, costs: RoundCosts, max_nodes: int) -> None:
         self._costs = costs
-        self._tried, self._right = np.zeros(max_nodes - 1), np.zeros(max_nodes - 1)  # by position of the draft
+        # Drafts that were tried and drafts that were right lately, by position.
+        self._tried, self._right = np.zeros(max_nodes - 1), np.zeros(max_nodes - 1)
         self._size: int | None = None  # the last choice
         self._wanted: Counter[RoundKey] = Counter()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 SIZES = (2, 3, 6, 12)  # the sizes of contexts, in tokens; the largest one that has a word predicts
 MAX_SIZE = SIZES[-1]
 # Bits of a word, from the lowest: whether it comes from a file, the token, the score, and the rest of the context's
-# hash, by which other contexts of the same place are told apart. An empty word is 0.
+# hash, which differs for other contexts of the same place. An empty word is 0.
 LOADED = 1
 TOKEN_SHIFT, TOKEN_BITS = 1, 20
 SCORE_SHIFT, SCORE_BITS = 21, 3
