@@ -96,18 +96,18 @@ class NgramSection:
 
 @dataclass(frozen=True)
 class SuffixSection:
-    """The method `suffix`: it proposes what followed the last tokens in any output of the job."""
+    """The methods `suffix` and `hybrid`: they propose what followed the last tokens in any output of the job."""
 
     corpus_tokens: int = option(
         1 << 22,
-        "Size of the store of outputs, in tokens. An output takes room for up to 150 tokens more than it has. The "
-        "oldest outputs are dropped. 1,000,000 tokens take 20 to 28 MB of the host's memory.",
+        "Size of the store of outputs, in tokens. New outputs take the room of old ones. 1,000,000 tokens take 32 to "
+        "64 MB of the device's memory.",
         Range(">= 1024 and <= 1073741824", lambda v: 1024 <= v <= 1 << 30),
     )
     min_probability: float = option(
         0.3,
-        "A draft ends where the estimated probability that all of it is right is below this. A large batch gains by a "
-        "higher value.",
+        "CPU: a draft ends where the estimated probability that all of it is right is below this. A large batch gains "
+        "by a higher value.",
         Range("> 0 and < 1", lambda v: 0 < v < 1),
     )
 
@@ -122,7 +122,9 @@ class ScheduleSection:
     num_draft_tokens: int | None = option(None, "As `speculation.num_draft_tokens`.", AT_LEAST_1)
 
 
-MethodName = Literal["auto", "none", "ngram", "suffix", "draft_model", "eagle", "eagle3", "peagle", "block", "mtp"]
+MethodName = Literal[
+    "auto", "none", "ngram", "suffix", "hybrid", "draft_model", "eagle", "eagle3", "peagle", "block", "mtp"
+]
 
 
 @dataclass(frozen=True)
@@ -132,17 +134,19 @@ class SpeculationSection:
     method: MethodName = option(
         "auto",
         "`none`: plain decoding. `ngram`: drafts come from the row's own text, and from its `prediction`. "
-        "`suffix`: they come from the outputs of the job's other rows, too (on a CPU). `draft_model`: a smaller model "
+        "`suffix`: they come from the outputs of the job's other rows, too. `hybrid`: in each round of a row, those of "
+        "`suffix` or of an EAGLE-3 head, whichever is expected to be accepted further. `draft_model`: a smaller model "
         "with the same tokenizer. `eagle`, `eagle3`, `peagle`: a head that was trained for the target. `block`: a "
         "drafter that was trained for the target and drafts a block at once (DFlash, DSpark and others). `mtp`: the "
         "layer for multi-token prediction in the checkpoint of a hybrid (Qwen3.5). `auto`: `eagle3` if a head for the "
         "target comes with specbatch (the built-in target), else `mtp` if its checkpoint has one, else `ngram`; also "
-        "`ngram` if most of the first rows of a file have a `prediction`.",
+        "`ngram` if most of the first rows of a file have a `prediction`. No GPU has run `suffix`, `hybrid`, `peagle` "
+        "and `block` yet: they are for a CPU.",
     )
     draft: str | None = option(
         None,
         "The draft model or head, named like `model.target`. `draft_model`, `eagle`, `eagle3`, `peagle` and `block` "
-        "need it.",
+        "need it; so does `hybrid` if no head for the target comes with specbatch.",
     )
     aux_layers: tuple[int, ...] | None = option(
         None,
@@ -159,7 +163,9 @@ class SpeculationSection:
     num_draft_tokens: int | None = option(
         None,
         "Nodes that a round verifies, with the root (the last committed token). "
-        "null: decided (`ngram`: 6, `suffix`: 32, chain: num_steps + 1, tree: 8).",
+        "null: decided (`ngram`: 6, chain: num_steps + 1, tree: 8; `suffix` and `hybrid`: 32, and on CUDA up to 32, "
+        "fewer for large batches). With `suffix` and `hybrid` on CUDA it is the most: the acceptance of the last "
+        "rounds decides.",
         AT_LEAST_1,
     )
     schedule: tuple[ScheduleSection, ...] | None = option(
@@ -178,8 +184,8 @@ class SpeculationSection:
     suffix: SuffixSection = field(default_factory=SuffixSection)
     corpus: str | None = option(
         None,
-        "`suffix`: an earlier result file (.jsonl or .jsonl.gz), whose texts are searched from the start, such as that "
-        "of the same prompts for another model. null: there is none.",
+        "`suffix`, `hybrid`: an earlier result file (.jsonl or .jsonl.gz), whose texts are searched from the start, "
+        "such as that of the same prompts for another model. null: there is none.",
     )
 
 

@@ -25,6 +25,7 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.engine import Engine, EngineSizes
 from specbatch.engine.executor import GraphMode, RoundExecutor
 from specbatch.engine.lockstep import Lockstep
+from specbatch.engine.node_chooser import RoundCosts
 from specbatch.engine.overlap.lanes import LaneLimits
 from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.engine.prefill.models import EAGER, PromptPieces, piecewise_trunks
@@ -237,7 +238,7 @@ def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttent
 def num_target_layers(method: str) -> int:
     """Return the number of layers of the tiny target for a draft method. EAGLE-3 reads the inputs of three of them, see
     `AUX_LAYERS`."""
-    return 3 if method in ("eagle3", "peagle", "block") else 2
+    return 3 if method in ("eagle3", "peagle", "block", "hybrid") else 2
 
 
 AUX_LAYERS = (0, 1, 2)
@@ -309,7 +310,7 @@ def tiny_draft_net(
     if method == "block":
         return _tiny_block_net(target, num_slots, kv_dtype, draft_vocab or vocab, draft_seed, scale, attention, traits)
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
-    kind = "eagle3" if method in ("eagle3", "peagle") else "eagle"
+    kind = "eagle3" if method in ("eagle3", "peagle", "hybrid") else "eagle"
     if method == "peagle":
         traits = {"mask_token_id": vocab - 1, **traits}
     width = draft_vocab or vocab
@@ -406,7 +407,7 @@ def tiny_oracle(
             **traits,
         )
 
-    parts = DraftParts(device, ops_for(device, dtype), net, (1, 3), coupled, shared=SharedTexts.of(4096, []))
+    parts = DraftParts(device, ops_for(device, dtype), net, (1, 3), coupled, shared=None)
     proposer = proposer_of(method, as_schedule(shape), parts, vocab, page_size)
     max_length = min(MAX_LENGTH, num_slots - proposer.num_lookahead)
     return OracleEngine(
@@ -462,6 +463,7 @@ def tiny_device_engine(
     family: str = "llama",
     division: Division = "tensors",
     num_checkpoints: int = 3,
+    costs: RoundCosts | None = None,
     **traits: Any,
 ) -> Engine:
     """Make the engine as it runs on a GPU, with the oracle's weights; on a CPU it has the reference kernels. `kv_dtype`
@@ -469,7 +471,7 @@ def tiny_device_engine(
     of chunks where shapes are fixed. `min_lane`: the least requests of a lane; None: there is one lane. `piece_sizes`:
     the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `deterministic`:
     see `Grammars`. `division`: the ranks' division of the target. `num_checkpoints`: checkpoints of states, if the
-    family is a hybrid."""
+    family is a hybrid. `costs`: see `Engine`."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, **score_traits(config))
@@ -493,7 +495,7 @@ def tiny_device_engine(
             scale=scale, attention=paged, spoil=spoil_draft, group=None if has_own_requests else group,
             whole=config, **traits,
         )  # fmt: skip
-    parts = DraftParts(device, ops, net, (1, 3), coupled, config.delta is not None, SharedTexts.of(4096, []))
+    parts = DraftParts(device, ops, net, (1, 3), coupled, config.delta is not None, SharedTexts(4096, [], device, ops))
     methods = schedule.map(lambda one: make_method(method, one, parts))
     assert max(one.num_lookahead for one in methods.items) == lookahead or config.delta is not None
     parts_of_rounds = RoundParts(
@@ -516,6 +518,7 @@ def tiny_device_engine(
         trunks=trunks,
         deterministic=deterministic,
         lockstep=Lockstep(group) if has_own_requests and group is not None else None,
+        costs=costs,
     )
     return engine
 

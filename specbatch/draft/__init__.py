@@ -13,6 +13,7 @@ import torch
 
 from specbatch.draft.block import BlockDraft
 from specbatch.draft.chain import ChainDraft
+from specbatch.draft.hybrid import HybridDraft
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.network import BlockNet, DraftNet, EagleNet, ModelNet
 from specbatch.draft.ngram import HostNgramDraft, NgramDraft
@@ -33,7 +34,7 @@ class DraftParts:
     ngram_match: tuple[int, int] = (2, 5)  # the shortest and the longest match, in tokens
     coupled: bool = False  # sampled chains are drawn with the target's random numbers, see `chain`
     has_states: bool = False  # the target is a hybrid: plain rounds have no room for further nodes
-    shared: SharedTexts | None = None  # the corpus of `suffix`; None: the method has none
+    shared: SharedTexts | None = None  # the corpus of `suffix` and `hybrid`; None: the method has none
     min_probability: float = 0.3  # the least probability of a draft of `suffix`
 
 
@@ -77,15 +78,23 @@ def _room(parts: DraftParts) -> int:
     return 1 if parts.has_states else MAX_ROOM
 
 
-def _suffix(shape: DraftShape, parts: DraftParts) -> DraftMethod:
+def _suffix(shape: DraftShape, parts: DraftParts) -> SuffixDraft:
     assert parts.shared is not None, "the method has a corpus"
-    return SuffixDraft(shape, parts.ngram_match, parts.min_probability, parts.shared)
+    # Where shapes are fixed, a draft that is left out costs as much as one that is made.
+    least = parts.min_probability if parts.device.type == "cpu" else 0.0
+    return SuffixDraft(shape, parts.ngram_match[0], least, parts.shared, parts.ops)
+
+
+def _hybrid(shape: DraftShape, parts: DraftParts) -> DraftMethod:
+    assert parts.net is not None, "the method has a draft network"
+    return HybridDraft(_suffix(shape, parts), parts.net, parts.ops)
 
 
 METHODS: dict[str, MethodEntry] = {
     "none": MethodEntry(lambda shape, parts: NoDraft(room=_room(parts))),
     "ngram": MethodEntry(_ngram, default_num_steps=5, chains_only=True),
     "suffix": MethodEntry(_suffix, default_num_steps=31, chains_only=True),
+    "hybrid": MethodEntry(_hybrid, EagleNet, default_num_steps=31, chains_only=True),
     "draft_model": MethodEntry(_from_network, ModelNet),
     "eagle": MethodEntry(_from_network, EagleNet),
     "eagle3": MethodEntry(_from_network, EagleNet),

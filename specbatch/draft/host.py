@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
-from specbatch.counts import EngineStats
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape
 
@@ -29,10 +28,6 @@ class HostSequence(Protocol):
     predicted: list[int]  # a text that the output may be like, with the prompt's end before it; empty: there is none
     max_length: int  # the maximum length of `tokens`: a draft past it cannot be accepted
     draft_state: Any  # data of the draft method, None at first; all draft shapes of a schedule share it
-
-    @property
-    def num_prompt(self) -> int:
-        """Tokens of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +66,6 @@ class HostDraftMethod(DraftMethod):
     def host_draft(self, sequences: Sequence[HostSequence]) -> HostTrees:
         """Return trees of at most `num_nodes` nodes, with at most `max_path` nodes on a path. Where topk is 1, they are
         chains, without `parents_BN`."""
-
-    def record(self, stats: EngineStats) -> None:
-        """Write the method's own counts to `stats`, between rounds."""
 
     def pack(self, trees: HostTrees) -> NDArray[np.int32]:
         """Return the table (B, Z) that `draft` reads: the number of nodes, then for each node its token, and in trees

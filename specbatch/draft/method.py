@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specbatch.batch import Committed
 from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.counts import EngineStats
 from specbatch.draft.network import DraftNet
 
 
@@ -52,7 +54,12 @@ class DraftMethod(ABC):
     num_reusable = 0
     reads_tokens = False  # True: `draft` reads `RequestTable.tokens_SL`
     has_drafts = True  # False: trees have the root alone
+    sizes: tuple[int, ...] = ()  # numbers of nodes that `narrowed` can make, and N itself; empty: there is only N
     num_host_columns = 0  # columns of `RequestTable.host_trees_SZ`, for trees that the host uploads
+
+    def narrowed(self, num_nodes: int) -> DraftMethod:
+        """Return the same method for rounds of fewer nodes, one of `sizes`."""
+        raise NotImplementedError
 
     def with_room(self, batch_size: int) -> DraftMethod:
         """Return the draft method for batches with grammars where shapes are fixed. Its trees have room for tokens that
@@ -63,3 +70,10 @@ class DraftMethod(ABC):
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         """Return the draft trees of one batch. Shapes are fixed and the host reads no tensor, so that a CUDA graph can
         hold this. `sampled`: some request may have a positive temperature."""
+
+    def follow(self, view: BatchView, table: RequestTable, committed: Committed, eos_K: Tensor) -> None:  # noqa: B027
+        """Follow what a round committed: `table` has it, and `view` is as it was before. `eos_K`: tokens that end a
+        text. Like `draft`, a CUDA graph can hold this."""
+
+    def record(self, stats: EngineStats) -> None:  # noqa: B027  # most methods have none
+        """Write the method's own counts to `stats`. The engine is idle, so this may wait for the device."""

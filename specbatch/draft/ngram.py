@@ -35,7 +35,7 @@ class NgramDraft(DraftMethod):
         self._lookup = ops.ngram_lookup
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
-        drafts, count = self._lookup(
+        drafts, count, _ = self._lookup(
             table.tokens_SL,
             table.predicted_SL,
             view.req_idx_B,

@@ -1,119 +1,146 @@
 """Drafts from the outputs of all rows of a job, and from a file of earlier results (`speculation.corpus`).
 
-The engine's requests share a corpus (`corpus.py`). Each round first adds the tokens that are new, and then searches for
-the last tokens of every request. A request's prompt is not in the corpus: each request searches its own prompt and
-output as `ngram` does. The drafts with the larger expected number of accepted tokens are taken.
+The engine's requests share a corpus (`corpus.py`). Each round searches it for the last tokens of every request, and
+adds the tokens that it commits. A request's prompt is not in the corpus: its own prompt and output are searched as
+`ngram` does. Of the two, the drafts with the larger expected number of accepted tokens are taken.
 
 Which tokens are in the corpus depends on the rows that ran before, so a resumed job can draft otherwise. The drafts are
 deterministic, and the target decides about each of them, so texts do not change.
+
+Shape suffixes: B requests, D drafts, S request indices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass
+from types import ModuleType
 
+import torch
+from torch import Tensor
+
+from specbatch.batch import Committed, Field, Output
+from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import DraftSources, EngineStats
-from specbatch.draft.corpus import MAX_MATCH, Corpus, Found, Text
-from specbatch.draft.host import HostDraftMethod, HostSequence, HostTrees
-from specbatch.draft.ngram import RowIndex, continuation
+from specbatch.draft.corpus import Corpus
+from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape
+from specbatch.kernels.corpus import MAX_SIZE, match_estimates
 
-_TEXTS_AT_ONCE = 256  # texts of a file that are added in one call
-
-
-@dataclass(slots=True)
-class RowDrafts:
-    """The state of a request. Its tokens are read once more after its end, when the engine has appended the last."""
-
-    tokens: list[int]
-    index: RowIndex
-    text: Text
-    drafts: list[int] = field(default_factory=list)  # those of the last round; empty once they are counted
-    num_before: int = 0  # tokens before these drafts
-    source: str = "row"  # a key of `DraftSources`
+SOURCES = ("row", "job", "corpus", "network")  # the keys of `DraftSources`
+ROW, JOB, CORPUS, NETWORK = range(len(SOURCES))
 
 
-@dataclass
 class SharedTexts:
-    """The corpus of an engine, which the draft shapes of a schedule share."""
+    """The corpus of an engine, which the draft shapes of a schedule share, and the sources of drafts. It lives as long
+    as the engine: graphs hold the addresses of its buffers."""
 
-    corpus: Corpus
-    running: list[RowDrafts] = field(default_factory=list)  # the requests of the last round
-    sources: DraftSources = field(default_factory=DraftSources)
-
-    @classmethod
-    def of(cls, max_tokens: int, texts: Sequence[list[int]]) -> SharedTexts:
+    def __init__(self, max_tokens: int, texts: Sequence[list[int]], device: torch.device, ops: ModuleType) -> None:
         """Make a corpus with earlier results. `texts`: their tokens, the newest last."""
-        corpus = Corpus(max_tokens)
-        for first in range(0, len(texts), _TEXTS_AT_ONCE):
-            corpus.extend([(Text(), text) for text in texts[first : first + _TEXTS_AT_ONCE]], room=0)
-        corpus.mark_loaded()
-        return cls(corpus)
+        self.corpus = Corpus(max_tokens, device, ops)
+        self.corpus.load(texts)
+        self._counts = torch.zeros(len(SOURCES), 2, dtype=torch.int64, device=device)  # drafted, accepted
 
-    def count(self) -> None:
-        """Count the drafts of the last round, and which of them were right, as far as its tokens were appended."""
-        for row in self.running:
-            new = row.tokens[row.num_before :]
-            if row.drafts and new:
-                wrong = (i for i, (draft, token) in enumerate(zip(row.drafts, new, strict=False)) if draft != token)
-                accepted = next(wrong, min(len(row.drafts), len(new)))
-                self.sources.record(row.source, len(row.drafts), accepted)
-                row.drafts = []
+    def count(self, drafted_B2: Tensor, num_new_B: Tensor) -> None:
+        """Count the drafts of a round, see `RequestTable.drafted_S2`. `num_new_B`: the tokens that it committed; 0: the
+        request is done."""
+        drafted_B = drafted_B2[:, 0] * (num_new_B > 0)
+        accepted_B = torch.minimum((num_new_B - 1).clamp(min=0), drafted_B)
+        self._counts.index_add_(0, drafted_B2[:, 1], torch.stack((drafted_B, accepted_B), dim=1))
 
-    def follow(self, rows: list[RowDrafts]) -> None:
-        """Add the tokens that rows have got since the last round. `rows`: the requests of this round."""
-        self.count()
-        known = set(map(id, rows))
-        ended = [row for row in self.running if id(row) not in known]
-        self.corpus.extend([(row.text, row.tokens) for row in (*ended, *rows)])
-        self.running = rows
+    def read(self) -> DraftSources:
+        """Return the counts. The host waits for the device."""
+        counts: list[list[int]] = self._counts.tolist()
+        return DraftSources({name: sums for name, sums in zip(SOURCES, counts, strict=True) if sums[0]})
 
 
-class SuffixDraft(HostDraftMethod):
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafts of a batch."""
+
+    tokens_BD: Tensor  # int64
+    counts_B: Tensor  # int64
+    expected_B: Tensor  # float32, the expected number of right drafts
+    sources_B: Tensor  # int64, an index of SOURCES
+
+
+class SuffixDraft(DraftMethod):
     """Chains from the corpus that all rows share, or from the row's own text."""
 
-    def __init__(self, shape: DraftShape, match: tuple[int, int], min_probability: float, shared: SharedTexts) -> None:
-        super().__init__(shape)
-        self._match, self._min_probability, self._shared = match, min_probability, shared
+    reads_tokens = True
 
-    def host_draft(self, sequences: Sequence[HostSequence]) -> HostTrees:
-        rows = [self._row(seq) for seq in sequences]
-        self._shared.follow(rows)
-        found = self._shared.corpus.search([seq.tokens for seq in sequences], self.num_nodes - 1, self._min_probability)
-        for i, (seq, row) in enumerate(zip(sequences, rows, strict=True)):
-            row.source, drafts = self._better(row, found, i)
-            row.drafts, row.num_before = drafts[: seq.max_length - len(seq.tokens)], len(seq.tokens)
-        return HostTrees.chains([row.drafts for row in rows])
+    def __init__(
+        self, shape: DraftShape, min_match: int, min_probability: float, shared: SharedTexts, ops: ModuleType
+    ) -> None:
+        """`min_match`: tokens of the shortest match in the row's own text. `min_probability`: a draft ends where the
+        probability that all of it is right is less."""
+        self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
+        self.sizes = sizes_up_to(self.num_nodes)
+        self._min_match, self._least, self.shared, self._lookup = min_match, min_probability, shared, ops.ngram_lookup
+        estimates = match_estimates(MAX_SIZE, self.num_nodes - 1, shared.corpus.words_H.device)
+        self._most_M = (estimates >= min_probability).sum(1)
+        # [m, d]: the expected number of right ones of d drafts after a match of m tokens.
+        self._expected_MD = torch.nn.functional.pad(estimates.cumsum(1), (1, 0))
+
+    def narrowed(self, num_nodes: int) -> SuffixDraft:
+        other = copy(self)
+        other.num_nodes = other.max_path = other.num_lookahead = num_nodes
+        return other
+
+    def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
+        if self.num_nodes == 1:
+            table.drafted_S2.index_fill_(0, view.req_idx_B, 0)
+            return DraftTrees(view.field(Field.ROOT)[:, None])
+        drafts = self.drafts(view, table)
+        table.drafted_S2.index_copy_(0, view.req_idx_B, torch.stack((drafts.counts_B, drafts.sources_B), dim=1))
+        tokens_BN = torch.cat((view.field(Field.ROOT)[:, None], drafts.tokens_BD), dim=1)
+        return DraftTrees(tokens_BN, drafts.counts_B + 1)
+
+    def drafts(self, view: BatchView, table: RequestTable) -> Drafts:
+        """Draft from the row's text and from the corpus, and take the better one."""
+        num_drafts, limit_S = self.num_nodes - 1, table.ints_SF[:, Field.LIMIT]
+        of_row_BD, row_B, matched_B = self._lookup(
+            table.tokens_SL,
+            table.predicted_SL,
+            view.req_idx_B,
+            table.ints_SF[:, Field.LENGTH] + 1,
+            table.ints_SF[:, Field.NUM_PREDICTED],
+            limit_S,
+            self._min_match,
+            MAX_SIZE,
+            num_drafts,
+        )
+        row_B = torch.minimum(row_B, self._most_M[matched_B])
+        of_row_B = self._expected_MD[matched_B, row_B]
+        length_B = view.length_B + 1
+        of_job_BD, job_B, of_job_B, is_loaded_B = self.shared.corpus.search(
+            table.tokens_SL,
+            view.req_idx_B,
+            length_B,
+            view.field(Field.LIMIT) - length_B,
+            self._least,
+            num_drafts,
+        )
+        is_job_B = of_job_B > of_row_B
+        source_B = torch.where(is_loaded_B, CORPUS, JOB)
+        return Drafts(
+            torch.where(is_job_B[:, None], of_job_BD, of_row_BD),
+            torch.where(is_job_B, job_B, row_B),
+            torch.maximum(of_job_B, of_row_B),
+            torch.where(is_job_B, source_B, ROW),
+        )
+
+    def follow(self, view: BatchView, table: RequestTable, committed: Committed, eos_K: Tensor) -> None:
+        num_new_B = committed.output_BZ[:, Output.NUM_NEW].long()
+        self.shared.count(table.drafted_S2[view.req_idx_B], num_new_B)
+        max_new = committed.path_BM.shape[1]
+        self.shared.corpus.add(table.tokens_SL, view.req_idx_B, view.length_B + 1, num_new_B, max_new, eos_K)
 
     def record(self, stats: EngineStats) -> None:
-        self._shared.count()
-        stats.draft_sources = self._shared.sources
-
-    def _row(self, seq: HostSequence) -> RowDrafts:
-        if seq.draft_state is None:
-            index = RowIndex(seq.predicted, *self._match)
-            seq.draft_state = RowDrafts(seq.tokens, index, Text(num_added=seq.num_prompt))
-        row: RowDrafts = seq.draft_state
-        return row
-
-    def _better(self, row: RowDrafts, found: Found, i: int) -> tuple[str, list[int]]:
-        """Return the source and the drafts of request `i`: those of the corpus, or of its own text."""
-        size, text, start = row.index.find(row.tokens)
-        if size:
-            size = match_length(row.tokens, text, start, size)
-        # The probability of draft d after a match of m tokens is m / (m + d), see `corpus`.
-        count = min(self.num_nodes - 1, int(size / self._min_probability - size))
-        expected = sum(size / (size + depth) for depth in range(1, count + 1))
-        if found.expected_B[i] > expected:
-            source = "corpus" if self._shared.corpus.is_loaded(int(found.positions_B[i])) else "job"
-            return source, found.tokens_BD[i, : found.counts_B[i]].tolist()
-        return "row", continuation(text, start, count)
+        stats.draft_sources = self.shared.read()
 
 
-def match_length(tokens: list[int], text: list[int], start: int, size: int) -> int:
-    """Return how many of the last tokens are also before index `start` of `text`. `size` of them are."""
-    most = min(MAX_MATCH, start, len(tokens))
-    while size < most and text[start - size - 1] == tokens[-size - 1]:
-        size += 1
-    return size
+def sizes_up_to(num_nodes: int) -> tuple[int, ...]:
+    """List the numbers of nodes from which rounds choose: 1, 2, 4, ... and `num_nodes`."""
+    return (*(1 << i for i in range((num_nodes - 1).bit_length())), num_nodes)

@@ -33,6 +33,7 @@ from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.executor import GraphMode, RoundBatch, RoundExecutor
 from specbatch.engine.lockstep import Lockstep, NextRound
 from specbatch.engine.logprobs import num_top_of
+from specbatch.engine.node_chooser import NodeChooser, RoundCosts, SizedHook
 from specbatch.engine.overlap.lanes import Lanes
 from specbatch.engine.prefill.admission_batching import ChunkCost, RoundsOfRows
 from specbatch.engine.prefill.graphs import PromptGraphs
@@ -97,11 +98,13 @@ class Engine:
         trunks: PromptTrunks = EAGER,
         deterministic: bool = False,
         lockstep: Lockstep | None = None,
+        costs: RoundCosts | None = None,
     ) -> None:
         """Make an idle engine. `chunk_cost`: the cost by which short prompts are held back; None: they are not.
         `threads`: the thread governor of a CPU. `trunks`: the models that compute prompts. `deterministic`: see
-        `Grammars`. `lockstep`: the agreement of ranks that have requests of their own; None: there are none. Where the
-        executor shrinks, batches and chunks that run out of memory are made smaller, too."""
+        `Grammars`. `lockstep`: the agreement of ranks that have requests of their own; None: there are none. `costs`:
+        the costs by which rounds choose among the sizes of a draft method; None: they have those of the schedule. Where
+        the executor shrinks, batches and chunks that run out of memory are made smaller, too."""
         rounds = executor.rounds.items
         self.executor = executor
         self._round: Round = rounds[0]  # used for prompts, which are the same for all draft methods
@@ -123,12 +126,15 @@ class Engine:
             min_prefill_tokens=1 if chunk_cost is None else chunk_cost.tokens,
         )  # fmt: skip
         self._stats = EngineStats()
-        self._has_new_routing = False  # rounds have run whose counts of experts were not read
+        self._has_new_counts = False  # rounds have run whose counts on the device were not read
         self.forget_routing()  # trials and measurements at the start have counted
         self.limits = EngineLimits(0, self._round.vocab_size, eos_token_ids=self._round.eos_token_ids)
         self.limit_length(None)
         self.chunk_cost = chunk_cost
         self._threads, self._shrinks, self._lockstep = threads, executor.shrinks, lockstep
+        self._nodes: NodeChooser | None = None
+        if costs is not None and lockstep is None and executor.lanes is None:
+            self._nodes = NodeChooser(costs, max(round_.method.num_nodes for round_ in rounds))
         self._transfers = Transfers(self.device)
         self._packer = PromptPacker(sizes.page_size, None if net is None else net.draft_kv_offset)
         graph_tokens = 0 if chunk_cost is None else chunk_cost.graph_tokens
@@ -173,12 +179,13 @@ class Engine:
     def stats(self) -> EngineStats:
         self._stats.preemptions = self._scheduler.num_preemptions
         self._stats.device_wait_seconds = self.waited_seconds
-        for round_ in self.executor.rounds.items:
-            if isinstance(round_.method, HostDraftMethod):
+        if self._has_new_counts and not (self.num_running or self.num_waiting):
+            # These wait for the device, which an idle engine can do.
+            if self._round.routing is not None:
+                self._stats.experts = self._round.routing.read()
+            for round_ in self.executor.rounds.items:
                 round_.method.record(self._stats)
-        if self._has_new_routing and self._round.routing is not None and not (self.num_running or self.num_waiting):
-            self._stats.experts = self._round.routing.read()  # waits for the device, which an idle engine can do
-            self._has_new_routing = False
+            self._has_new_counts = False
         return self._stats
 
     @property
@@ -332,7 +339,7 @@ class Engine:
         """Set the counts of the experts that tokens choose to zero."""
         if self._round.routing is not None:
             self._round.routing.reset()
-        self._stats.experts, self._has_new_routing = ExpertCounts(), False
+        self._stats.experts, self._has_new_counts = ExpertCounts(), False
 
     def _take_finished(self) -> list[Completion]:
         finished, self._finished = self._finished, []
@@ -454,16 +461,19 @@ class Engine:
         method = self.executor.rounds.at(count).method
         if next_round.has_room:
             method = method.with_room(self.executor.padded_size(count))
+        wanted = next_round.wanted if self._round.fixed_shapes else self._wanted(rows)
+        # The hook reads the results before this round after a part of it is launched: grammars follow all tokens.
+        hook: RoundHook = RoomHook(method) if next_round.has_room else NO_HOOK
+        if self._nodes is not None and method.sizes and not next_round.has_grammars:
+            hook = self._sized_hook(self._nodes, rows, method, wanted)
+            method = hook.method or method
         groups = self._groups.of(rows, method.num_nodes)
         self._complete_round()
         self._table.upload_pages(rows)
         if isinstance(method, HostDraftMethod) and rows:
             self._table.upload_host_trees(rows, method.pack(method.host_draft(rows)))
-        # The hook reads the results before this round after a part of it is launched: grammars follow all tokens.
-        hook: RoundHook = RoomHook(method) if next_round.has_room else NO_HOOK
         if next_round.has_grammars:
             hook = self._grammars.of_round(rows, method, self._read_all)
-        wanted = next_round.wanted if self._round.fixed_shapes else self._wanted(rows)
         if wanted.edits:
             self._table.make_rules(wanted.edits)
         batch = RoundBatch(rows, wanted, hook, num_requests=count)
@@ -474,6 +484,21 @@ class Engine:
         self._in_flight.append(self.executor.run(batch))
         if not hook.takes_part:
             self._complete_round()
+
+    def _sized_hook(self, nodes: NodeChooser, rows: list[Sequence], method: DraftMethod, wanted: Wanted) -> RoundHook:
+        """Return the hook of a round with the number of nodes that pays most now."""
+        executor, count = self.executor, len(rows)
+        if executor.runner is None:
+            return NO_HOOK
+        hook = nodes.hook(
+            method,
+            lambda other: executor.key_of(count, wanted, other),
+            executor.is_captured,
+            executor.padded_size(count),
+            sum(seq.num_computed_tokens for seq in rows),
+        )
+        fits = hook.method is None or executor.fits(executor.key_of(count, wanted, hook.method))
+        return hook if fits else NO_HOOK
 
     @property
     def _has_open(self) -> bool:
@@ -488,7 +513,7 @@ class Engine:
         report.complete(self._transfers)
         self._in_flight.append(report)
         self._failed = 0
-        self._has_new_routing = True
+        self._has_new_counts = True
         self._stats.rounds += 1
         report.hook.record(self._stats)
 
@@ -554,6 +579,8 @@ class Engine:
         else:
             self._stats.decode_seconds += now - self._last_read
         self._last_read = now
+        if isinstance(report.hook, SizedHook) and self._nodes is not None and report.max_path is not None:
+            self._nodes.saw(rows[: len(report.sequences), Output.NUM_NEW], report.max_path)
         if isinstance(report.hook, RoomHook):
             num_new_B = rows[: len(report.sequences), Output.NUM_NEW]
             self._grammars.saw_room(int((num_new_B - 1).clip(min=0).sum()), len(report.sequences))

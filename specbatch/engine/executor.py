@@ -108,6 +108,20 @@ class RoundExecutor:
     def num_graphs(self) -> int:
         return 0 if self.runner is None else len(self.runner)
 
+    def key_of(self, batch_size: int, wanted: Wanted, method: DraftMethod) -> RoundKey:
+        """Return the key of the graphs of a round of this number of requests, in one lane, with a draft method that is
+        not the schedule's."""
+        size = self.padded_size(batch_size)
+        return RoundKey(size, self.rounds.index(batch_size), wanted, num_nodes=method.num_nodes)
+
+    def is_captured(self, key: RoundKey) -> bool:
+        """Return whether there are graphs of this kind of round."""
+        return self._graphs is not None and key in self._graphs
+
+    def fits(self, key: RoundKey) -> bool:
+        """Return whether memory has not run out for the graphs of this kind of round."""
+        return key not in self._uncaptured
+
     def release_graphs(self) -> bool:
         """Give the memory of all graphs back; from now on rounds run eagerly. Nothing may be in flight. Returns whether
         there were graphs."""

@@ -217,6 +217,8 @@ class Round:
         """Run the steps after the target's forward pass: accept and extend."""
         with marked("accept"):
             verified = self.accept(view, trees, verified, wanted)
+            assert verified.committed is not None
+            self.method.follow(view, self.state, verified.committed, self._eos)
             launched = self._launched(verified, wanted.num_top)
         with marked("extend"):
             self.extend(view, trees, verified)

@@ -19,9 +19,10 @@ import torch
 
 def ladder(largest: int) -> list[int]:
     """List the batch sizes to capture, ascending: 1, 2, 4, then multiples of 8, of 16 from 32 on, of 32 from 128 on, of
-    64 from 512 on; and the largest itself."""
+    64 from 512 on, of 128 from 1024 on; and the largest itself."""
     sizes = {1, 2, 4, largest}
-    sizes |= set(range(8, 32, 8)) | set(range(32, 128, 16)) | set(range(128, 512, 32)) | set(range(512, largest, 64))
+    sizes |= set(range(8, 32, 8)) | set(range(32, 128, 16)) | set(range(128, 512, 32)) | set(range(512, 1024, 64))
+    sizes |= set(range(1024, largest, 128))
     return sorted(size for size in sizes if size <= largest)
 
 

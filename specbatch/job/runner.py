@@ -99,7 +99,7 @@ class RowRunner:
         """Make the preparer, which decides which rows can run."""
         parser = RowParser.of_job(self._config)
         no_grammars = _without_grammars(self._config)
-        is_ngram = self._config.speculation.method in ("ngram", "suffix")
+        is_ngram = self._config.speculation.method in ("ngram", "suffix", "hybrid")
         return RowPreparer(parser, self._texts, self.engine.limits, no_grammars, is_ngram)
 
     def drop(self, indices: Collection[int]) -> None:

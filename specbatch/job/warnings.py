@@ -29,7 +29,7 @@ _DOUBTS: Mapping[Doubt, str] = {
     "two_templates": "prompts that begin with a mark of a chat template were written as a message of the user "
     "(data.prompts_as_chat: false runs them as they are)",
     "text_left_out": "the chat template writes the tool calls of a message without the text next to them",
-    "unused_prediction": "`prediction` was not used, because only speculation.method ngram and suffix draft from it",
+    "unused_prediction": "`prediction` was not used, because only the methods ngram, suffix and hybrid draft from it",
 }
 
 

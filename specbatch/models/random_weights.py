@@ -105,6 +105,8 @@ def _published() -> dict[str, dict[str, Any]]:
         "qwen2.5-1.5b": qwen2 | _sizes(1536, 8960, 28, 12, 2, 131072) | tied,
         # HuggingFaceTB/SmolLM2-135M
         "smollm2-135m": smollm2 | _sizes(576, 1536, 30, 9, 3, 8192) | tied,
+        # HuggingFaceTB/SmolLM2-1.7B
+        "smollm2-1.7b": smollm2 | _sizes(2048, 8192, 24, 32, 32, 8192) | tied | {"rope_theta": 130000.0},
         # google/gemma-2-9b
         "gemma-2-9b": _gemma("gemma2", 256000, _sizes(3584, 14336, 42, 16, 8, 8192)) | {"sliding_window": 4096},
         # google/gemma-3-4b-pt, without its part for images

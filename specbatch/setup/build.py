@@ -24,6 +24,7 @@ from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
 from specbatch.engine.lockstep import Lockstep
 from specbatch.engine.logprobs import num_top_of
+from specbatch.engine.node_chooser import RoundCosts, measured_costs
 from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
 from specbatch.errors import ConfigError, ModelError
 from specbatch.graphs.runner import GraphRunner
@@ -50,6 +51,7 @@ from specbatch.setup.memory import GIB, available_memory, sizes_to_try
 from specbatch.setup.resolve import ResolvedRun
 from specbatch.setup.round_parts import RoundParts
 from specbatch.setup.sizing import CardBudget, Sized, measured, planned
+from specbatch.setup.speculation import CORPUS_METHODS
 from specbatch.setup.trial import TrialRunner
 from specbatch.types import BatchEngine
 
@@ -131,7 +133,13 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     else:
         sized = planned(rounds, run.cache, run.engine.max_batch_size, run.engine.prefill_chunk_tokens)
 
-    def engine_of(executor: RoundExecutor, trunks: PromptTrunks = EAGER, *, prefix_cache: bool = False) -> Engine:
+    def engine_of(
+        executor: RoundExecutor,
+        trunks: PromptTrunks = EAGER,
+        costs: RoundCosts | None = None,
+        *,
+        prefix_cache: bool = False,
+    ) -> Engine:
         return Engine(
             executor,
             sized.engine_sizes(run.engine.page_size),
@@ -141,6 +149,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
             trunks=trunks,
             deterministic=run.config.engine.deterministic,
             lockstep=Lockstep(group) if group is not None and run.division == "requests" else None,
+            costs=costs,
         )
 
     if run.engine.lanes is not None and run.engine.lane_mode == "auto":
@@ -154,11 +163,19 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     executor = _executor(run, sized, on_progress, shrinks=group is None)
     if executor.runner is not None:
         clock.passed("graphs captured")
+    costs = measured_costs(executor, sized.max_batch_size, run.rows.token_bytes, group)
+    if costs is not None:
+        run.notes.append(
+            f"speculation.num_draft_tokens: rounds choose from {list(executor.rounds.items[0].method.sizes)} by the "
+            f"acceptance of the last rounds; a round takes {costs.fixed:.0f} us and {costs.per_token:.2f} us a node, "
+            f"at least {costs.least:.0f} us"
+        )
+        clock.passed("rounds measured")
     piece_runner = None if pieces is None else GraphRunner(run.device)
     trunks = EAGER
     if pieces is not None and piece_runner is not None:
         trunks = _trunks(run, sized, pieces, piece_runner, on_progress)
-    engine = engine_of(executor, trunks, prefix_cache=run.config.engine.prefix_cache)
+    engine = engine_of(executor, trunks, costs, prefix_cache=run.config.engine.prefix_cache)
     engine.start_bytes = sized.bytes or {}
     if executor.runner is not None:
         engine.start_bytes["graphs"] = executor.runner.bytes
@@ -208,7 +225,10 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     net = _build_net(run, target, num_positions, gemm, group) if run.draft is not None else None
     ngram_match = speculation.ngram.min_match, speculation.ngram.max_match
     coupled = run.config.engine.deterministic
-    shared = SharedTexts.of(speculation.suffix.corpus_tokens, run.corpus) if speculation.method == "suffix" else None
+    shared = None
+    if speculation.method in CORPUS_METHODS:
+        ops = ops_for(run.device, run.dtype)
+        shared = SharedTexts(speculation.suffix.corpus_tokens, run.corpus, run.device, ops)
     parts = DraftParts(
         run.device,
         ops_for(run.device, run.dtype),

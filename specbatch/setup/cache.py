@@ -10,9 +10,10 @@ import torch
 from specbatch.attention.flashinfer import HEAD_DIMS
 from specbatch.cache.pages import KVScales
 from specbatch.config import KVDtypeName
+from specbatch.draft.schedule import ByBatch
 from specbatch.errors import ConfigError
 from specbatch.models.config import ModelConfig
-from specbatch.setup.device import DTYPE_NAMES
+from specbatch.setup.device import DTYPE_NAMES, LARGER_BATCHES, NOT_RUN_ON_CUDA
 from specbatch.setup.memory import (
     ENOUGH_ROW,
     GIB,
@@ -31,6 +32,9 @@ DEFAULT_BATCH = {"cpu": 16, "cuda": 256}  # used if engine.max_batch_size is nul
 _LARGE_BATCHES = (1024, 768, 512)  # sizes that CUDA uses if the cache is large enough
 # largest number of tokens in a round of a large batch: with more, the fixed cost of a round is next to nothing
 _MAX_VERIFY_TOKENS = 4096
+# The same for small models: launches of many short layers are their fixed cost, and GEMMs of more tokens are short.
+_SMALL_PARAMETERS, _LARGE_BATCHES_OF_SMALL, _MAX_VERIFY_TOKENS_OF_SMALL = 1_000_000_000, (2048, 1536), 12288
+_USUAL_NODES = 4  # nodes of a request, where rounds choose their number
 _PROMPT_TOKENS = 1024  # assumed length of a row's prompt before any was read
 _ENOUGH_ROWS, _MAX_CARDS = 16, 8  # used to advise a number of GPUs for a model
 
@@ -48,10 +52,17 @@ class CacheRequest:
     # On a GPU, whose memory is measured when the engine is built: (nodes of a request in a round, tokens of a prompt
     # chunk). None: on a CPU, where the size is decided here.
     measured: tuple[int, int] | None
+    # Nodes of a request by the batch size, if they depend on it; rounds choose fewer nodes then. None: see `measured`.
+    nodes: ByBatch[int] | None = None
     num_ranks: int = 1  # processes that each hold such a part of the target
     saved: int = 0  # bytes that the weights take less, where layers are quantised
     state_bytes: int = 0  # bytes of the state of one request of a hybrid; 0: it has none
     keeps_states: bool = True  # the prefix cache has checkpoints of states, for a hybrid
+
+    def num_nodes(self, batch_size: int) -> int:
+        """Return the nodes of a request in a round of a GPU."""
+        assert self.measured is not None, "of a GPU"
+        return self.measured[0] if self.nodes is None else self.nodes.at(batch_size)
 
     @property
     def weights(self) -> int:
@@ -95,14 +106,17 @@ def default_batch_size(wanted: CacheRequest, available: int, max_tokens: int) ->
     """
     if wanted.measured is None:
         return DEFAULT_BATCH["cpu"]
-    num_nodes, _ = wanted.measured
     row_tokens = min(_PROMPT_TOKENS + max_tokens // 2, wanted.rows.max_positions)
-    for batch in _LARGE_BATCHES:
+    is_small = wanted.models[0].num_parameters() <= _SMALL_PARAMETERS and LARGER_BATCHES not in NOT_RUN_ON_CUDA
+    most = _MAX_VERIFY_TOKENS_OF_SMALL if is_small else _MAX_VERIFY_TOKENS
+    for batch in (*(_LARGE_BATCHES_OF_SMALL if is_small else ()), *_LARGE_BATCHES):
+        num_nodes = wanted.num_nodes(batch)
+        num_nodes = num_nodes if wanted.nodes is None else min(_USUAL_NODES, num_nodes)
         tokens = wanted.given_tokens
         if tokens is None:
             plan, _ = _likely(wanted.of_batch(batch), available)
             tokens = plan.num_pages * wanted.rows.page_size
-        if tokens >= batch * row_tokens and batch * num_nodes <= _MAX_VERIFY_TOKENS:
+        if tokens >= batch * row_tokens and batch * num_nodes <= most:
             return batch
     batch, left = DEFAULT_BATCH["cuda"], int(available * wanted.memory_fraction) - wanted.weights
     while wanted.state_bytes and batch > _ENOUGH_ROWS and 2 * (batch + 1) * wanted.state_bytes > left:
@@ -159,7 +173,8 @@ def resolve_cache(wanted: CacheRequest, notes: list[str]) -> CachePlan:
 def _likely(wanted: CacheRequest, available: int) -> tuple[CachePlan, int]:
     """Estimate the cache of a GPU: return its plan, and the bytes of working memory and graphs."""
     assert wanted.measured is not None, "of a GPU"
-    (nodes, chunk), rows = wanted.measured, wanted.rows
+    chunk, rows = wanted.measured[1], wanted.rows
+    nodes = wanted.num_nodes(rows.max_batch_size)
     working = estimated_working_bytes(wanted.models[0].config, rows.max_batch_size, nodes, chunk, wanted.dtype.itemsize)
     held = wanted.weights + wanted.states
     return plan_cache(bytes_for_cache(available, wanted.memory_fraction, held, working), rows), working

@@ -117,5 +117,7 @@ def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_
     for (rows, _), i in sizes:
         for sampled in (False, True):
             rounds.items[i](padding[:rows], Wanted(sampled))
+        for num_nodes in rounds.items[i].method.sizes[:-1]:
+            rounds.items[i].drafting(rounds.items[i].method.narrowed(num_nodes))(padding[:rows])
     trial_prompt(rounds.items[0], prefill_chunk_tokens)
     trial_short_prompts(rounds.items[0], max_batch_size, prefill_chunk_tokens)

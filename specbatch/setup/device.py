@@ -21,8 +21,12 @@ DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.float16: "float16",
     torch.float64: "float64",
 }
+LARGER_BATCHES = "engine.max_batch_size: null with more than 1024 rows"
 # What no GPU has run yet, which is an error on CUDA, or is not done by default.
-NOT_RUN_ON_CUDA = {"speculation.method: suffix", "speculation.method: block", "speculation.method: peagle"}
+NOT_RUN_ON_CUDA = {
+    *(f"speculation.method: {method}" for method in ("suffix", "hybrid", "block", "peagle")),
+    LARGER_BATCHES,
+}
 _AMPERE = (8, 0)  # the first with bfloat16 in its tensor cores
 # The oldest driver for each major version of CUDA (NVIDIA, minor version compatibility).
 _MIN_DRIVER = {11: 450, 12: 525, 13: 580}

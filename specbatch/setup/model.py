@@ -161,7 +161,6 @@ def engine_of_hybrid(config: Config, engine: EngineSettings, target: Checkpoint)
         f"engine.tensor_parallel: {section.tensor_parallel}": section.tensor_parallel > 1,
         "engine.deterministic on CUDA": section.deterministic and on_cuda,
         "engine.compile: auto": section.compile == "auto",
-        "speculation.method: suffix": config.speculation.method == "suffix",
         "engine.two_batch_overlap: on": section.two_batch_overlap == "on",
         f"model.quantization: {config.model.quantization}": config.model.quantization == "int4",
         f"prefill.graphs: {config.prefill.graphs}": config.prefill.graphs in ("piecewise", "both"),

@@ -72,6 +72,7 @@ from specbatch.setup.model import (
 )
 from specbatch.setup.sampling import note_on_prompts, resolve_sampling, runs_prompts_as_chat
 from specbatch.setup.speculation import (
+    CORPUS_METHODS,
     Speculation,
     check_device_shape,
     check_mask_size,
@@ -79,6 +80,7 @@ from specbatch.setup.speculation import (
     low_acceptance,
     resolve_speculation,
     with_block,
+    with_sizes_of_batches,
 )
 
 HeadCheckpoint = EagleCheckpoint | BlockCheckpoint  # a drafter that reads the target's hidden states
@@ -155,6 +157,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         found = has_mtp(target)
         speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled, has_mtp=found)
         check_simulation(speculation, on_cuda)
+    if on_cuda:
+        speculation = with_sizes_of_batches(speculation, wanted_method)
     if speculation.section.simulate_acceptance is not None:
         notes.append("speculation.simulate_acceptance: drafts are accepted by lot; the texts are no answers")
     if not target.config.is_native:
@@ -260,8 +264,11 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         max_nodes = max((shape.num_draft_tokens for shape in shapes), default=1) + (0 if on_cuda else MAX_FORCED)
         state_bytes = delta.state_sizes(max_nodes).line_bytes(dtype)
     keeps_states = config.engine.prefix_cache
+    nodes = None
+    if on_cuda and speculation.method in CORPUS_METHODS:
+        nodes = speculation.schedule.map(lambda shape: 1 if shape is None else shape.num_draft_tokens)
     wanted = CacheRequest(
-        models, rows, dtype, device, given, fraction, measured, num_ranks, saved, state_bytes, keeps_states
+        models, rows, dtype, device, given, fraction, measured, nodes, num_ranks, saved, state_bytes, keeps_states
     )
     # FlashInfer's masks grow with the batch, and rounds that are no graphs are bound by the host.
     if engine.attention == "triton" and "max_batch_size" in engine.left_open:

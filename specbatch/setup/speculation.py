@@ -15,6 +15,10 @@ from specbatch.models.catalog import builtin_head, random_name
 from specbatch.models.formats.eagle_files import EagleCheckpoint, next_layers
 
 DEFAULT_TREE_TOKENS = 8
+CORPUS_METHODS = ("suffix", "hybrid")
+# The most nodes of these methods where shapes are fixed, by batch size. A round of 8,192 tokens needs the memory that a
+# chunk of prompts needs. Rounds choose fewer nodes.
+_SUFFIX_NODES = {256: 32, 512: 16, 1024: 8, 2048: 4}
 MAX_TOPK, MAX_TREE_TOKENS = 16, 128  # limits of the device engine
 
 
@@ -80,9 +84,10 @@ def resolve_speculation(
     to `notes`. `coupled`: see `DraftParts`. `has_mtp`: the target's checkpoint has a layer for multi-token
     prediction."""
     section = decide_method(section, target, notes, has_mtp=has_mtp)
-    if section.corpus is not None and section.method != "suffix":
+    if section.corpus is not None and section.method not in CORPUS_METHODS:
         raise ConfigError(
-            f"speculation.corpus is searched by speculation.method suffix only, and the method is {section.method}",
+            f"speculation.corpus is searched by speculation.method suffix and hybrid only, and the method is "
+            f"{section.method}",
             hint="leave speculation.corpus out, or set speculation.method to suffix",
         )
     if section.method == "none":
@@ -90,7 +95,9 @@ def resolve_speculation(
             section, num_steps=None, num_draft_tokens=None, topk=1, draft=None, schedule=None, aux_layers=None
         )
         return Speculation(section, ByBatch.always(None))
-    if section.aux_layers is not None and section.method not in ("eagle3", "peagle"):
+    if section.method == "hybrid" and section.draft is None:
+        section = replace(section, draft=builtin_head(target))
+    if section.aux_layers is not None and section.method not in ("eagle3", "peagle", "hybrid"):
         raise ConfigError(
             f"speculation.aux_layers says what an EAGLE-3 head reads, and speculation.method is {section.method}",
             hint="leave speculation.aux_layers out, or set speculation.method to eagle3",
@@ -106,7 +113,7 @@ def resolve_speculation(
     if section.schedule is not None:
         schedule = _resolve_schedule(section, section.schedule)
         filled = tuple(map(_schedule_section, schedule.bounds, schedule.items))
-        if not coupled:
+        if not coupled and section.method != "hybrid":  # whose drafts are always coupled
             _note_chains(schedule, entry, notes)
         return Speculation(replace(section, schedule=filled), schedule)
     shape = _resolve_shape(section, section)
@@ -130,6 +137,19 @@ def with_block(speculation: Speculation, given: SpeculationSection, block: Block
                 hint=f"set speculation.num_steps to at most {block.max_drafts}, or leave it out",
             )
     return Speculation(section, schedule, block.block_size)
+
+
+def with_sizes_of_batches(speculation: Speculation, given: SpeculationSection) -> Speculation:
+    """Return `speculation` for a device with fixed shapes, where rounds of `suffix` and `hybrid` cost all of their
+    nodes. `given`: the section as the user gave it; a shape that it sets is kept."""
+    shapes = (given.num_steps, given.num_draft_tokens, given.schedule, given.simulate_acceptance)
+    if speculation.method not in CORPUS_METHODS or shapes != (None,) * len(shapes):
+        return speculation
+    items = tuple(DraftShape(nodes - 1, 1, nodes) for nodes in _SUFFIX_NODES.values())
+    schedule: Schedule = ByBatch(tuple(_SUFFIX_NODES), items)
+    filled = tuple(map(_schedule_section, schedule.bounds, schedule.items))
+    section = replace(speculation.section, num_steps=None, num_draft_tokens=None, schedule=filled)
+    return Speculation(section, schedule)
 
 
 def _resolve_shape(section: SpeculationSection, given: SpeculationSection | ScheduleSection) -> DraftShape:
@@ -196,7 +216,7 @@ def low_acceptance(speculation: SpeculationSection, draft: object) -> str | None
         causes.insert(0, "the draft model is of another family or fine-tune than the target, or far too small")
     else:
         causes.insert(0, "the head was trained for another target, or for other texts than these")
-    if isinstance(draft, EagleCheckpoint) and speculation.method in ("eagle3", "peagle"):
+    if isinstance(draft, EagleCheckpoint) and speculation.method in ("eagle3", "peagle", "hybrid"):
         layers = draft.config.aux_layers
         if draft.may_be_outputs:
             instead = f"try --set 'speculation.aux_layers={next_layers(layers)}'"

@@ -111,8 +111,9 @@ class TrialRunner:
         if not runner:
             raise torch.OutOfMemoryError("no CUDA graph fits")
         of_driver = max(0, runner.bytes - runner.pool_bytes) // len(runner)
-        # Rows may ask for samples, for log-probabilities and for rules at any time: eight graphs of each size then.
-        num_graphs = 8 * num_sizes
+        # Rows may ask for samples, for log-probabilities and for rules at any time: eight graphs of each size then. And
+        # rounds may choose fewer nodes.
+        num_graphs = num_sizes * (8 + max(len(round_.method.sizes) for round_ in made.items.items))
         num_graphs += _PROMPT_GRAPHS if padded_bytes else 0
         kept = runner.pool_bytes + num_graphs * of_driver
         del executor, runner

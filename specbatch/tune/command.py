@@ -212,7 +212,7 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
             "move from round to round",
             hint="try a few values of speculation.num_steps with generate",
         )
-    if method in ("block", "peagle") or (not first.speculation.has_network and method != "ngram"):
+    if method in ("block", "peagle", "hybrid") or (not first.speculation.has_network and method != "ngram"):
         raise ConfigError(
             f"tune does not support speculation.method {method}: it tunes ngram and networks that draft step by step",
             hint="measure draft shapes of this method with generate",

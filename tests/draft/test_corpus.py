@@ -1,134 +1,152 @@
-"""The corpus that rows share: it finds what followed, votes, and keeps a bounded number of tokens."""
+"""The corpus that rows share: it predicts what followed, mostly and lately, and keeps a bounded number of words."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from specbatch.draft.corpus import MAX_MATCH, MIN_TOKENS, Corpus, Text
+from specbatch.draft.corpus import MIN_TOKENS, Corpus
+from specbatch.kernels import torch as ops
+from specbatch.kernels.corpus import MAX_SIZE, SIZES
+from tests.tiny_models import CPU
+
+
+def search(corpus: Corpus, tokens: list[int], count: int = 8, least: float = 0.01) -> tuple[list[int], float, bool]:
+    line, one = torch.tensor([tokens], dtype=torch.int32), torch.ones(1, dtype=torch.int64)
+    drafts, counts, expected, loaded = corpus.search(line, one - 1, one * len(tokens), one * 99, least, count)
+    assert not drafts[0, int(counts) :].any(), "padded with 0"
+    return drafts[0, : int(counts)].tolist(), float(expected), bool(loaded)
 
 
 def drafts(corpus: Corpus, tokens: list[int], count: int = 8, least: float = 0.01) -> list[int]:
-    found = corpus.search([tokens], count, least)
-    return found.tokens_BD[0, : found.counts_B[0]].tolist()
+    return search(corpus, tokens, count, least)[0]
 
 
 def corpus_of(*texts: list[int], size: int = MIN_TOKENS) -> Corpus:
-    corpus = Corpus(size)
+    corpus = Corpus(size, CPU, ops)
     for text in texts:
-        corpus.extend([(Text(), text)], room=0)
+        corpus.load([text])
     return corpus
 
 
-def test_it_finds_what_followed_the_longest_match() -> None:
-    """Against a search of all texts, over random texts of few tokens: the first draft followed a longest match."""
-    rng = np.random.default_rng(0)
-    num_found = 0
+def add(corpus: Corpus, lines: list[list[int]], starts: list[int], eos: tuple[int, ...] = ()) -> None:
+    """Add the tokens of each line from `starts` on."""
+    width = max(map(len, lines))
+    tokens = torch.tensor([line + [0] * (width - len(line)) for line in lines], dtype=torch.int32)
+    counts = torch.tensor([len(line) - start for line, start in zip(lines, starts, strict=True)])
+    ends = torch.tensor(eos, dtype=torch.int64)
+    corpus.add(tokens, torch.arange(len(lines)), torch.tensor(starts), counts, int(counts.max()), ends)
+
+
+def test_it_predicts_what_followed_the_largest_context() -> None:
+    """Against a search of random texts of few tokens: the first draft followed the largest context that there is."""
+    rng, num_found = np.random.default_rng(0), 0
     for _ in range(60):
-        texts = [rng.integers(0, 4, size=int(rng.integers(1, 12))).tolist() for _ in range(4)]
-        query = rng.integers(0, 4, size=int(rng.integers(1, 12))).tolist()
+        texts = [rng.integers(0, 4, size=int(rng.integers(1, 30))).tolist() for _ in range(4)]
+        query = rng.integers(0, 4, size=int(rng.integers(1, 16))).tolist()
         expected: set[int] = set()
-        for size in range(len(query), 1, -1):
-            ends = [(text, end) for text in texts for end in range(size, len(text))]
+        for size in reversed(SIZES):
+            ends = [(text, end) for text in texts for end in range(size, len(text)) if size <= len(query)]
             expected = {text[end] for text, end in ends if text[end - size : end] == query[-size:]}
             if expected:
                 break
-        found = drafts(corpus_of(*texts), query)
+        found = drafts(corpus_of(*texts, size=1 << 20), query)
         assert bool(found) == bool(expected), (texts, query)
         assert not found or found[0] in expected, (texts, query)
         num_found += bool(found)
-    assert num_found > 10
+    assert num_found > 20
 
 
-def test_the_most_frequent_token_is_drafted_and_rare_ones_end_the_draft() -> None:
-    corpus = corpus_of([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 8, 9, 9])
-    assert drafts(corpus, [1, 2, 3], least=0.15) == [4, 5, 7]  # the newer one of two equally frequent tokens is drafted
-    # 2/3 of the votes and 3/4 for the first draft after a match of 3; 1 of these votes and 3/5 for the second.
-    found = corpus.search([[1, 2, 3]], 8, 0.4)
-    assert found.counts_B.tolist() == [2]
-    assert found.expected_B[0] == pytest.approx(2 / 3 * (3 / 4 + 3 / 5))
-    assert drafts(corpus, [1, 2, 3], least=0.51) == []
+def test_what_came_mostly_and_lately_is_predicted() -> None:
+    other, once, often = [1, 2, 9], [1, 2, 7], [1, 2, 8]
+    assert drafts(corpus_of(often, often, once), [1, 2]) == [8]
+    assert drafts(corpus_of(once, often), [1, 2]) == [7], "once more is needed"
+    assert drafts(corpus_of(once, often, often), [1, 2]) == [8]
+    assert drafts(corpus_of(*[often] * 30, *[other] * 9), [1, 2]) == [9], "a high score is bounded"
 
 
-def test_long_matches_have_long_drafts() -> None:
+def test_estimates_rise_with_the_context_and_the_score() -> None:
     text = list(range(100, 160))
     corpus = corpus_of(text)
-    lengths = [len(drafts(corpus, text[:size], 32, 0.3)) for size in (3, 8, 24)]
-    assert lengths == [7, 18, 32]  # 3 / (3 + 7) and 8 / (8 + 18) are the last values that are not below 0.3
-    assert drafts(corpus, text[:24], 32, 0.3) == text[24:56]
+    assert [search(corpus, text[:size], 1)[1] for size in SIZES] == pytest.approx([2 / 3, 3 / 4, 6 / 7, 12 / 13])
+    assert search(corpus_of(text, text), text[:2], 1)[1] == pytest.approx((1 + 4 / 3) / 3)
+    lengths = [len(drafts(corpus, text[:size], 40, 0.3)) for size in (2, 6, MAX_SIZE)]
+    assert lengths == sorted(set(lengths)), "drafts after larger contexts are longer"
+    assert drafts(corpus, text[:MAX_SIZE], 40, 0.0) == text[MAX_SIZE : MAX_SIZE + 40]
+    assert drafts(corpus, text[:2], 40, 0.7) == []
 
 
-def test_growing_texts_are_found_across_their_parts() -> None:
-    """A long text goes on in another part of the ring, with its last tokens before it."""
+def test_tokens_are_added_after_any_context() -> None:
+    """A text that grows has the same words as one that is added as a whole. Its first tokens, such as those of a
+    prompt, are contexts only."""
+    text = list(range(40, 70))
+    whole, grown = corpus_of(), corpus_of()
+    add(whole, [text], [5])
+    for end in range(6, 31):
+        add(grown, [text[:end]], [end - 1])
+    assert torch.equal(whole.words_H, grown.words_H)
+    assert drafts(whole, text[:3]) == []
+    assert drafts(whole, text[:5], 3) == text[5:8]
+
+
+def test_the_order_of_requests_does_not_matter() -> None:
+    """Ranks write in any order. They have the same corpus only if each order has the same result."""
     rng = np.random.default_rng(1)
-    corpus, text, tokens = Corpus(4096), Text(num_added=5), rng.integers(0, 1000, size=600).tolist()
-    other, others = Text(), rng.integers(0, 1000, size=600).tolist()
-    for end in range(6, 600, 3):
-        corpus.extend([(text, tokens[:end]), (other, others[: end - 3])])
-    assert all(drafts(corpus, tokens[end - 4 : end], 1) == [tokens[end]] for end in range(8, 590))
-    assert drafts(corpus, tokens[:4], 1) == [], "tokens that are left out were added"
-    assert drafts(corpus, tokens[1:5], 1) == [tokens[5]], "the tokens left out are the context of the others"
+    lines = rng.integers(0, 3, size=(40, 24)).tolist()
+    corpora = [corpus_of(), corpus_of()]
+    for corpus, order in zip(corpora, (range(40), reversed(range(40))), strict=True):
+        some = [lines[i] for i in order]
+        for _ in range(3):
+            add(corpus, some, [2] * 40)
+    assert torch.equal(corpora[0].words_H, corpora[1].words_H)
+    assert int((corpora[0].words_H != 0).sum()) > 500
 
 
-def test_memory_is_bounded_and_the_oldest_tokens_are_dropped() -> None:
-    rng = np.random.default_rng(2)
-    texts = [rng.integers(0, 50_000, size=200).tolist() for _ in range(60)]
-    corpus = Corpus(MIN_TOKENS)
-    size = corpus.num_bytes
-    slow, text = Text(), list(range(60_000, 60_400))
-    for i, one in enumerate(texts):  # a text that grows while the ring begins again several times
-        corpus.extend([(Text(), one), (slow, text[: 10 + 5 * i])])
-    assert corpus.num_bytes == size == corpus_of().num_bytes
-    found = [drafts(corpus, one[:50], 1) == [one[50]] for one in texts]
-    assert not any(found[:50])
-    assert all(found[-2:])
-    assert drafts(corpus, text[:300], 1) == [text[300]]
+def test_nothing_is_predicted_after_the_end_of_a_text() -> None:
+    corpus = corpus_of()
+    add(corpus, [[5, 6, 7, 0, 9, 9, 9]], [2], eos=(0,))
+    assert drafts(corpus, [5, 6]) == [7, 0]
+    corpus = corpus_of()
+    add(corpus, [[5, 6, 7, 0, 9, 9, 9]], [2])
+    assert drafts(corpus, [5, 6], 4) == [7, 0, 9, 9]
 
 
-def test_a_text_longer_than_the_corpus_keeps_its_end() -> None:
-    tokens = list(range(5000))
-    corpus = corpus_of(tokens)
-    assert drafts(corpus, tokens[:4990], 4) == tokens[4990:4994]
-    assert drafts(corpus, tokens[:100]) == []
+def test_old_words_are_overwritten() -> None:
+    """The table stays as large as it is, and new texts are found in it."""
+    corpus = corpus_of(size=MIN_TOKENS)
+    size = corpus.words_H.shape[0]
+    texts = np.random.default_rng(2).integers(0, 1000, size=(400, 30)).tolist()
+    for text in texts:
+        corpus.load([text])
+    assert corpus.words_H.shape[0] == size == 4 * MIN_TOKENS + 1
+    found = [drafts(corpus, text[:12], 8) == text[12:20] for text in texts]
+    assert sum(found[-10:]) >= 8
+    assert sum(found[:40]) < 10
+    assert not corpus.words_H[-1], "the word of no context is empty"
 
 
-def test_texts_do_not_run_into_each_other() -> None:
-    corpus = corpus_of([1, 2, 3, 4], [5, 6, 7, 8])
-    assert drafts(corpus, [1, 2, 3]) == [4]
-    assert drafts(corpus, [2, 3, 4]) == []
-    assert drafts(corpus, [4, 5, 6, 7], 1) == [8]
-    assert drafts(corpus, [9] * MAX_MATCH) == []
+def test_words_of_a_file_are_marked() -> None:
+    text = [4, 5, 6, 7, 8]
+    corpus = corpus_of(text)
+    assert search(corpus, text[:2])[2]
+    assert not search(corpus, [9, 9])[2]
+    add(corpus, [[4, 5, 6]], [2])
+    assert search(corpus, text[:2])[2], "it was known from the file first"
+    add(corpus, [[7, 8, 9]], [2])
+    assert not search(corpus, [7, 8])[2]
 
 
-def test_tokens_of_a_file_are_known_until_they_are_overwritten() -> None:
-    rng = np.random.default_rng(3)
-    texts = [rng.integers(0, 50_000, size=100).tolist() for _ in range(30)]
-    corpus = corpus_of(*texts[:4])
-    corpus.mark_loaded()
-    corpus.extend([(Text(), texts[4])])
-
-    def is_loaded(text: list[int]) -> bool:
-        return corpus.is_loaded(int(corpus.search([text[:50]], 4, 0.1).positions_B[0]))
-
-    assert [is_loaded(text) for text in texts[:5]] == [True] * 4 + [False]
-    for text in texts[5:]:
-        corpus.extend([(Text(), text)])
-    assert not any(map(is_loaded, texts))
+def test_tokens_that_a_word_cannot_hold_are_not_predicted() -> None:
+    corpus = corpus_of([1 << 20, 3, 1 << 20, 3, 5])
+    assert drafts(corpus, [1 << 20, 3]) == [5]
 
 
-def test_where_the_ring_begins_again_texts_stay_whole() -> None:
-    """A text whose part was overwritten goes on elsewhere, and no text goes on with tokens of an older one."""
-    rng = np.random.default_rng(4)
-    slow, tokens = Text(), rng.integers(0, 50_000, size=65).tolist()
-    others = [rng.integers(0, 50_000, size=150).tolist() for _ in range(6)]
-    corpus = Corpus(MIN_TOKENS)
-    corpus.extend([(slow, tokens[:5])])
-    for text in others:  # the last one takes the room of `slow`
-        corpus.extend([(Text(), text)], room=0)
-    corpus.extend([(slow, tokens)])
-    assert all(drafts(corpus, others[-1][:end], 1) == [others[-1][end]] for end in range(3, 150))
-    assert all(drafts(corpus, tokens[:end], 1) == [tokens[end]] for end in range(7, 65))
-    new = rng.integers(0, 50_000, size=30).tolist()
-    for _ in range(3):
-        corpus.extend([(Text(), new)])
-    assert drafts(corpus, new[:20], 32, 1e-6) == new[20:]
+def test_each_request_has_its_own_room() -> None:
+    corpus = corpus_of(list(range(10, 60)))
+    tokens = torch.tensor([[10, 11, 12], [20, 21, 22]], dtype=torch.int32)
+    room, lengths = torch.tensor([0, 3]), torch.tensor([2, 3])
+    found: tuple[Tensor, ...] = corpus.search(tokens, torch.tensor([1, 0]), lengths, room, 0.0, 5)
+    assert found[0].tolist() == [[0] * 5, [13, 14, 15, 0, 0]]
+    assert found[1].tolist() == [0, 3]

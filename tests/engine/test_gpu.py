@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from specbatch.config_load import load_config
+from specbatch.draft.corpus import Corpus
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode
+from specbatch.engine.node_chooser import RoundCosts, measured_costs
+from specbatch.kernels import ops_for
 from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
@@ -103,6 +106,44 @@ def test_other_families_give_the_tokens_of_the_cpu_in_float32(
     gpu = run(engine, prompts, params)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
     assert engine.stats.cached_prompt_tokens > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("graphs", ["none", "round"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", ["suffix", "hybrid"])
+def test_drafts_from_other_rows_on_the_device(
+    method: str, params: SamplingParams, graphs: GraphMode, dtype: torch.dtype
+) -> None:
+    """Rounds have several sizes. Each prompt comes three times, so that drafts of the corpus are right."""
+    prompts = random_prompts(6, shared=10) * 3
+    settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "eos": (5,), "dtype": dtype}
+    cpu = run(tiny_oracle("none", None, **settings, num_layers=num_target_layers(method)), prompts, params)
+    costs = RoundCosts(0.0, 4.0, 1.0, 0.0)
+    engine = tiny_device_engine(method, DraftShape(15, 1, 16), **settings, device=CUDA, graphs=graphs, costs=costs)
+    for _ in range(2):
+        gpu = run(engine, prompts, params)
+        assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+    assert engine.stats.draft_sources.tokens["job"][1] > 10
+    if graphs == "round":
+        found = measured_costs(engine.executor, 8, 100, None)
+        assert found is not None
+        assert found.least > 0
+
+
+def test_the_kernels_of_a_corpus_give_the_same_words_each_time() -> None:
+    """Ranks run the same rounds, and their corpora must not differ by the order in which threads write."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 4, (300, 64), generator=generator).int().to(CUDA)
+    lines, starts = torch.arange(300, device=CUDA), torch.full((300,), 12, device=CUDA)
+    words = []
+    for _ in range(4):
+        corpus = Corpus(1024, CUDA, ops_for(CUDA, torch.float32))
+        for _ in range(3):
+            corpus.add(tokens, lines, starts, torch.full_like(starts, 40), 40, starts[:0])
+        words.append(corpus.words_H)
+    assert all(torch.equal(one, words[0]) for one in words)
+    assert int((words[0] != 0).sum()) > 1000
 
 
 @pytest.mark.parametrize("graphs", ["none", "round"])

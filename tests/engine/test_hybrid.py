@@ -209,6 +209,7 @@ DEVICE_PROMPTS = [*random_prompts(4, shared=17), [5, 6, 7, 8, 9] * 4, [3] * 12, 
 DEVICE_CASES: dict[str, tuple[str, DraftShape | None, dict[str, Any]]] = {
     "plain": ("none", None, {}),
     "ngram": ("ngram", DraftShape(3, 1, 4), {}),
+    "suffix": ("suffix", DraftShape(7, 1, 8), {}),
     "eagle": ("eagle", DraftShape(2, 1, 3), {}),
     "padded prompts": ("ngram", DraftShape(3, 1, 4), {"graph_tokens": 64}),
     "short chunks": ("ngram", DraftShape(1, 1, 2), {"prefill_chunk_tokens": 3}),

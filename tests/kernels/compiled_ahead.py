@@ -103,6 +103,8 @@ def rounds(gpu: FakeGpu) -> None:
         ("eagle3", DraftShape(2, 2, 4)),
         ("draft_model", DraftShape(2, 1, 3)),
         ("block", DraftShape(5, 1, 6)),
+        ("suffix", DraftShape(3, 1, 4)),
+        ("hybrid", DraftShape(3, 1, 4)),
     ):
         parts, before = _parts(method, shape), len(gpu.compiled)
         embedding = parts.target.embedding_VE.clone()
@@ -283,8 +285,9 @@ def _parts(
     **traits: Any,
 ) -> Any:
     from specbatch.attention.triton import PagedAttention
-    from specbatch.draft import DraftParts, make_method
+    from specbatch.draft import METHODS, DraftParts, make_method
     from specbatch.draft.schedule import ByBatch
+    from specbatch.draft.suffix import SharedTexts
     from specbatch.setup.round_parts import RoundParts
     from tests.tiny_models import num_target_layers, tiny_config, tiny_decoder, tiny_draft_net
 
@@ -297,7 +300,7 @@ def _parts(
         config, torch.bfloat16, attention=attention, num_positions=160, group=group, division=division
     )
     net = None
-    if method != "none":
+    if METHODS[method].net is not None:
         net = tiny_draft_net(
             method,
             target,
@@ -309,7 +312,8 @@ def _parts(
             attention=attention,
             **traits,
         )
-    made = make_method(method, shape, DraftParts(device, triton_ops, net))
+    shared = SharedTexts(1024, [], device, triton_ops)
+    made = make_method(method, shape, DraftParts(device, triton_ops, net, shared=shared))
     return RoundParts(target, ByBatch.always(made), torch.bfloat16, 16, (1,), fixed_shapes=True, group=group)
 
 

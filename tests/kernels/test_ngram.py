@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 
+from specbatch.draft.corpus import Corpus
 from specbatch.draft.ngram import HostNgramDraft
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels import torch as reference
+from specbatch.kernels.corpus import word_estimates
 from specbatch.types import RngKey, SamplingParams
 from tests.kernels.batches import CUDA
 from tests.kernels.operations import (
@@ -39,7 +41,7 @@ def test_ngram_lookup(ops: Ops, sizes: tuple[int, int]) -> None:
     table = torch.tensor([[0, len(t), limit] for t, limit in zip(texts, limits, strict=True)])
     predicted = torch.ones(len(texts), 7, dtype=torch.int32)  # none of it counts
     args = (tokens, predicted, torch.tensor(order), table[:, 1], table[:, 0], table[:, 2])
-    drafts, counts = ops.ngram_lookup(*args, *sizes, 6)
+    drafts, counts, matched = ops.ngram_lookup(*args, *sizes, 6)
     sequences = []
     proposer = NgramProposer(7, *sizes)
     for slot in order:
@@ -52,6 +54,10 @@ def test_ngram_lookup(ops: Ops, sizes: tuple[int, int]) -> None:
     for b, n in enumerate(tree.num_nodes):
         assert counts[b] == n - 1
         assert drafts[b].tolist() == tree.tokens_BN[b, 1:n].tolist() + [0] * (7 - n)
+        text, size = texts[order[b]], int(matched[b])
+        occurrences = [text[end - size : end] for end in range(size, len(text))]
+        assert not size or (sizes[0] <= size <= sizes[1] and text[-size:] in occurrences)
+        assert size or n == 1
 
 
 def expected_drafts(text: list[int], predicted: list[int], sizes: tuple[int, int], count: int) -> list[int]:
@@ -78,7 +84,7 @@ def test_predictions_are_searched(ops: Ops, sizes: tuple[int, int], width: int) 
         predicted[line, : len(prediction)] = torch.tensor(prediction)
     counts = [torch.tensor([len(one) for one in lists]) for lists in (texts, predictions)]
     lines = torch.arange(len(texts))
-    found, num_drafts = ops.ngram_lookup(tokens, predicted, lines, *counts, torch.tensor(limits), *sizes, 6)
+    found, num_drafts, _ = ops.ngram_lookup(tokens, predicted, lines, *counts, torch.tensor(limits), *sizes, 6)
     host = HostNgramDraft(DraftShape(6, 1, 7), *sizes)
     by_prediction = 0
     for line, text in enumerate(texts):
@@ -102,3 +108,49 @@ def test_large_ngram_lookup(triton_ops: Ops) -> None:
     args = (tokens, predicted, lines, lengths, num_predicted, lengths + 3, 2, 9, 5)
     for found, expected in zip(triton_ops.ngram_lookup(*args), reference.ngram_lookup(*args), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("max_new", [1, 5])
+def test_corpus_updates(ops: Ops, max_new: int) -> None:
+    """Both find the same words, over some rounds: a third of the words are known, and rightly or wrongly predicted."""
+    corpora = [Corpus(1024, torch.device("cpu"), reference) for _ in range(2)]
+    generator = torch.Generator().manual_seed(max_new)
+    tokens = torch.randint(0, 3, (9, 40), generator=generator).int()
+    tokens[0, 7], tokens[1, 9] = 1 << 20, 60_000
+    corpora[0].load(tokens[5:, :20].tolist())
+    corpora[1].words_H.copy_(corpora[0].words_H)
+    eos, before = torch.tensor([2, 77]), corpora[0].words_H.clone()
+    for start in range(0, 36, max_new):
+        lines = torch.randperm(9, generator=generator)[:7]
+        starts = torch.randint(0, 36, (7,), generator=generator) if start % 3 else torch.full((7,), start)
+        counts = torch.randint(0, max_new + 1, (7,), generator=generator)
+        args = (tokens, lines, starts, counts, max_new, eos, start % 2 == 0)
+        expected = reference.corpus_updates(corpora[0].words_H, *args)
+        found = ops.corpus_updates(corpora[1].words_H, *args)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+        for corpus in corpora:
+            corpus.add(*args[:-1], is_loaded=args[-1])
+    assert int((corpora[0].words_H != before).sum()) > 100
+    assert not corpora[0].words_H[-1]
+
+
+@pytest.mark.parametrize("least", [0.0, 0.4])
+@pytest.mark.parametrize("num_drafts", [1, 9])
+def test_corpus_drafts(ops: Ops, num_drafts: int, least: float) -> None:
+    corpus = Corpus(1 << 14, torch.device("cpu"), reference)
+    generator = torch.Generator().manual_seed(num_drafts)
+    texts = torch.randint(0, 12, (40, 60), generator=generator)
+    corpus.load(texts[:20].tolist())
+    corpus.load(texts[10:20].tolist())
+    tokens, lines = texts.int(), torch.randperm(40, generator=generator)
+    lengths = torch.randint(1, 60, (40,), generator=generator)
+    room = torch.randint(-1, 12, (40,), generator=generator)
+    estimates = word_estimates(torch.device("cpu"))
+    args = (corpus.words_H, estimates, tokens, lines, lengths, room, least, num_drafts)
+    found, expected = ops.corpus_drafts(*args), reference.corpus_drafts(*args)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    counts = expected[1]
+    assert len(counts.unique()) > (1 if num_drafts == 1 else 4)
+    assert bool(expected[3].any())

@@ -162,6 +162,20 @@ def test_texts_and_rounds_are_those_of_one_process(
         assert [c.speculation for c in completions] == [c.speculation for c in alone]
 
 
+@pytest.mark.parametrize("kind", [pytest.param("CPU", marks=pytest.mark.wide), "fixed shapes"])
+@pytest.mark.parametrize("method", ["suffix", pytest.param("hybrid", marks=pytest.mark.wide)])
+def test_the_corpora_of_ranks_are_the_same(method: str, kind: str) -> None:
+    """Each rank drafts from its own corpus, and all verify the same drafts."""
+    alone = run(ENGINES[kind](method, CHAIN, num_pages=256), PROMPTS * 2, SAMPLED)
+
+    def work(group: Group) -> list[Completion]:
+        return run(ENGINES[kind](method, CHAIN, num_pages=256, group=group), PROMPTS * 2, SAMPLED)
+
+    for completions in on_ranks(2, work):
+        assert outputs(completions) == outputs(alone)
+        assert [c.speculation for c in completions] == [c.speculation for c in alone]
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_experts_of_ranks_answer_as_one_process(kind: str) -> None:
     """The sum with the residual, and the norm after it, are those of an MLP."""

@@ -166,6 +166,6 @@ def test_an_edit_task_with_the_built_in_model(tmp_path: Path) -> None:
     result, found, stats = generate(tmp_path, "few", [rows[0], batch_line(1), batch_line(2)])
     assert stats["config"]["speculation"]["method"] == "eagle3"
     assert answers(found) == answers(lines)
-    unused = "`prediction` was not used, because only speculation.method ngram and suffix draft from it: 1 row"
+    unused = "`prediction` was not used, because only the methods ngram, suffix and hybrid draft from it: 1 row"
     assert result.stderr.count("prediction") == 1
     assert unused in " ".join(result.stderr.split())

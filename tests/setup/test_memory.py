@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from specbatch.config_load import load_config
+from specbatch.draft.schedule import ByBatch
 from specbatch.errors import ConfigError
 from specbatch.models.config import ModelConfig, MoeConfig, expected_tensors
 from specbatch.models.linears.sharded import local_config
@@ -84,20 +85,39 @@ def start(model: ModelConfig, free_gib: float, nodes: int = 1) -> tuple[CachePla
         ("llama-3.1-8b", 139.0, 1, 65536, 256),  # rows that may be long
         ("llama-3.1-8b", 78.7, 1, 256, 256),
         ("llama-3.1-8b", 23.2, 1, 256, 256),
-        ("smollm2-135m", 139.0, 1, 256, 1024),
+        ("smollm2-135m", 139.0, 1, 256, 2048),  # a small model
+        ("smollm2-135m", 139.0, 8, 256, 1536),
         ("smollm2-135m", 23.2, 4, 256, 768),
         ("smollm2-135m", 3.0, 1, 256, 256),
     ],
 )
 def test_as_many_rows_run_at_once_as_the_cache_of_a_gpu_holds(
-    name: str, free_gib: float, nodes: int, max_tokens: int, batch: int
+    name: str, free_gib: float, nodes: int, max_tokens: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the batches that no GPU has run, too."""
+    monkeypatch.setattr("specbatch.setup.cache.NOT_RUN_ON_CUDA", set())
     wanted = cache_request(MODELS[name], (nodes, 8192))
     assert default_batch_size(wanted, int(free_gib * GIB), max_tokens) == batch
     # A cache that the user has set counts as it is.
-    for tokens, given_batch in ((10**9, min(1024, 4096 // nodes)), (10_000, 256)):
+    largest, most_tokens = (2048, 12288) if name == "smollm2-135m" else (1024, 4096)
+    for tokens, given_batch in ((10**9, min(largest, most_tokens // nodes)), (10_000, 256)):
         given = default_batch_size(dataclasses.replace(wanted, given_tokens=tokens), 0, min(max_tokens, 1024))
         assert given == max(256, given_batch)
+
+
+def test_no_default_is_larger_than_what_gpus_have_run() -> None:
+    assert default_batch_size(cache_request(MODELS["smollm2-135m"], (1, 8192)), 139 * GIB, 256) == 1024
+
+
+def test_rounds_that_choose_their_nodes_have_as_many_rows_as_rounds_of_few_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specbatch.setup.cache.NOT_RUN_ON_CUDA", set())
+    nodes = ByBatch((256, 512, 1024, 2048), (32, 16, 8, 4))
+    wanted = dataclasses.replace(cache_request(MODELS["smollm2-135m"], (32, 8192)), nodes=nodes)
+    assert default_batch_size(wanted, 139 * GIB, 256) == 2048
+    wanted = dataclasses.replace(cache_request(MODELS["llama-3.1-8b"], (32, 8192)), nodes=nodes)
+    assert default_batch_size(wanted, 139 * GIB, 256) == 512
 
 
 def test_a_cpu_runs_16_rows_at_once_however_large_its_memory() -> None:

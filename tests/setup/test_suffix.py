@@ -17,6 +17,7 @@ from specbatch.config_load import load_config
 from specbatch.draft.earlier_results import read_texts
 from specbatch.errors import ConfigError
 from specbatch.setup.resolve import resolve
+from specbatch.setup.speculation import resolve_speculation, with_sizes_of_batches
 
 TINY = ["model.target=random:tiny", "engine.device=cpu", "engine.max_batch_size=3", "sampling.max_tokens=24"]
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
@@ -139,7 +140,7 @@ def test_a_damaged_or_missing_file(tmp_path: Path) -> None:
 def test_other_methods_have_no_corpus(tmp_path: Path, method: str) -> None:
     (tmp_path / "r.jsonl").write_bytes(lines(NATIVE))
     options = [f"speculation.method={method}", f"speculation.corpus={tmp_path / 'r.jsonl'}", TINY[0]]
-    with pytest.raises(ConfigError, match=r"searched by speculation.method suffix only"):
+    with pytest.raises(ConfigError, match=r"searched by speculation.method suffix and hybrid only"):
         resolve(load_config(None, options))
 
 
@@ -150,10 +151,53 @@ def test_the_default_draft_has_31_tokens() -> None:
         resolve(load_config(None, [*TINY, "speculation.method=suffix", "speculation.topk=2"]))
 
 
-def test_no_gpu_and_no_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
-    hybrid = ["model.target=random:tiny-hybrid", "engine.device=cpu", "speculation.method=suffix"]
-    with pytest.raises(ConfigError, match=r"speculation\.method: suffix does not run with a hybrid"):
-        resolve(load_config(None, hybrid))
+def test_hybrids_have_the_answers_of_plain_decoding(tmp_path: Path) -> None:
+    hybrid = ["model.target=random:tiny-hybrid"]
+    for name in ("none", "suffix"):
+        result = generate(tmp_path, f"{name}.jsonl", *hybrid, f"speculation.method={name}")
+        assert result.exit_code == 0, result.output
+    assert answers(tmp_path / "suffix.jsonl") == answers(tmp_path / "none.jsonl")
+    assert sources(tmp_path / "suffix.jsonl")["job"]["accepted"] > 0
+
+
+@pytest.mark.parametrize("method", ["suffix", "hybrid"])
+def test_what_no_gpu_has_run_is_an_error_there(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbatch.setup.resolve.resolve_device", lambda name, notes: torch.device("cuda"))
-    with pytest.raises(ConfigError, match="suffix has not been run on a GPU yet"):
-        resolve(load_config(None, ["model.target=random:tiny", "speculation.method=suffix"]))
+    options = ["model.target=builtin:smollm2-135m-instruct", f"speculation.method={method}"]
+    with pytest.raises(ConfigError, match=f"speculation.method: {method} has not been run on a GPU yet"):
+        resolve(load_config(None, options))
+
+
+def test_a_gpu_has_fewer_nodes_for_more_rows() -> None:
+    section = load_config(None, ["speculation.method=suffix"]).speculation
+    decided = resolve_speculation(section, "random:tiny", [])
+    of_gpu = with_sizes_of_batches(decided, section)
+    assert str(of_gpu.schedule) == "<=256: 31/1/32, <=512: 15/1/16, <=1024: 7/1/8, <=2048: 3/1/4"
+    assert resolve_speculation(of_gpu.section, "random:tiny", []).schedule == of_gpu.schedule, "it can be given"
+    for option in ("num_steps=7", "num_draft_tokens=8", "schedule=[{max_batch: 8, num_steps: 3}]"):
+        given = load_config(None, ["speculation.method=suffix", f"speculation.{option}"]).speculation
+        decided = resolve_speculation(given, "random:tiny", [])
+        assert with_sizes_of_batches(decided, given) == decided
+    plain = load_config(None, ["speculation.method=ngram"]).speculation
+    decided = resolve_speculation(plain, "random:tiny", [])
+    assert with_sizes_of_batches(decided, plain) == decided
+
+
+def test_hybrid_needs_a_head() -> None:
+    run = resolve(load_config(None, ["engine.device=cpu", "speculation.method=hybrid"]))
+    assert run.speculation.section.draft == "builtin:smollm2-135m-instruct-eagle3"
+    with pytest.raises(ConfigError, match=r"method hybrid needs speculation\.draft"):
+        resolve(load_config(None, [*TINY, "speculation.method=hybrid"]))
+
+
+def test_jobs_with_hybrid_drafts_have_the_answers_of_plain_decoding(tmp_path: Path) -> None:
+    for name, options in {
+        "none": ["speculation.method=none"],
+        "hybrid": ["speculation.method=hybrid", "speculation.draft=random:eagle3"],
+    }.items():
+        result = generate(tmp_path, f"{name}.jsonl", *options)
+        assert result.exit_code == 0, result.output
+    assert answers(tmp_path / "hybrid.jsonl") == answers(tmp_path / "none.jsonl")
+    found = sources(tmp_path / "hybrid.jsonl")
+    assert found["job"]["accepted"] > 0
+    assert found["network"]["drafted"] > 0

@@ -1,12 +1,29 @@
-"""N-gram drafts, in plain torch.
+"""N-gram drafts, in plain torch: from the text of a request, and from the corpus that all requests share.
 
-Shape suffixes as in `sampling.py`.
+Shape suffixes as in `sampling.py`; D drafts, O sizes of contexts, H words of the corpus, M new tokens of a request.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from specbatch.kernels.corpus import (
+    CHECK_BITS,
+    CHECK_SHIFT,
+    FACTOR,
+    HASH_SHIFT,
+    LOADED,
+    MAX_SCORE,
+    MAX_SIZE,
+    MIXER,
+    SCORE_SHIFT,
+    SIZES,
+    TOKEN_BITS,
+    TOKEN_SHIFT,
+)
+
+_ONE_SCORE, _TOKENS = 1 << SCORE_SHIFT, 1 << TOKEN_BITS
 
 
 def ngram_lookup(
@@ -19,7 +36,7 @@ def ngram_lookup(
     min_match: int,
     max_match: int,
     num_drafts: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draft by n-grams (prompt lookup, Saxena 2023). The drafts are the continuation of the last earlier occurrence of
     the longest suffix of min_match to max_match tokens. At the end of the text they go on with the drafts themselves.
     An occurrence in the prediction comes after all occurrences in the text.
@@ -28,7 +45,8 @@ def ngram_lookup(
     predictions, of which the first `num_predicted_S` count. `req_idx_B`: the request index of each sequence. `limit_S`:
     the maximum length of each text, which limits the drafts.
 
-    Return (drafts_BD, num_drafts_B), int64, D = num_drafts: drafts padded with 0, and none if there is no occurrence.
+    Return (drafts_BD, num_drafts_B, matched_B), int64, D = num_drafts: drafts padded with 0, and none if there is no
+    occurrence; the number of tokens that the suffix has, or 0.
     """
     # The text and the prediction after it.
     history = torch.cat((tokens_SL[req_idx_B], predicted_SL[req_idx_B]), dim=1)
@@ -53,4 +71,108 @@ def ngram_lookup(
     source = start_B1 + drafted % (last_B1 - start_B1).clamp(min=1)
     count_B1 = (limit_S[req_idx_B].long()[:, None] - length_B1).clamp(0, num_drafts) * found_B1
     drafts = torch.where(drafted < count_B1, history.gather(1, source.clamp(0, width - 1)).long(), 0)
-    return drafts, count_B1[:, 0]
+    return drafts, count_B1[:, 0], (best // width)[:, 0]
+
+
+def _contexts(window_BM: Tensor) -> tuple[Tensor, Tensor]:
+    """Hash the last tokens of each text, the nearest last, for all sizes of contexts. Return (B, O) hashes, and whether
+    the text has that number of tokens. -1: the text has no token there."""
+    # They are made on the device, so that a CUDA graph can hold this.
+    powers = torch.full((MAX_SIZE,), FACTOR, device=window_BM.device)
+    powers[:1].fill_(1)
+    sums = ((window_BM.flip(1) + 1) * powers.cumprod(0)).cumsum(1)
+    mixed = torch.stack([sums[:, size - 1] for size in SIZES], dim=1)
+    mixed = (mixed ^ ((mixed >> 31) & ((1 << 33) - 1))) * MIXER
+    has_tokens = torch.stack([window_BM[:, -size] >= 0 for size in SIZES], dim=1)
+    return mixed ^ ((mixed >> 29) & ((1 << 35) - 1)), has_tokens
+
+
+def corpus_updates(
+    words_H: Tensor,
+    tokens_SL: Tensor,
+    req_idx_B: Tensor,
+    starts_B: Tensor,
+    counts_B: Tensor,
+    max_new: int,
+    eos_K: Tensor,
+    is_loaded: bool,
+) -> tuple[Tensor, Tensor]:
+    """Find the words of a corpus that new tokens change, see `kernels.corpus`. `words_H`: int64, a power of two of
+    words and one more, which is of no context. The new tokens of each sequence are the `counts_B` ones (at most
+    `max_new`) from `starts_B` on in its line of `tokens_SL` (int32). A token after one of `eos_K` is not predicted.
+    `is_loaded`: they come from a file.
+
+    Return (places, words), int64, B * M * O of them, M = max_new: the place of each word, and its new value. What
+    changes no word has the last place. All are found from the present words, so of several values for one place, the
+    largest is to be written: then the order of requests does not matter.
+    """
+    offset = torch.arange(max_new, device=words_H.device)
+    index_BM = starts_B.long()[:, None] + offset
+    is_new = (offset < counts_B[:, None]) & (index_BM < tokens_SL.shape[1])
+    back = torch.arange(MAX_SIZE, 0, -1, device=words_H.device)
+    source = index_BM[:, :, None] - back
+    lines = tokens_SL[req_idx_B].long()
+    window = torch.where(
+        source >= 0, lines[:, None].expand(-1, max_new, -1).gather(2, source.clamp(0, lines.shape[1] - 1)), -1
+    )
+    token_T1 = lines.gather(1, index_BM.clamp(max=lines.shape[1] - 1)).reshape(-1, 1)
+    is_new &= ~(window[:, :, -1:] == eos_K).any(dim=2)
+    hash_TO, has_tokens = _contexts(window.flatten(0, 1))
+    is_new_TO = is_new.reshape(-1, 1) & has_tokens & (token_T1 < _TOKENS)
+
+    place_TO = hash_TO & (words_H.shape[0] - 2)
+    old_TO = words_H[place_TO]
+    check_TO = (hash_TO >> HASH_SHIFT) & ((1 << CHECK_BITS) - 1)
+    known = (old_TO >> CHECK_SHIFT == check_TO) & (old_TO != 0)
+    score_TO = (old_TO >> SCORE_SHIFT) & MAX_SCORE
+    is_right = known & ((old_TO >> TOKEN_SHIFT) & (_TOKENS - 1) == token_T1)
+    first_TO = (check_TO << CHECK_SHIFT) | (token_T1 << TOKEN_SHIFT) | (LOADED if is_loaded else 0)
+    new_TO = torch.where(known, first_TO, first_TO + _ONE_SCORE)
+    new_TO = torch.where(known & ~is_right & (score_TO > 0), old_TO - _ONE_SCORE, new_TO)
+    new_TO = torch.where(is_right, old_TO + _ONE_SCORE * (score_TO < MAX_SCORE), new_TO)
+    last = words_H.shape[0] - 1
+    return torch.where(is_new_TO, place_TO, last).view(-1), torch.where(is_new_TO, new_TO, 0).view(-1)
+
+
+def corpus_drafts(
+    words_H: Tensor,
+    estimates_OS: Tensor,
+    tokens_SL: Tensor,
+    req_idx_B: Tensor,
+    lengths_B: Tensor,
+    room_B: Tensor,
+    least: float,
+    num_drafts: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draft what a corpus predicts after the first `lengths_B` tokens of each sequence's line of `tokens_SL`, and then
+    after each draft, from the largest context that has a word. A draft ends where there is none, after `room_B` tokens,
+    or where the probability that all of it is right is less than `least`. `estimates_OS`: float32, the probability of
+    each prediction by the size of its context and its score.
+
+    Return (drafts_BD, num_drafts_B, expected_B, loaded_B), D = num_drafts: int64 drafts padded with 0, and their
+    number; float32, the sum of their probabilities; bool, whether the first comes from a file.
+    """
+    batch, device = len(req_idx_B), words_H.device
+    source = lengths_B.long()[:, None] - torch.arange(MAX_SIZE, 0, -1, device=device)
+    context = tokens_SL[req_idx_B].long().gather(1, source.clamp(0, tokens_SL.shape[1] - 1))
+    text = torch.cat((torch.where(source >= 0, context, -1), source.new_zeros(batch, num_drafts)), dim=1)
+    counts_B, loaded_B = torch.zeros_like(req_idx_B), torch.zeros(batch, dtype=torch.bool, device=device)
+    expected_B = torch.zeros(batch, dtype=torch.float32, device=device)
+    all_B, alive_B = torch.ones_like(expected_B), room_B > 0
+    for step in range(num_drafts):
+        if device.type == "cpu" and not alive_B.any():
+            break
+        hash_BO, has_tokens = _contexts(text[:, step : step + MAX_SIZE])
+        word_BO = words_H[hash_BO & (words_H.shape[0] - 2)]
+        check_BO = (hash_BO >> HASH_SHIFT) & ((1 << CHECK_BITS) - 1)
+        found_BO = (word_BO >> CHECK_SHIFT == check_BO) & (word_BO != 0) & has_tokens
+        which_B1 = (found_BO * torch.arange(1, len(SIZES) + 1, device=device)).amax(dim=1, keepdim=True) - 1
+        word_B = word_BO.gather(1, which_B1.clamp(min=0))[:, 0]
+        all_B = all_B * estimates_OS[which_B1.clamp(min=0)[:, 0], (word_B >> SCORE_SHIFT) & MAX_SCORE]
+        alive_B = alive_B & (which_B1[:, 0] >= 0) & (all_B >= least) & (room_B > step)
+        text[:, MAX_SIZE + step] = torch.where(alive_B, (word_B >> TOKEN_SHIFT) & (_TOKENS - 1), 0)
+        expected_B = expected_B + torch.where(alive_B, all_B, 0.0)
+        counts_B = counts_B + alive_B
+        if step == 0:
+            loaded_B = alive_B & (word_B & LOADED).bool()
+    return text[:, MAX_SIZE:].clone(), counts_B, expected_B, loaded_B

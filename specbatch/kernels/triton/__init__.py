@@ -24,7 +24,7 @@ from specbatch.kernels.triton.model import (
     rotate,
     soft_capped,
 )
-from specbatch.kernels.triton.ngram import ngram_lookup
+from specbatch.kernels.triton.ngram import corpus_drafts, corpus_updates, ngram_lookup
 from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.triton.steps import commit_round, span_layout
@@ -46,6 +46,8 @@ __all__ = [
     "beam_expand",
     "beam_start",
     "commit_round",
+    "corpus_drafts",
+    "corpus_updates",
     "delta_prompts",
     "delta_rounds",
     "distribution",

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
 """N-gram drafts (Triton): each round searches the texts again, in parallel chunks, which costs less than an index on
-the device.
+the device. The corpus that all requests share is a table, see `kernels/corpus.py`.
 
 Shape suffixes as in `kernels/torch/ngram.py`.
 """
@@ -12,7 +12,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.corpus import (
+    CHECK_BITS,
+    CHECK_SHIFT,
+    FACTOR,
+    HASH_SHIFT,
+    LOADED,
+    MAX_SCORE,
+    MAX_SIZE,
+    MIXER,
+    SCORE_SHIFT,
+    SIZES,
+    TOKEN_BITS,
+    TOKEN_SHIFT,
+)
 from specbatch.kernels.triton.parts.launch import launch
+
+_BLOCK = 32  # texts of one program: its steps mostly wait for memory
+_MAX_SIZE, _MAX_SCORE, _LOADED = tl.constexpr(MAX_SIZE), tl.constexpr(MAX_SCORE), tl.constexpr(LOADED)
+_TOKEN_SHIFT, _SCORE_SHIFT = tl.constexpr(TOKEN_SHIFT), tl.constexpr(SCORE_SHIFT)
+_CHECK_SHIFT, _HASH_SHIFT = tl.constexpr(CHECK_SHIFT), tl.constexpr(HASH_SHIFT)
+_TOKENS, _CHECK_MASK = tl.constexpr(1 << TOKEN_BITS), tl.constexpr((1 << CHECK_BITS) - 1)
+_FACTOR, _MIXER = tl.constexpr(FACTOR), tl.constexpr(MIXER)
+_HIGH_33, _HIGH_35 = tl.constexpr((1 << 33) - 1), tl.constexpr((1 << 35) - 1)  # bits that a shift leaves
+_ORDER_2, _ORDER_3, _ORDER_6, _ORDER_12 = (tl.constexpr(i) for i in range(len(SIZES)))
 
 
 @triton.jit
@@ -53,8 +76,8 @@ def _longest_of_chunk(
 @triton.jit
 def _continue(
     tokens_ptr, predicted_ptr, req_idx_ptr, num_tokens_ptr, num_predicted_ptr, limit_ptr, best_ptr, drafts_ptr,
-    num_drafts_ptr, stride, predicted_stride, num_chunks, predicted_start, num_drafts, CHUNKS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    num_drafts_ptr, matched_ptr, stride, predicted_stride, num_chunks, predicted_start, num_drafts,
+    CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0)
     req_idx = tl.load(req_idx_ptr + seq).to(tl.int64)
@@ -74,6 +97,7 @@ def _continue(
     tokens = tl.load(from_ptr + source, mask=drafted < count, other=0)
     tl.store(drafts_ptr + seq * num_drafts + drafted, tokens.to(tl.int64), mask=drafted < num_drafts)
     tl.store(num_drafts_ptr + seq, count.to(tl.int64))
+    tl.store(matched_ptr + seq, best >> 32)
 
 
 def ngram_lookup(
@@ -86,7 +110,7 @@ def ngram_lookup(
     min_match: int,
     max_match: int,
     num_drafts: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels/torch/ngram.py`. Counts and limits may be of any integer type."""
     assert 1 <= min_match <= max_match, (min_match, max_match)
     assert tokens_SL.stride(1) == 1
@@ -100,7 +124,7 @@ def ngram_lookup(
     num_chunks = text_chunks + triton.cdiv(predicted_SL.shape[1], chunk)
     best = torch.empty((batch, num_chunks), dtype=torch.int64, device=device)
     drafts = torch.empty((batch, num_drafts), dtype=torch.int64, device=device)
-    num_drafts_B = torch.empty(batch, dtype=torch.int64, device=device)
+    num_drafts_B, matched_B = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
     launch(
         _longest_of_chunk, (batch, num_chunks),
         tokens_SL, predicted_SL, req_idx_B, num_tokens_S, num_predicted_S, best, tokens_SL.stride(0),
@@ -109,7 +133,203 @@ def ngram_lookup(
     launch(
         _continue, (batch,),
         tokens_SL, predicted_SL, req_idx_B, num_tokens_S, num_predicted_S, limit_S, best, drafts, num_drafts_B,
-        tokens_SL.stride(0), predicted_SL.stride(0), num_chunks, text_chunks * chunk, num_drafts,
+        matched_B, tokens_SL.stride(0), predicted_SL.stride(0), num_chunks, text_chunks * chunk, num_drafts,
         CHUNKS=triton.next_power_of_2(num_chunks), BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
     )  # fmt: skip
-    return drafts, num_drafts_B
+    return drafts, num_drafts_B, matched_B
+
+
+# The corpus
+
+
+@triton.jit
+def _hash_of(sums):
+    mixed = (sums ^ ((sums >> 31) & _HIGH_33)) * _MIXER
+    return mixed ^ ((mixed >> 29) & _HIGH_35)
+
+
+@triton.jit
+def _update(words_ptr, places_ptr, new_ptr, sums, token, is_new, num_words, item, order,
+            NUM_SIZES: tl.constexpr, IS_LOADED: tl.constexpr):  # fmt: skip
+    """Store the new value of the word of one size of context."""
+    hashed = _hash_of(sums)
+    place = hashed & (num_words - 1)
+    old = tl.load(words_ptr + place, mask=is_new, other=0)
+    check = (hashed >> _HASH_SHIFT) & _CHECK_MASK
+    known = ((old >> _CHECK_SHIFT) == check) & (old != 0)
+    score = (old >> _SCORE_SHIFT) & _MAX_SCORE
+    is_right = known & (((old >> _TOKEN_SHIFT) & (_TOKENS - 1)) == token)
+    one = tl.full((), 1, tl.int64) << _SCORE_SHIFT
+    new = (check << _CHECK_SHIFT) | (token << _TOKEN_SHIFT)
+    if IS_LOADED:
+        new = new | _LOADED
+    new = tl.where(known, new, new + one)
+    new = tl.where(known & (is_right == 0) & (score > 0), old - one, new)
+    new = tl.where(is_right, tl.where(score < _MAX_SCORE, old + one, old), new)
+    at = item * NUM_SIZES + order
+    tl.store(places_ptr + at, tl.where(is_new, place, num_words))
+    tl.store(new_ptr + at, tl.where(is_new, new, 0))
+
+
+@triton.jit
+def _updates(
+    words_ptr, tokens_ptr, req_idx_ptr, starts_ptr, counts_ptr, eos_ptr, places_ptr, new_ptr, stride, width, batch,
+    num_words, num_eos, MAX_NEW: tl.constexpr, BLOCK: tl.constexpr, NUM_SIZES: tl.constexpr, IS_LOADED: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seq, offset = item // MAX_NEW, item % MAX_NEW
+    exists = seq < batch
+    line = tokens_ptr + tl.load(req_idx_ptr + seq, mask=exists, other=0) * stride
+    index = tl.load(starts_ptr + seq, mask=exists, other=0) + offset
+    is_new = exists & (offset < tl.load(counts_ptr + seq, mask=exists, other=0)) & (index < width)
+    token = tl.load(line + index, mask=is_new, other=0).to(tl.int64)
+    is_new = is_new & (token < _TOKENS)
+    last = tl.load(line + index - 1, mask=is_new & (index >= 1), other=-1).to(tl.int64)
+    for i in range(num_eos):
+        is_new = is_new & (last != tl.load(eos_ptr + i))
+    sums = tl.zeros((BLOCK,), tl.int64)
+    power = tl.zeros((BLOCK,), tl.int64) + 1
+    item = item.to(tl.int64)  # Items that do not exist write to the outputs' padding.
+    for back in tl.static_range(1, _MAX_SIZE + 1):
+        before = tl.load(line + index - back, mask=is_new & (index >= back), other=-1).to(tl.int64)
+        sums += (before + 1) * power
+        power = power * _FACTOR
+        has_tokens = is_new & (index >= back)
+        if back == 2:
+            _update(words_ptr, places_ptr, new_ptr, sums, token, has_tokens, num_words, item, _ORDER_2,
+                    NUM_SIZES, IS_LOADED)  # fmt: skip
+        if back == 3:
+            _update(words_ptr, places_ptr, new_ptr, sums, token, has_tokens, num_words, item, _ORDER_3,
+                    NUM_SIZES, IS_LOADED)  # fmt: skip
+        if back == 6:
+            _update(words_ptr, places_ptr, new_ptr, sums, token, has_tokens, num_words, item, _ORDER_6,
+                    NUM_SIZES, IS_LOADED)  # fmt: skip
+        if back == 12:
+            _update(words_ptr, places_ptr, new_ptr, sums, token, has_tokens, num_words, item, _ORDER_12,
+                    NUM_SIZES, IS_LOADED)  # fmt: skip
+
+
+def corpus_updates(
+    words_H: Tensor,
+    tokens_SL: Tensor,
+    req_idx_B: Tensor,
+    starts_B: Tensor,
+    counts_B: Tensor,
+    max_new: int,
+    eos_K: Tensor,
+    is_loaded: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `kernels/torch/ngram.py`. Starts and counts may be of any integer type."""
+    assert tokens_SL.stride(1) == 1
+    starts_B, counts_B, eos_K = starts_B.contiguous(), counts_B.contiguous(), eos_K.contiguous()
+    batch, device = req_idx_B.shape[0], words_H.device
+    num_items, num_sizes = batch * max_new, len(SIZES)
+    programs = triton.cdiv(num_items, _BLOCK)
+    places, new = (torch.empty(programs * _BLOCK * num_sizes, dtype=torch.int64, device=device) for _ in range(2))
+    launch(
+        _updates, (programs,),
+        words_H, tokens_SL, req_idx_B, starts_B, counts_B, eos_K, places, new, tokens_SL.stride(0),
+        tokens_SL.shape[1], batch, words_H.shape[0] - 1, eos_K.shape[0], MAX_NEW=max_new, BLOCK=_BLOCK,
+        NUM_SIZES=num_sizes, IS_LOADED=is_loaded, num_warps=1,
+    )  # fmt: skip
+    return places[: num_items * num_sizes], new[: num_items * num_sizes]
+
+
+@triton.jit
+def _predict(words_ptr, estimates_ptr, sums, has_tokens, word, probability, num_words, order):
+    """Return the word of this size of context, and the probability that it is right, where there is one: else those
+    that are given."""
+    hashed = _hash_of(sums)
+    found = tl.load(words_ptr + (hashed & (num_words - 1)), mask=has_tokens, other=0)
+    check = (hashed >> _HASH_SHIFT) & _CHECK_MASK
+    is_found = has_tokens & (found != 0) & ((found >> _CHECK_SHIFT) == check)
+    score = (found >> _SCORE_SHIFT) & _MAX_SCORE
+    estimate = tl.load(estimates_ptr + order * (_MAX_SCORE + 1) + score, mask=is_found, other=0.0)
+    return tl.where(is_found, found, word), tl.where(is_found, estimate, probability)
+
+
+@triton.jit
+def _walk(
+    words_ptr, estimates_ptr, tokens_ptr, req_idx_ptr, lengths_ptr, room_ptr, text_ptr, num_drafts_ptr, expected_ptr,
+    loaded_ptr, least, stride, batch, num_words, num_drafts, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draft for BLOCK sequences at once. `text_ptr`: the last tokens of each sequence are written there, and then its
+    drafts."""
+    seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = seq < batch
+    line = tokens_ptr + tl.load(req_idx_ptr + seq, mask=exists, other=0) * stride
+    length = tl.load(lengths_ptr + seq, mask=exists, other=0).to(tl.int64)
+    room = tl.load(room_ptr + seq, mask=exists, other=0).to(tl.int64)
+    text = text_ptr + seq.to(tl.int64) * (_MAX_SIZE + num_drafts)
+    for back in tl.static_range(1, _MAX_SIZE + 1):
+        token = tl.load(line + length - back, mask=exists & (length >= back), other=-1).to(tl.int64)
+        tl.store(text + _MAX_SIZE - back, token, mask=exists)
+    count = tl.zeros((BLOCK,), tl.int64)
+    loaded = tl.zeros((BLOCK,), tl.int64)
+    expected = tl.zeros((BLOCK,), tl.float32)
+    probability = tl.zeros((BLOCK,), tl.float32) + 1.0
+    alive = (exists & (room > 0)).to(tl.int32)
+    step = 0
+    num_alive = tl.sum(alive)
+    while (step < num_drafts) & (num_alive > 0):
+        tl.debug_barrier()  # Other threads may have stored the tokens.
+        sums = tl.zeros((BLOCK,), tl.int64)
+        power = tl.zeros((BLOCK,), tl.int64) + 1
+        word = tl.zeros((BLOCK,), tl.int64)
+        of_word = tl.zeros((BLOCK,), tl.float32)
+        for back in tl.static_range(1, _MAX_SIZE + 1):
+            before = tl.load(text + _MAX_SIZE + step - back, mask=alive > 0, other=-1)
+            sums += (before + 1) * power
+            power = power * _FACTOR
+            has_tokens = (alive > 0) & (before >= 0)
+            if back == 2:
+                word, of_word = _predict(words_ptr, estimates_ptr, sums, has_tokens, word, of_word, num_words,
+                                         _ORDER_2)  # fmt: skip
+            if back == 3:
+                word, of_word = _predict(words_ptr, estimates_ptr, sums, has_tokens, word, of_word, num_words,
+                                         _ORDER_3)  # fmt: skip
+            if back == 6:
+                word, of_word = _predict(words_ptr, estimates_ptr, sums, has_tokens, word, of_word, num_words,
+                                         _ORDER_6)  # fmt: skip
+            if back == 12:
+                word, of_word = _predict(words_ptr, estimates_ptr, sums, has_tokens, word, of_word, num_words,
+                                         _ORDER_12)  # fmt: skip
+        probability = probability * of_word
+        alive = ((alive > 0) & (word != 0) & (probability >= least) & (room > step)).to(tl.int32)
+        draft = (word >> _TOKEN_SHIFT) & (_TOKENS - 1)
+        tl.store(text + _MAX_SIZE + step, tl.where(alive > 0, draft, 0), mask=exists)
+        expected += tl.where(alive > 0, probability, 0.0)
+        count += alive
+        if step == 0:
+            loaded = tl.where(alive > 0, word & _LOADED, 0)
+        num_alive = tl.sum(alive)
+        step += 1
+    tl.store(num_drafts_ptr + seq, count, mask=exists)
+    tl.store(expected_ptr + seq, expected, mask=exists)
+    tl.store(loaded_ptr + seq, loaded != 0, mask=exists)
+
+
+def corpus_drafts(
+    words_H: Tensor,
+    estimates_OS: Tensor,
+    tokens_SL: Tensor,
+    req_idx_B: Tensor,
+    lengths_B: Tensor,
+    room_B: Tensor,
+    least: float,
+    num_drafts: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kernels/torch/ngram.py`. Lengths and room may be of any integer type."""
+    assert tokens_SL.stride(1) == 1
+    lengths_B, room_B = lengths_B.contiguous(), room_B.contiguous()
+    batch, device = req_idx_B.shape[0], words_H.device
+    text = torch.zeros((batch, MAX_SIZE + num_drafts), dtype=torch.int64, device=device)
+    num_drafts_B = torch.empty(batch, dtype=torch.int64, device=device)
+    expected_B = torch.empty(batch, dtype=torch.float32, device=device)
+    loaded_B = torch.empty(batch, dtype=torch.bool, device=device)
+    launch(
+        _walk, (triton.cdiv(batch, _BLOCK),),
+        words_H, estimates_OS, tokens_SL, req_idx_B, lengths_B, room_B, text, num_drafts_B, expected_B, loaded_B,
+        least, tokens_SL.stride(0), batch, words_H.shape[0] - 1, num_drafts, BLOCK=_BLOCK, num_warps=1,
+    )  # fmt: skip
+    return text[:, MAX_SIZE:], num_drafts_B, expected_B, loaded_B
