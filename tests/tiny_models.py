@@ -29,6 +29,7 @@ from specbatch.engine.overlap.lanes import LaneLimits
 from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.engine.prefill.models import EAGER, PromptPieces, piecewise_trunks
 from specbatch.engine.round import Round
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.kernels import ops_for
 from specbatch.models.config import DeltaConfig, ModelConfig, MoeConfig, QueryGrowth
 from specbatch.models.config import expected_tensors as decoder_tensors
@@ -433,6 +434,7 @@ def tiny_device_engine(
     family: str = "llama",
     division: Division = "tensors",
     num_checkpoints: int = 3,
+    verify_budget: float | None = None,
     **traits: Any,
 ) -> Engine:
     """Make the engine as it runs on a GPU, with the oracle's weights; on a CPU it has the reference kernels. `kv_dtype`
@@ -440,7 +442,7 @@ def tiny_device_engine(
     of chunks where shapes are fixed. `min_lane`: the least requests of a lane; None: there is one lane. `piece_sizes`:
     the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `deterministic`:
     see `Grammars`. `division`: the ranks' division of the target. `num_checkpoints`: checkpoints of states, if the
-    family is a hybrid."""
+    family is a hybrid. `verify_budget`: the nodes that rounds verify for each request; None: all."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, **score_traits(config))
@@ -462,7 +464,8 @@ def tiny_device_engine(
             scale=scale, attention=paged, spoil=spoil_draft, group=None if has_own_requests else group,
             whole=config, **traits,
         )  # fmt: skip
-    parts = DraftParts(device, ops, net, (1, 3), coupled, config.delta is not None, SharedTexts.of(4096, []))
+    shared, scored = SharedTexts.of(4096, []), verify_budget is not None
+    parts = DraftParts(device, ops, net, (1, 3), coupled, config.delta is not None, shared, scored=scored)
     methods = schedule.map(lambda one: make_method(method, one, parts))
     assert max(one.num_lookahead for one in methods.items) == lookahead or config.delta is not None
     parts_of_rounds = RoundParts(
@@ -474,7 +477,8 @@ def tiny_device_engine(
     if piece_sizes:
         pieces = PromptPieces.of_models(target, net, compiled=compiled)
         trunks = piecewise_trunks(pieces, rounds.caches[0], net, piece_sizes, piece_runner)
-    executor = RoundExecutor(rounds.items, max_batch_size, device, graphs, rounds.lanes)
+    budget = None if verify_budget is None else VerifyBudget(verify_budget)
+    executor = RoundExecutor(rounds.items, max_batch_size, device, graphs, rounds.lanes, budget=budget)
     chunk_cost = chunk_cost or ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens)
     engine = Engine(
         executor,

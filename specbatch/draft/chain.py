@@ -39,6 +39,7 @@ class ChainDraft(DraftMethod):
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         hidden_BE = table.features_SE[view.req_idx_B]
         tokens, probs = [view.field(Field.ROOT)], []
+        scores = [torch.zeros(len(hidden_BE), dtype=torch.float32, device=hidden_BE.device)]
         for step in range(self._num_steps):
             if step > 0:
                 # The draft's slot comes after the committed slots of the draft's cache. A draft model has a committed
@@ -46,13 +47,19 @@ class ChainDraft(DraftMethod):
                 offset = self._net.draft_kv_offset + step - 1
                 hidden_BE = self._net.forward(tokens[-1], hidden_BE, view.layout(1, start=offset, position=offset))
             logits = self._net.raw_logits(hidden_BE)
+            if self.scored:
+                # The probability of the most likely draft, not of the draft that is drawn: whether a draft is verified
+                # must not depend on the draft itself, or rejection sampling would be biased.
+                best_B1, ids_B1 = self._ops.draft_topk(logits, 1)
+                scores.append(scores[-1] + best_B1[:, 0])
             if sampled:
                 which = Draw.SAMPLE if self._coupled else Draw.DRAFT
                 u = self._ops.uniform(*view.rng, view.length_B + (step + 1), which)
                 probs.append(self._ops.distribution(logits, *view.sampling))
                 ids = self._ops.draw(probs[-1], u)
             else:
-                ids = self._ops.argmax(logits)
+                ids = ids_B1[:, 0] if self.scored else self._ops.argmax(logits)
             tokens.append(ids if self._net.target_ids is None else self._net.target_ids[ids])
         drawn_from = torch.stack(probs, dim=1) if probs and not self._coupled else None
-        return DraftTrees(torch.stack(tokens, dim=1), probs_BDW=drawn_from)
+        scores_BN = torch.stack(scores, dim=1) if self.scored else None
+        return DraftTrees(torch.stack(tokens, dim=1), probs_BDW=drawn_from, scores_BN=scores_BN)

@@ -22,6 +22,7 @@ from specbatch.engine.round import GREEDY, NO_HOOK, Launched, Round, RoundHook, 
 from specbatch.engine.round_graphs import RoundGraphs
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.graphs.runner import GraphRunner, ladder
 from specbatch.kernels.out_of_memory import is_out_of_memory
 
@@ -78,8 +79,11 @@ class RoundExecutor:
         lanes: LaneSizes | None = None,
         *,
         shrinks: bool = True,
+        budget: VerifyBudget | None = None,
     ) -> None:
-        """`lanes` None: rounds have one. `shrinks`: a batch size whose graph does not fit into memory runs eagerly."""
+        """`lanes` None: rounds have one. `shrinks`: a batch size whose graph does not fit into memory runs eagerly.
+        `budget`: the nodes that rounds verify; None: all."""
+        self.budget = budget
         self.shrinks = shrinks
         self.rounds = rounds
         self.lanes = lanes
@@ -124,7 +128,7 @@ class RoundExecutor:
         gc.collect()  # graphs of a round that is no more keep memory: once, for it takes as long as a capture
         for number, ((size, lane), i) in enumerate(self._captures, start=1):
             on_progress(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
-            self._capture(RoundKey(size, i, Wanted(sampled, num_top), lane), self.rounds.items[i])
+            self._capture(*self._kind_of(size, i, Wanted(sampled, num_top), lane, NO_HOOK))
 
     def capture_kind(self, wanted: Wanted, hook_of: Callable[[DraftMethod, int], RoundHook | None]) -> None:
         """Capture all sizes of a kind of batch that are not captured yet. `hook_of`: the hook of its rounds, given the
@@ -139,9 +143,17 @@ class RoundExecutor:
         """Return the key of a round's graphs, and the round."""
         round_, key = self.rounds.items[item], RoundKey(size, item, wanted, lane)
         if hook.method is None:
-            return key, round_
+            return key._replace(num_verified=self._num_verified(key, round_, hook)), round_
         key = key._replace(num_nodes=hook.method.num_nodes, with_host=hook.takes_part)
         return key, round_.drafting(hook.method)
+
+    def _num_verified(self, key: RoundKey, round_: Round, hook: RoundHook) -> int | None:
+        """Return the number of nodes that a round verifies; None: all. Rounds with rules for tokens, with grammars or
+        in two lanes verify all, and so do draft methods without scores."""
+        method = round_.method
+        if self.budget is None or not method.scored or key.wanted.edits or key.lane or hook.takes_part:
+            return None
+        return self.budget.num_verified(key.size, method.num_nodes)
 
     def capture_largest(self) -> None:
         """Capture what takes the most memory: for a trial, which wants to know how much. There is a table of rules."""
@@ -201,7 +213,7 @@ class RoundExecutor:
         key, round_ = self._kind_of(size, i, batch.wanted, batch.lane, hook)
         if (graphs := self._graphs_of(key, round_, hook)) is not None:
             return Report.of_round(batch.sequences, *graphs.begin(key, hook), hook)
-        max_path, complete = round_.begin(self._req_idx_B[:size], batch.wanted, batch.lane, hook)
+        max_path, complete = round_.begin(self._req_idx_B[:size], batch.wanted, batch.lane, hook, key.num_verified)
         return Report.of_round(batch.sequences, max_path, lambda: _restoring(round_, complete), hook)
 
     def _graphs_of(self, key: RoundKey, round_: Round, hook: RoundHook) -> RoundGraphs | None:

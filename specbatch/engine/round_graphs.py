@@ -47,7 +47,7 @@ class RoundGraphs:
         """Capture the graphs of a kind of round. `padding`: a hook whose batch has no requests. Only what the host
         reads of a round is kept: other sizes can use the memory of everything else that it leaves."""
         if not key.with_host:
-            self._runner.capture((_WHOLE, *key), lambda: round_(req_idx_B, key.wanted, key.lane))
+            self._runner.capture((_WHOLE, *key), lambda: round_(req_idx_B, key.wanted, key.lane, key.num_verified))
             return
         size, wanted = key.size, key.wanted
         _, drafted = round_.draft(req_idx_B, wanted.sampled)

@@ -25,6 +25,7 @@ from specbatch.engine.executor import RoundExecutor
 from specbatch.engine.lockstep import Lockstep
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.errors import ConfigError, ModelError
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels import ops_for
@@ -215,7 +216,8 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         coupled,
         run.target.config.delta is not None,
         shared,
-        speculation.suffix.min_probability,
+        scored=speculation.verify_budget is not None,
+        min_probability=speculation.suffix.min_probability,
     )
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
     page_size, eos = run.engine.page_size, _eos_token_ids(run)
@@ -255,7 +257,11 @@ def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None]
     """Make the executor, with the graphs that the configuration's sampling needs. Rows may need others, which are
     captured later."""
     graphs, batch = run.engine.graphs, sized.max_batch_size
-    executor = RoundExecutor(sized.rounds.items, batch, run.device, graphs, sized.rounds.lanes, shrinks=shrinks)
+    nodes = run.config.speculation.verify_budget
+    budget = None if nodes is None else VerifyBudget(nodes)
+    executor = RoundExecutor(
+        sized.rounds.items, batch, run.device, graphs, sized.rounds.lanes, shrinks=shrinks, budget=budget
+    )
     if executor.runner is not None:
         with torch.inference_mode():
             num_top = num_top_of([run.config.sampling.logprobs])

@@ -67,6 +67,7 @@ from specbatch.setup.model import (
 from specbatch.setup.sampling import note_on_prompts, resolve_sampling, runs_prompts_as_chat
 from specbatch.setup.speculation import (
     Speculation,
+    check_budget,
     check_device_shape,
     check_mask_size,
     check_simulation,
@@ -221,6 +222,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if on_cuda:
         for shape in shapes:
             check_device_shape(shape)
+    check_budget(speculation, engine.attention, deterministic=config.engine.deterministic)
     lookahead = speculation.num_lookahead
     given = config.engine.kv_cache_tokens
     models = _cached_models(

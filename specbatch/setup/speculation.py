@@ -194,6 +194,31 @@ def low_acceptance(speculation: SpeculationSection, draft: Checkpoint | EagleChe
     return "; or ".join(causes)
 
 
+def check_budget(speculation: Speculation, attention: str, *, deterministic: bool) -> None:
+    """Refuse a budget for verification where rounds cannot have one."""
+    option = "speculation.verify_budget"
+    if speculation.section.verify_budget is None:
+        return
+    if speculation.method == "none":
+        raise ConfigError(f"{option} is shared by drafts, and speculation.method is none", hint=f"set {option}: null")
+    if tree := next((shape for shape in speculation.shapes if not shape.is_chain), None):
+        raise ConfigError(
+            f"{option} is shared by chains, and the draft shape {tree} is a tree",
+            hint=f"set speculation.topk: 1, or {option}: null",
+        )
+    if attention == "flashinfer":
+        raise ConfigError(
+            f"{option} gives requests different numbers of nodes, and engine.attention: flashinfer is planned for "
+            "equal ones",
+            hint=f"set engine.attention: triton, or {option}: null",
+        )
+    if deterministic:
+        raise ConfigError(
+            f"with {option} the rounds of a request depend on the others, and engine.deterministic is on",
+            hint=f"set {option}: null",
+        )
+
+
 def check_simulation(speculation: Speculation, on_cuda: bool) -> None:
     simulated = speculation.section.simulate_acceptance
     if simulated is None:

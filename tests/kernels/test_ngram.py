@@ -39,7 +39,7 @@ def test_ngram_lookup(ops: Ops, sizes: tuple[int, int]) -> None:
     table = torch.tensor([[0, len(t), limit] for t, limit in zip(texts, limits, strict=True)])
     predicted = torch.ones(len(texts), 7, dtype=torch.int32)  # none of it counts
     args = (tokens, predicted, torch.tensor(order), table[:, 1], table[:, 0], table[:, 2])
-    drafts, counts = ops.ngram_lookup(*args, *sizes, 6)
+    drafts, counts, _ = ops.ngram_lookup(*args, *sizes, 6)
     sequences = []
     proposer = NgramProposer(7, *sizes)
     for slot in order:
@@ -78,7 +78,8 @@ def test_predictions_are_searched(ops: Ops, sizes: tuple[int, int], width: int) 
         predicted[line, : len(prediction)] = torch.tensor(prediction)
     counts = [torch.tensor([len(one) for one in lists]) for lists in (texts, predictions)]
     lines = torch.arange(len(texts))
-    found, num_drafts = ops.ngram_lookup(tokens, predicted, lines, *counts, torch.tensor(limits), *sizes, 6)
+    limit = torch.tensor(limits)
+    found, num_drafts, matched = ops.ngram_lookup(tokens, predicted, lines, *counts, limit, *sizes, 6)
     host = HostNgramDraft(DraftShape(6, 1, 7), *sizes)
     by_prediction = 0
     for line, text in enumerate(texts):
@@ -89,6 +90,8 @@ def test_predictions_are_searched(ops: Ops, sizes: tuple[int, int], width: int) 
         seq.tokens, seq.predicted = list(text), predictions[line]
         tree = host.host_draft([seq])
         assert tree.tokens_BN[0, 1 : tree.num_nodes_B[0]].tolist() == expected
+        assert tree.matched_B is not None
+        assert matched[line] == tree.matched_B[0]
     assert by_prediction > 2
 
 

@@ -214,3 +214,39 @@ def walk(tokens: list[int], parents: list[int], choice: list[int], size: int) ->
         if not children:
             return path
         path += children
+
+
+@pytest.mark.parametrize(("batch", "num_nodes"), [(1, 4), (5, 3), (40, 8)])
+def test_share_budget(ops: Ops, batch: int, num_nodes: int) -> None:
+    """The best drafts of all, of equal ones the shallowest; each chain keeps its root."""
+    generator = torch.Generator().manual_seed(batch)
+    steps = -torch.randint(0, 4, (batch, num_nodes - 1), generator=generator).float() / 4  # many are equal
+    scores = torch.cat((torch.zeros(batch, 1), steps.cumsum(1)), dim=1)
+    scores[::7, 2:] = -torch.inf
+    scores[1::5, -1:] = torch.nan
+    done = (torch.arange(batch) % 6 == 4).long()
+    for num_verified in {batch, batch + 1, (batch + batch * num_nodes) // 2, batch * num_nodes}:
+        keys = {}
+        for b, line in enumerate(scores.tolist()):
+            for n, score in enumerate(line[1:], start=1):
+                keys[b, n] = (torch.inf if score != score or done[b] else -score, n, b)
+        chosen = sorted(keys, key=lambda place: keys[place])[: num_verified - batch]
+        expected = [1 + sum(b == one for one, _ in chosen) for b in range(batch)]
+        columns = torch.stack((done, done), dim=1).to(DEVICE)
+        found = ops.raw.share_budget(scores.to(DEVICE), columns[:, 1], num_verified)
+        assert found.tolist() == expected
+        assert sum(expected) == num_verified
+
+
+@pytest.mark.parametrize("counts", [[1], [3, 1, 4, 1], [4, 4], [1, 1, 1, 1, 2]])
+def test_pack_nodes(ops: Ops, counts: list[int]) -> None:
+    batch, num_nodes = len(counts), 4
+    tokens, slots, positions = torch.randperm(3 * batch * num_nodes).to(DEVICE).view(3, batch, num_nodes)
+    found = ops.raw.pack_nodes(on_device(counts), tokens, slots.reshape(-1), positions.reshape(-1), sum(counts))
+    kept = [(b, n) for b, count in enumerate(counts) for n in range(count)]
+    assert found.nodes_T.tolist() == [b * num_nodes + n for b, n in kept]
+    for packed, whole in ((found.tokens_T, tokens), (found.slots_T, slots), (found.positions_T, positions)):
+        assert packed.tolist() == [int(whole[b, n]) for b, n in kept]
+    assert found.query_starts.tolist() == [sum(counts[:b]) for b in range(batch + 1)]
+    for b, count in enumerate(counts):
+        assert found.index_BN[b].tolist() == [kept.index((b, min(n, count - 1))) for n in range(num_nodes)]

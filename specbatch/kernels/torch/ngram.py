@@ -19,7 +19,7 @@ def ngram_lookup(
     min_match: int,
     max_match: int,
     num_drafts: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draft by n-grams (prompt lookup, Saxena 2023). The drafts are the continuation of the last earlier occurrence of
     the longest suffix of min_match to max_match tokens. At the end of the text they go on with the drafts themselves.
     An occurrence in the prediction comes after all occurrences in the text.
@@ -28,7 +28,8 @@ def ngram_lookup(
     predictions, of which the first `num_predicted_S` count. `req_idx_B`: the request index of each sequence. `limit_S`:
     the maximum length of each text, which limits the drafts.
 
-    Return (drafts_BD, num_drafts_B), int64, D = num_drafts: drafts padded with 0, and none if there is no occurrence.
+    Return (drafts_BD, num_drafts_B, matched_B), int64, D = num_drafts: drafts padded with 0, and none if there is no
+    occurrence; and the number of tokens of the suffix, 0 if there is none.
     """
     # The text and the prediction after it.
     history = torch.cat((tokens_SL[req_idx_B], predicted_SL[req_idx_B]), dim=1)
@@ -53,4 +54,4 @@ def ngram_lookup(
     source = start_B1 + drafted % (last_B1 - start_B1).clamp(min=1)
     count_B1 = (limit_S[req_idx_B].long()[:, None] - length_B1).clamp(0, num_drafts) * found_B1
     drafts = torch.where(drafted < count_B1, history.gather(1, source.clamp(0, width - 1)).long(), 0)
-    return drafts, count_B1[:, 0]
+    return drafts, count_B1[:, 0], (best // width)[:, 0]

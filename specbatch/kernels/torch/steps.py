@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, Committed, Field, Spans, slots_of
+from specbatch.batch import NO_TOKEN, Committed, Field, PackedNodes, Spans, slots_of
 from specbatch.kernels.torch.acceptance import accept_path
 
 
@@ -48,6 +48,44 @@ def span_layout(
         (length_B + start).int(),
         (length_B + mask_start).int(),
         torch.arange(0, (batch + 1) * num_queries, num_queries, dtype=torch.int32, device=device),
+    )
+
+
+def share_budget(scores_BN: Tensor, done_B: Tensor, num_verified: int) -> Tensor:
+    """Share a round's budget of nodes among chains: return how many nodes of each are verified, (B,) int64, 1 .. N.
+    They are `num_verified` in all, of B .. B * N: all roots, and the drafts with the highest scores. Of equal scores, a
+    node nearer to its root comes first, then an earlier sequence.
+
+    `scores_BN`: float32, which do not rise along a chain. A chain that is done (`done_B` != 0) comes after the others.
+    """
+    batch, num_nodes = scores_BN.shape
+    assert batch <= num_verified <= batch * num_nodes, (batch, num_verified, num_nodes)
+    scores_BN = torch.where(scores_BN.isnan() | (done_B != 0)[:, None], -torch.inf, scores_BN)
+    scores_BN = torch.cat((torch.full_like(scores_BN[:, :1], torch.inf), scores_BN[:, 1:]), dim=1)
+    chosen = scores_BN.t().reshape(-1).sort(descending=True, stable=True).indices[:num_verified]
+    return torch.zeros_like(done_B, dtype=torch.int64).index_add_(0, chosen % batch, torch.ones_like(chosen))
+
+
+def pack_nodes(
+    counts_B: Tensor, tokens_BN: Tensor, slots_T: Tensor, positions_T: Tensor, num_verified: int
+) -> PackedNodes:
+    """Pack the first `counts_B` nodes of each sequence, `num_verified` in all. `slots_T` and `positions_T` are those of
+    all B * N nodes."""
+    batch, num_nodes = tokens_BN.shape
+    nodes = torch.arange(num_nodes, device=counts_B.device)
+    ends_B = counts_B.cumsum(0)
+    index_BN = (ends_B - counts_B)[:, None] + torch.minimum(nodes, counts_B[:, None] - 1)
+    # Nodes that are not verified are written to a place after the others.
+    place_BN = torch.where(nodes < counts_B[:, None], index_BN, num_verified)
+    nodes_T = torch.zeros(num_verified + 1, dtype=torch.int64, device=counts_B.device)
+    nodes_T = nodes_T.scatter_(0, place_BN.view(-1), torch.arange(batch * num_nodes, device=counts_B.device))[:-1]
+    return PackedNodes(
+        nodes_T,
+        index_BN,
+        tokens_BN.reshape(-1)[nodes_T],
+        slots_T[nodes_T],
+        positions_T[nodes_T],
+        torch.nn.functional.pad(ends_B, (1, 0)).int(),
     )
 
 

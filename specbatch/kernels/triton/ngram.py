@@ -53,8 +53,8 @@ def _longest_of_chunk(
 @triton.jit
 def _continue(
     tokens_ptr, predicted_ptr, req_idx_ptr, num_tokens_ptr, num_predicted_ptr, limit_ptr, best_ptr, drafts_ptr,
-    num_drafts_ptr, stride, predicted_stride, num_chunks, predicted_start, num_drafts, CHUNKS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    num_drafts_ptr, matched_ptr, stride, predicted_stride, num_chunks, predicted_start, num_drafts,
+    CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0)
     req_idx = tl.load(req_idx_ptr + seq).to(tl.int64)
@@ -74,6 +74,7 @@ def _continue(
     tokens = tl.load(from_ptr + source, mask=drafted < count, other=0)
     tl.store(drafts_ptr + seq * num_drafts + drafted, tokens.to(tl.int64), mask=drafted < num_drafts)
     tl.store(num_drafts_ptr + seq, count.to(tl.int64))
+    tl.store(matched_ptr + seq, best >> 32)
 
 
 def ngram_lookup(
@@ -86,7 +87,7 @@ def ngram_lookup(
     min_match: int,
     max_match: int,
     num_drafts: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels/torch/ngram.py`. Counts and limits may be of any integer type."""
     assert 1 <= min_match <= max_match, (min_match, max_match)
     assert tokens_SL.stride(1) == 1
@@ -100,7 +101,7 @@ def ngram_lookup(
     num_chunks = text_chunks + triton.cdiv(predicted_SL.shape[1], chunk)
     best = torch.empty((batch, num_chunks), dtype=torch.int64, device=device)
     drafts = torch.empty((batch, num_drafts), dtype=torch.int64, device=device)
-    num_drafts_B = torch.empty(batch, dtype=torch.int64, device=device)
+    num_drafts_B, matched_B = torch.empty((2, batch), dtype=torch.int64, device=device)
     launch(
         _longest_of_chunk, (batch, num_chunks),
         tokens_SL, predicted_SL, req_idx_B, num_tokens_S, num_predicted_S, best, tokens_SL.stride(0),
@@ -109,7 +110,7 @@ def ngram_lookup(
     launch(
         _continue, (batch,),
         tokens_SL, predicted_SL, req_idx_B, num_tokens_S, num_predicted_S, limit_S, best, drafts, num_drafts_B,
-        tokens_SL.stride(0), predicted_SL.stride(0), num_chunks, text_chunks * chunk, num_drafts,
+        matched_B, tokens_SL.stride(0), predicted_SL.stride(0), num_chunks, text_chunks * chunk, num_drafts,
         CHUNKS=triton.next_power_of_2(num_chunks), BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
     )  # fmt: skip
-    return drafts, num_drafts_B
+    return drafts, num_drafts_B, matched_B

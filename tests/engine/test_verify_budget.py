@@ -1,0 +1,140 @@
+"""Chains that share a budget of nodes: the text is that of plain decoding, and samples have the right distribution."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.draft.chain import ChainDraft
+from specbatch.draft.method import DraftTrees
+from specbatch.draft.shape import DraftShape
+from specbatch.types import Completion, Request, RngKey, SamplingParams
+from tests.coins import target_sequences
+from tests.draft.test_sampling_chi_square import ALPHA, p_value
+from tests.tiny_models import (
+    num_target_layers,
+    random_prompts,
+    run,
+    tiny_device_engine,
+    tiny_engine,
+    tiny_oracle,
+)
+
+CHAIN = DraftShape(4, 1, 5)
+METHODS = ["ngram", "draft_model", "eagle", "eagle3"]
+KINDS = {"cpu": tiny_engine, "device": tiny_device_engine}
+GREEDY = SamplingParams(max_tokens=16)
+SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_k=30, seed=5)
+SCHEDULING = {"batch": {"max_batch_size": 8}, "preemption": {"max_batch_size": 4, "num_pages": 24}}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    repeated = [[5, 6, 7, 8, 9] * 4, [3] * 12, [4, 3] * 6]  # something for n-grams to find
+    return random_prompts(5, shared=9, longest=12) + repeated
+
+
+def texts(completions: list[Completion]) -> list[tuple[list[int], str]]:
+    return [(c.token_ids, str(c.finish_reason)) for c in completions]
+
+
+def plain(method: str, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+    return run(tiny_engine("none", num_pages=256, num_layers=num_target_layers(method)), prompts, params)
+
+
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_text_is_that_of_plain_decoding(
+    method: str, kind: str, scheduling: str, prompts: list[list[int]]
+) -> None:
+    settings: dict[str, Any] = {"num_pages": 256, **SCHEDULING[scheduling]}
+    engine = KINDS[kind](method, CHAIN, verify_budget=2.5, **settings)
+    completions = run(engine, prompts, GREEDY)
+    assert texts(completions) == texts(plain(method, prompts, GREEDY))
+    counts = [c.speculation for c in completions]
+    assert sum(c.accepted for c in counts) > 3, "hardly a draft was right: this proves little"
+    assert sum(c.drafted for c in counts) <= 1.5 * sum(c.rounds for c in counts) + 4 * len(prompts)
+    if scheduling == "preemption":
+        assert engine.stats.preemptions > 0
+    else:
+        assert engine.stats.cached_prompt_tokens > 0
+    whole = run(KINDS[kind](method, CHAIN, **settings), prompts, GREEDY)
+    assert sum(c.speculation.drafted for c in whole) > sum(c.drafted for c in counts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_ngrams_give_the_text_of_plain_decoding(kind: str, prompts: list[list[int]]) -> None:
+    engine = KINDS[kind]("ngram", CHAIN, verify_budget=1.5, num_pages=256, max_batch_size=8)
+    completions = run(engine, prompts, SAMPLED)
+    assert texts(completions) == texts(plain("ngram", prompts, SAMPLED))
+    assert sum(c.speculation.accepted for c in completions) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+def test_log_probabilities(method: str, kind: str, prompts: list[list[int]]) -> None:
+    params = SamplingParams(max_tokens=16, logprobs=2)
+    found = run(KINDS[kind](method, CHAIN, verify_budget=2, num_pages=256, max_batch_size=8), prompts, params)
+    expected = plain(method, prompts, params)
+    assert texts(found) == texts(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            assert ours.token_id == theirs.token_id
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rules_for_tokens(kind: str, prompts: list[list[int]]) -> None:
+    """Such rounds verify all nodes."""
+    params = SamplingParams(max_tokens=16, frequency_penalty=0.5, min_tokens=8)
+    engine = KINDS[kind]("eagle", CHAIN, verify_budget=1.5, num_pages=256, max_batch_size=8)
+    assert texts(run(engine, prompts, params)) == texts(plain("eagle", prompts, params))
+
+
+VOCAB, ROWS = 5, 500
+PARAMS = SamplingParams(max_tokens=3, temperature=1.3, top_p=0.97, seed=11)
+TINY: dict[str, Any] = {"vocab": VOCAB, "hidden": 16, "num_pages": 600, "scale": 0.5, "max_batch_size": 100}
+
+
+def sampled_p_value(kind: str, method: str, nodes: float) -> float:
+    """Of whole outputs of many requests with the same prompt, whose chains share a budget."""
+    engine = KINDS[kind](method, DraftShape(2, 1, 3), verify_budget=nodes, prefill_chunk_tokens=500, **TINY)
+    prompt = [1, 2, 3, 4, 1, 2, 3, 4]
+    for row in range(ROWS):
+        engine.submit(Request(row, prompt, PARAMS, RngKey(11, row, 0)))
+    counts: Counter[tuple[int, ...]] = Counter()
+    while engine.num_running or engine.num_waiting:
+        counts.update(tuple(c.token_ids) for c in engine.step())
+    counts.update(tuple(c.token_ids) for c in engine.drain())
+    assert counts.total() == ROWS
+    oracle = tiny_oracle(method, DraftShape(2, 1, 3), **TINY)
+    return p_value(counts, target_sequences(oracle._target, prompt, PARAMS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("method", "nodes"), [("draft_model", 1.6), ("eagle", 2.2), ("eagle", 1.3)])
+def test_drawn_chains_have_the_distribution_of_the_target(kind: str, method: str, nodes: float) -> None:
+    assert sampled_p_value(kind, method, nodes) > ALPHA
+
+
+def test_a_rule_that_reads_the_draft_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores by the drawn token's own probability leave unlikely drafts out: the others come too often."""
+
+    real = ChainDraft.draft
+
+    def draft(self: ChainDraft, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
+        trees = real(self, view, table, sampled)
+        assert trees.probs_BDW is not None
+        drawn = trees.probs_BDW.gather(2, trees.tokens_BN[:, 1:, None])[:, :, 0].log().cumsum(1).float()
+        scores = torch.cat((torch.zeros_like(drawn[:, :1]), drawn), dim=1)
+        return DraftTrees(trees.tokens_BN, probs_BDW=trees.probs_BDW, scores_BN=scores)
+
+    monkeypatch.setattr(ChainDraft, "draft", draft)
+    assert sampled_p_value("cpu", "draft_model", 1.6) < ALPHA
