@@ -155,7 +155,8 @@ class Output(IntEnum):
     NUM_DRAFTED = 1  # drafts that were verified
     DEPTH = 2  # the depth of the draft tree
     NUM_BROKEN = 3  # drafts whose probabilities are NaN
-    TOKENS = 4
+    NUM_LIKELY = 4  # nodes that were worth verifying, whether they were verified or not; 0: that is not known
+    TOKENS = 5
 
 
 PREFIX_UNIT = 64  # The number of tokens that a group shares is a multiple of it.

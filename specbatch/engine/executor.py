@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import statistics
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Literal, NamedTuple
@@ -27,6 +29,8 @@ from specbatch.graphs.runner import GraphRunner, ladder
 from specbatch.kernels.out_of_memory import is_out_of_memory
 
 GraphMode = Literal["round", "none"]
+_MIN_WANTED = 16  # rounds of a size that verify all nodes, before a graph for fewer is captured
+_TIMED = 5  # repeats of a round that is timed
 
 
 class PaddedSize(NamedTuple):
@@ -96,6 +100,7 @@ class RoundExecutor:
         most = max(max_batch_size, self._captures[0][0].size)
         self._req_idx_B = torch.full((most,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
+        self._num_wanted: Counter[RoundKey] = Counter()  # how often a round with a budget that changes was wanted
         self._uncaptured: set[RoundKey] = set()  # keys whose graphs did not fit into memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
         self._graphs: RoundGraphs | None = None  # made at the first capture
@@ -150,10 +155,30 @@ class RoundExecutor:
     def _num_verified(self, key: RoundKey, round_: Round, hook: RoundHook) -> int | None:
         """Return the number of nodes that a round verifies; None: all. Rounds with rules for tokens, with grammars or
         in two lanes verify all, and so do draft methods without scores."""
-        method = round_.method
-        if self.budget is None or not method.scored or key.wanted.edits or key.lane or hook.takes_part:
+        if self.budget is None or key.wanted.edits or key.lane or hook.takes_part or not round_.method.scored:
             return None
-        return self.budget.num_verified(key.size, method.num_nodes)
+        num_verified = self.budget.num_verified(key.size, round_.method.num_nodes)
+        if num_verified is None or self.runner is None or not self.budget.changes:
+            return num_verified
+        # A capture takes long. A batch of this size may come a few times only, while the last requests end.
+        cut = key._replace(num_verified=num_verified)
+        self._num_wanted[cut] += 1
+        return num_verified if self._num_wanted[cut] > _MIN_WANTED and cut not in self._uncaptured else None
+
+    def measure(self) -> list[tuple[int, int, float]]:
+        """Time the captured rounds of greedy requests whose chains have scores: the size of the batch, the nodes of a
+        chain, and milliseconds. The rounds are of padding."""
+        assert self.runner is not None
+        assert self._graphs is not None
+        self._uploaded = []
+        self._req_idx_B.fill_(self._padding)
+        found = []
+        for (size, lane), i in self._captures:
+            key, method = RoundKey(size, i, GREEDY, lane), self.rounds.items[i].method
+            if method.scored and not lane and key in self._graphs:
+                ms = statistics.median(self._graphs.milliseconds(key) for _ in range(_TIMED))
+                found.append((size, method.num_nodes, ms))
+        return found
 
     def capture_largest(self) -> None:
         """Capture what takes the most memory: for a trial, which wants to know how much. There is a table of rules."""

@@ -97,6 +97,15 @@ class RoundGraphs:
 
         return self._runner.output(accept).max_path, complete
 
+    def milliseconds(self, key: RoundKey) -> float:
+        """Time one replay of a round in which the host takes no part."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        self._runner.replay((_WHOLE, *key))
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last)
+
     def _like(self, trees: DraftTrees) -> DraftTrees:
         def zeros(tensor: Tensor) -> Tensor:
             shape = (self._max_batch_size, *tensor.shape[1:])

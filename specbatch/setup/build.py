@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from specbatch.engine.executor import RoundExecutor
 from specbatch.engine.lockstep import Lockstep
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
-from specbatch.engine.verify_budget import VerifyBudget
+from specbatch.engine.verify_budget import VerifyBudget, thresholds
 from specbatch.errors import ConfigError, ModelError
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels import ops_for
@@ -150,7 +151,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
         run.notes.extend(notes)
         del probe
         clock.passed("lanes measured")
-    executor = _executor(run, sized, on_progress, shrinks=group is None)
+    executor = _executor(run, sized, on_progress, rounds.budget, group)
     if executor.runner is not None:
         clock.passed("graphs captured")
     piece_runner = None if pieces is None else GraphRunner(run.device)
@@ -216,7 +217,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         coupled,
         run.target.config.delta is not None,
         shared,
-        scored=speculation.verify_budget is not None,
+        scored=run.verify_budget is not None,
         min_probability=speculation.suffix.min_probability,
     )
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
@@ -233,6 +234,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         group=group,
         first_part=None if group is None else local_config(run.target.config, 0, group.size, run.division),
         num_checkpoints=run.num_checkpoints,
+        budget=run.verify_budget,
     )
 
 
@@ -253,15 +255,20 @@ def _measured(
     return measured(trials, budget, run.notes.append)
 
 
-def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None], *, shrinks: bool) -> RoundExecutor:
+def _executor(
+    run: ResolvedRun,
+    sized: Sized,
+    on_progress: Callable[[str], None],
+    budget: VerifyBudget | None,
+    group: Group | None,
+) -> RoundExecutor:
     """Make the executor, with the graphs that the configuration's sampling needs. Rows may need others, which are
     captured later."""
+    shrinks = group is None
     graphs, batch = run.engine.graphs, sized.max_batch_size
-    nodes = run.config.speculation.verify_budget
-    budget = None if nodes is None else VerifyBudget(nodes)
-    executor = RoundExecutor(
-        sized.rounds.items, batch, run.device, graphs, sized.rounds.lanes, shrinks=shrinks, budget=budget
-    )
+    executor = RoundExecutor(sized.rounds.items, batch, run.device, graphs, sized.rounds.lanes, shrinks=shrinks)
+    if budget is not None and not budget.changes:
+        executor.budget = budget
     if executor.runner is not None:
         with torch.inference_mode():
             num_top = num_top_of([run.config.sampling.logprobs])
@@ -272,7 +279,28 @@ def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None]
             f"{executor.runner.seconds:.1f} s, {executor.runner.bytes / GIB:.2f} GiB of "
             f"{sized.graph_bytes / GIB:.2f} reserved for all that may come up"
         )
+        if budget is not None and budget.changes:
+            run.notes.append(_measure_budget(executor, budget, group))
     return executor
+
+
+@torch.inference_mode()
+def _measure_budget(executor: RoundExecutor, budget: VerifyBudget, group: Group | None) -> str:
+    """Find which drafts are worth verifying, by the times of the captured rounds; return a note. All ranks decide by
+    the times of rank 0."""
+    option, measured = "speculation.verify_budget", executor.measure()
+    if not measured:
+        return f"{option}: auto, all nodes (no round was captured that could be timed)"
+    times = [ms for _, _, ms in measured]
+    times = times if group is None else group.of_first(times)
+    found = thresholds([(size, nodes, ms) for (size, nodes, _), ms in zip(measured, times, strict=True)])
+    thresholds_S = executor.rounds.items[0].thresholds_S
+    assert thresholds_S is not None
+    for size, probability in found.items():
+        thresholds_S[size] = math.log(max(probability, 1e-30))
+    executor.budget = budget
+    words = ", ".join(f"{size} rows {found[size]:.2f}" for size in sorted(found)[:: max(1, len(found) // 4)])
+    return f"{option}: auto, drafts are verified from this probability on: {words}"
 
 
 def _trunks(

@@ -14,6 +14,7 @@ from specbatch.config import Config, SpeculationSection
 from specbatch.draft import METHODS
 from specbatch.draft.earlier_results import read_texts
 from specbatch.engine.round import MAX_FORCED
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
 from specbatch.models.catalog import builtin_head, random_name
@@ -67,11 +68,11 @@ from specbatch.setup.model import (
 from specbatch.setup.sampling import note_on_prompts, resolve_sampling, runs_prompts_as_chat
 from specbatch.setup.speculation import (
     Speculation,
-    check_budget,
     check_device_shape,
     check_mask_size,
     check_simulation,
     low_acceptance,
+    resolve_budget,
     resolve_speculation,
 )
 
@@ -104,6 +105,7 @@ class ResolvedRun:
     bits_depend_on: dict[str, str]
     notes: list[str] = field(default_factory=list)  # notes on how each `auto` was decided
     num_checkpoints: int = 0  # checkpoints of states, of a hybrid
+    verify_budget: VerifyBudget | None = None  # the nodes that rounds verify; None: all
 
     @property
     def expert_itemsize(self) -> float:
@@ -222,7 +224,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if on_cuda:
         for shape in shapes:
             check_device_shape(shape)
-    check_budget(speculation, engine.attention, deterministic=config.engine.deterministic)
+    can_measure = on_cuda and engine.graphs == "round" and division != "requests"
+    deterministic = config.engine.deterministic
+    budget = resolve_budget(speculation, engine.attention, notes, deterministic=deterministic, can_measure=can_measure)
     lookahead = speculation.num_lookahead
     given = config.engine.kv_cache_tokens
     models = _cached_models(
@@ -337,6 +341,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         bits_depend_on(device) if config.engine.deterministic else {},
         notes,
         num_checkpoints,
+        budget,
     )
 
 

@@ -143,7 +143,7 @@ def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
         sizes = [rng.randrange(1, num_nodes + 1) if case == "short chains" else num_nodes for _ in rows]
         paths = [walk(*row) for row in zip(tokens, parents, choice, sizes, strict=True)]
         drawn = [rng.choice([NO_TOKEN, rng.randrange(12), rng.randrange(12)]) for _ in rows]
-        broken = [rng.randrange(num_nodes) if case == "drawn" else 0 for _ in rows]
+        broken, likely = ([rng.randrange(num_nodes) if case == "drawn" else 0 for _ in rows] for _ in range(2))
         if case in ("drawn", "given path"):
             paths = [path[: rng.randrange(1, len(path) + 1)] for path in paths]
         new = [
@@ -162,6 +162,7 @@ def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
             options["path_BN"] = on_device([path + [7] * (num_nodes - len(path)) for path in paths])
         if case == "drawn":
             options |= {"next_token_B": on_device(drawn), "num_broken_B": on_device(broken)}
+            options["num_likely_B"] = on_device(likely)
         margins = [[rng.random() for _ in range(num_nodes)] for _ in rows]
         if case != "short chains":
             options["margin_BN"] = on_device(margins)
@@ -184,7 +185,7 @@ def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
             assert found.path_BM[b].tolist() == path + pad
             assert found.tokens_BM[b].tolist() == [*new[b][:-1], max(new[b][-1], 0), *pad]
             depth = max(depths[b]) if is_tree else sizes[b] - 1
-            report = [len(path) if live else 0, sizes[b] - 1, depth, broken[b], *new[b], *pad]
+            report = [len(path) if live else 0, sizes[b] - 1, depth, broken[b], likely[b], *new[b], *pad]
             assert found.output_BZ[b, : len(report)].tolist() == report
             on_path = torch.full((max_path,), torch.inf)
             if case != "short chains":

@@ -107,6 +107,7 @@ def commit_round(
     num_path_B: Tensor | None = None,
     next_token_B: Tensor | None = None,
     num_broken_B: Tensor | None = None,
+    num_likely_B: Tensor | None = None,
     margin_BN: Tensor | None = None,
 ) -> Committed:
     """Accept and commit a round: choose the path, advance the requests, make the round output, and list the slots that
@@ -120,9 +121,9 @@ def commit_round(
     Commit, for live requests only: `ints_SF` (in place) gets the new length and root. It is marked done if a new token
     within the limit is a stop token or one of `eos_K` (unless the request ignores these), or if the limit is reached.
     The new tokens are written after the root in `tokens_SL` (in place; L = 0: no tokens are kept). If the token after
-    the path is NO_TOKEN, the request is done, and later computations for it see token 0. `num_broken_B` goes to the
-    output, and so does `margin_BN` (float32, after each node) for the path's nodes. Without it, and past the path,
-    margins are infinite.
+    the path is NO_TOKEN, the request is done, and later computations for it see token 0. `num_broken_B` and
+    `num_likely_B` go to the output, and so does `margin_BN` (float32, after each node) for the path's nodes. Without
+    it, and past the path, margins are infinite.
 
     All integers are int64, except tokens_SL and page_table_SP, which are int32. `req_idx_B`: each sequence's line of
     the tables; only a sequence that is done may repeat.
@@ -174,11 +175,11 @@ def commit_round(
 
     drafted = (num_nodes if num_nodes_B is None else num_nodes_B) - torch.ones_like(length)
     depth = drafted if depths_BN is None else depths_BN.amax(dim=1)
-    broken = torch.zeros_like(length) if num_broken_B is None else num_broken_B
+    broken, likely = (torch.zeros_like(length) if x is None else x for x in (num_broken_B, num_likely_B))
     if margin_BN is None:
         margin_BN = torch.full(tokens_BN.shape, torch.inf, device=tokens_BN.device)
     margins = torch.where(on_path, margin_BN.gather(1, path), torch.inf).view(torch.int32)
-    counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth, broken), dim=1)
+    counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth, broken, likely), dim=1)
     table = page_table_SP[req_idx_B]
     moves = live[:, None] & on_path & (path != offset)
     target = torch.where(moves, slots_of(table, page_size, length[:, None] + offset), -1)
