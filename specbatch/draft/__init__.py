@@ -87,5 +87,5 @@ def make_method(name: str, shape: DraftShape | None, parts: DraftParts) -> Draft
     if shape is None:
         return NoDraft(parts.net, room=_room(parts) if name == "none" else 1)
     method = METHODS[name].make(shape, parts)
-    method.scored = parts.scored and shape.is_chain
+    method.scored = parts.scored and method.can_score
     return method

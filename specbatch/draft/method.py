@@ -59,7 +59,8 @@ class DraftMethod(ABC):
     # the same entries of the network's cache.
     num_reusable = 0
     reads_tokens = False  # True: `draft` reads `RequestTable.tokens_SL`
-    scored = False  # True: `draft` returns `scores_BN`
+    can_score = False  # True: `draft` can return `scores_BN` of chains
+    scored = False  # True: it does
     has_drafts = True  # False: trees have the root alone
     num_host_columns = 0  # columns of `RequestTable.host_trees_SZ`, for trees that the host uploads
 

@@ -221,6 +221,12 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         min_probability=speculation.suffix.min_probability,
     )
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
+    if run.verify_budget is not None and not any(method.scored for method in methods.items):
+        raise ConfigError(
+            f"the drafts of speculation.method {speculation.method} have no probabilities by which requests could "
+            "share speculation.verify_budget",
+            hint="set speculation.verify_budget: null",
+        )
     page_size, eos = run.engine.page_size, _eos_token_ids(run)
     return parts, RoundParts(
         target,

@@ -29,7 +29,7 @@ def ngram_lookup(
     the maximum length of each text, which limits the drafts.
 
     Return (drafts_BD, num_drafts_B, matched_B), int64, D = num_drafts: drafts padded with 0, and none if there is no
-    occurrence; and the number of tokens of the suffix, 0 if there is none.
+    occurrence; the number of tokens that the suffix has, or 0.
     """
     # The text and the prediction after it.
     history = torch.cat((tokens_SL[req_idx_B], predicted_SL[req_idx_B]), dim=1)

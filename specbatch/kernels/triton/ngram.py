@@ -101,7 +101,7 @@ def ngram_lookup(
     num_chunks = text_chunks + triton.cdiv(predicted_SL.shape[1], chunk)
     best = torch.empty((batch, num_chunks), dtype=torch.int64, device=device)
     drafts = torch.empty((batch, num_drafts), dtype=torch.int64, device=device)
-    num_drafts_B, matched_B = torch.empty((2, batch), dtype=torch.int64, device=device)
+    num_drafts_B, matched_B = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
     launch(
         _longest_of_chunk, (batch, num_chunks),
         tokens_SL, predicted_SL, req_idx_B, num_tokens_S, num_predicted_S, best, tokens_SL.stride(0),
