@@ -286,12 +286,12 @@ def _executor(
             f"{sized.graph_bytes / GIB:.2f} reserved for all that may come up"
         )
         if budget is not None and budget.changes:
-            run.notes.append(_measure_budget(executor, budget, group))
+            run.notes.append(measure_budget(executor, budget, group))
     return executor
 
 
 @torch.inference_mode()
-def _measure_budget(executor: RoundExecutor, budget: VerifyBudget, group: Group | None) -> str:
+def measure_budget(executor: RoundExecutor, budget: VerifyBudget, group: Group | None) -> str:
     """Find which drafts are worth verifying, by the times of the captured rounds; return a note. All ranks decide by
     the times of rank 0."""
     option, measured = "speculation.verify_budget", executor.measure()
