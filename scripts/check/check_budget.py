@@ -64,7 +64,7 @@ class Planned(DraftMethod):
         self.num_nodes, self.max_path, self.num_lookahead = method.num_nodes, method.max_path, method.num_lookahead
         self.net, self.num_reusable, self.reads_tokens = method.net, method.num_reusable, method.reads_tokens
         self.scored = method.scored
-        self.right_B: Tensor | None = None  # of the last round that was drafted
+        self.right_B: Tensor | None = None  # right drafts in the last round
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         trees = self._method.draft(view, table, sampled)

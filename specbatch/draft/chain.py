@@ -6,14 +6,16 @@ target uses at the same positions. So both often draw the same token, and a draf
 trees. The text is then that of plain decoding with every draft method (drafter-invariant speculative decoding, Daliri
 et al. 2024, who use Gumbel noise).
 
-Shape suffixes: B requests, E hidden size.
+Shape suffixes: B requests, E hidden size, W draft vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
@@ -40,28 +42,53 @@ class ChainDraft(DraftMethod):
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         hidden_BE = table.features_SE[view.req_idx_B]
-        tokens, probs = [view.field(Field.ROOT)], []
-        scores = [torch.zeros(len(hidden_BE), dtype=torch.float32, device=hidden_BE.device)]
-        for step in range(self._num_steps):
+
+        def logits(step: int, before_B: Tensor) -> Tensor:
+            nonlocal hidden_BE
             if step > 0:
                 # The draft's slot comes after the committed slots of the draft's cache. A draft model has a committed
                 # slot for the root; an EAGLE head has none.
                 offset = self._net.draft_kv_offset + step - 1
-                hidden_BE = self._net.forward(tokens[-1], hidden_BE, view.layout(1, start=offset, position=offset))
-            logits = self._net.raw_logits(hidden_BE)
-            if self.scored:
-                # The probability of the most likely draft, not of the draft that is drawn: whether a draft is verified
-                # must not depend on the draft itself, or rejection sampling would be biased.
-                best_B1, ids_B1 = self._ops.draft_topk(logits, 1)
-                scores.append(scores[-1] + best_B1[:, 0])
-            if sampled:
-                which = Draw.SAMPLE if self._coupled else Draw.DRAFT
-                u = self._ops.uniform(*view.rng, view.length_B + (step + 1), which)
-                probs.append(self._ops.distribution(logits, *view.sampling))
-                ids = self._ops.draw(probs[-1], u)
-            else:
-                ids = ids_B1[:, 0] if self.scored else self._ops.argmax(logits)
-            tokens.append(ids if self._net.target_ids is None else self._net.target_ids[ids])
-        drawn_from = torch.stack(probs, dim=1) if probs and not self._coupled else None
-        scores_BN = torch.stack(scores, dim=1) if self.scored else None
-        return DraftTrees(torch.stack(tokens, dim=1), probs_BDW=drawn_from, scores_BN=scores_BN)
+                hidden_BE = self._net.forward(before_B, hidden_BE, view.layout(1, start=offset, position=offset))
+            return self._net.raw_logits(hidden_BE)
+
+        return drawn_chain(
+            self._ops, view, self._num_steps, logits, self._net.target_ids,
+            sampled=sampled, coupled=self._coupled, scored=self.scored,
+        )  # fmt: skip
+
+
+def drawn_chain(
+    ops: ModuleType,
+    view: BatchView,
+    num_steps: int,
+    logits: Callable[[int, Tensor], Tensor],
+    target_ids_W: Tensor | None,
+    *,
+    sampled: bool,
+    coupled: bool,
+    scored: bool = False,
+) -> DraftTrees:
+    """Choose a chain of drafts. `logits`: from the number of a draft and the token before it (B,), the draft's logits
+    (B, W). `target_ids_W`: the target token of each draft token; None: the same vocabulary. `scored`: the chain gets
+    scores."""
+    tokens, probs = [view.field(Field.ROOT)], []
+    scores = [torch.zeros(len(tokens[0]), dtype=torch.float32, device=tokens[0].device)]
+    for step in range(num_steps):
+        logits_BW = logits(step, tokens[-1])
+        if scored:
+            # The probability of the most likely draft, not of the one that is drawn: whether a draft is verified must
+            # not depend on the draft itself, or rejection sampling would be biased.
+            best_B1, ids_B1 = ops.draft_topk(logits_BW, 1)
+            scores.append(scores[-1] + best_B1[:, 0])
+        if sampled:
+            which = Draw.SAMPLE if coupled else Draw.DRAFT
+            u = ops.uniform(*view.rng, view.length_B + (step + 1), which)
+            probs.append(ops.distribution(logits_BW, *view.sampling))
+            ids = ops.draw(probs[-1], u)
+        else:
+            ids = ids_B1[:, 0] if scored else ops.argmax(logits_BW)
+        tokens.append(ids if target_ids_W is None else target_ids_W[ids])
+    drawn_from = torch.stack(probs, dim=1) if probs and not coupled else None
+    scores_BN = torch.stack(scores, dim=1) if scored else None
+    return DraftTrees(torch.stack(tokens, dim=1), probs_BDW=drawn_from, scores_BN=scores_BN)

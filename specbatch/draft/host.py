@@ -50,7 +50,7 @@ class HostTrees:
     @staticmethod
     def chains(drafts: Sequence[Sequence[int]], matched: Sequence[int] | None = None) -> HostTrees:
         """Make chains. `drafts`: for each sequence, the tokens after its root, in order; there may be none. `matched`:
-        see `matched_B`."""
+        see the field."""
         num_nodes = np.array([1 + len(one) for one in drafts], dtype=np.int64)
         tokens = np.zeros((len(drafts), int(num_nodes.max(initial=1))), dtype=np.int64)
         for line, one in zip(tokens, drafts, strict=True):
