@@ -119,6 +119,7 @@ def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_
             rounds.items[i](padding[:rows], Wanted(sampled))
             if parts.budget is not None and rounds.items[i].method.scored:
                 nodes = parts.budget.num_verified(rows, rounds.items[i].method.num_nodes)
-                rounds.items[i](padding[:rows], Wanted(sampled), num_verified=nodes)
+                if nodes is not None:
+                    rounds.items[i](padding[:rows], Wanted(sampled), num_verified=nodes)
     trial_prompt(rounds.items[0], prefill_chunk_tokens)
     trial_short_prompts(rounds.items[0], max_batch_size, prefill_chunk_tokens)

@@ -43,7 +43,7 @@ from specbatch.setup.cache import (
 )
 from specbatch.setup.cascade import resolve_cascade
 from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
-from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
+from specbatch.setup.device import DTYPE_NAMES, check_was_run, resolve_device, resolve_dtype
 from specbatch.setup.engine import EngineSettings, resolve_engine
 from specbatch.setup.expert_parallel import check_prompt_graphs, resolve_division
 from specbatch.setup.lanes import Job as LaneJob
@@ -134,6 +134,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled)
         earlier = _earlier_texts(speculation.section)
     device = resolve_device(config.engine.device, notes)
+    if config.speculation.verify_budget is not None:
+        check_was_run("speculation.verify_budget", device, "set speculation.verify_budget: null")
     if device.type == "cuda" and wanted_method.method == "suffix":
         raise ConfigError(
             "speculation.method: suffix runs on a CPU only: no GPU has run it yet",
