@@ -310,6 +310,6 @@ def _error(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    {check.__name__: check for check in (gemms, specialised, failures, rounds, ranks, experts, failed_rounds)}[
+    {check.__name__: check for check in (gemms, specialised, failures, rounds, budgets, ranks, experts, failed_rounds)}[
         sys.argv[1]
     ](FakeGpu())
