@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftTrees
@@ -68,6 +69,30 @@ def test_greedy_text_is_that_of_plain_decoding(
         assert engine.stats.cached_prompt_tokens > 0
     whole = run(KINDS[kind](method, CHAIN, **settings), prompts, GREEDY)
     assert sum(c.speculation.drafted for c in whole) > sum(c.drafted for c in counts)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "gemma2", "gpt-oss", "qwen3-moe"])
+def test_other_families(family: str, prompts: list[list[int]]) -> None:
+    """States of a hybrid, sliding windows, sinks and experts, where nodes are packed."""
+    settings: dict[str, Any] = {"family": family, "num_layers": 2 if family == "qwen3-moe" else 4, "num_pages": 256}
+    expected = run(tiny_engine("none", **settings), prompts, GREEDY)
+    engine = tiny_device_engine("ngram", CHAIN, budget=VerifyBudget(1.5), max_batch_size=8, **settings)
+    found = run(engine, prompts, GREEDY)
+    assert texts(found) == texts(expected)
+    assert sum(c.speculation.accepted for c in found) > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_prefixes_that_are_read_once(method: str) -> None:
+    """Attention of groups, of which each request has another number of nodes."""
+    prompts = random_prompts(8, shared=80, longest=12)
+    settings: dict[str, Any] = {"num_pages": 600, "prefill_chunk_tokens": 200, "max_batch_size": 8}
+    groups = {"cascade": GroupLimits(2, 64)}
+    engine = tiny_device_engine(method, CHAIN, budget=VerifyBudget(1.5), **settings, **groups)
+    found = run(engine, prompts, GREEDY)
+    assert texts(found) == texts(run(tiny_engine("none", **settings), prompts, GREEDY))
+    assert engine.executor.groups
+    assert sum(c.speculation.accepted for c in found) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
