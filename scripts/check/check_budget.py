@@ -97,7 +97,7 @@ class Variant:
         self.num_nodes, self.budget = num_nodes, budget
         self.name = "plain" if num_nodes == 1 else f"{num_nodes} nodes" + (f", shared {budget}" if budget else "")
 
-    def use(self, session: Session, plans: Plans | None, prompt: int, sizes: Sequence[int]) -> str:
+    def use(self, session: Session, plans: Plans | None, prompt: int, sizes: Sequence[int], token_bytes: int) -> str:
         """Draft so from now on; return the note on thresholds."""
         engine, budget = session.engine, None
         if self.num_nodes == 1:
@@ -119,7 +119,7 @@ class Variant:
         with torch.inference_mode():
             for size in (1, 16, *sizes):  # a round of padding captures this size
                 engine.executor.run(RoundBatch([None] * size, num_requests=size))
-        return measure_budget(engine.executor, budget, None)
+        return measure_budget(engine.executor, budget, token_bytes, None)
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ def main() -> None:
         prompts = [(prompt * args.prompt_tokens)[: args.prompt_tokens] for prompt in prompts]
     lines, texts = [], Texts()
     for variant in variants:
-        note = variant.use(session, plans, args.prompt_tokens, rows)
+        note = variant.use(session, plans, args.prompt_tokens, rows, run.rows.token_bytes)
         for count in rows:
             if time.perf_counter() - _STARTED > args.time_limit:
                 break
@@ -246,7 +246,7 @@ def ngram_scores(trace: Trace, positions: Positions, match: tuple[int, int]) -> 
             true = np.full(_DEPTH, -1)
             true[: len(tokens[end : end + _DEPTH])] = tokens[end : end + _DEPTH]
             right[first + i] = np.cumprod(drafts == true).sum()
-            scores[first + i] = np.log(size / (size + depths))
+            scores[first + i] = 1.4 * np.log(size / (size + depths))  # as in `match_scores`
     return scores, right
 
 

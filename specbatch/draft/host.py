@@ -115,10 +115,11 @@ class HostDraftMethod(DraftMethod):
 
 def match_scores(matched_B: torch.Tensor, num_nodes_B: torch.Tensor, num_nodes: int) -> torch.Tensor:
     """Return the scores of chains that continue an earlier text (`DraftTrees.scores_BN`): draft d after a match of m
-    tokens is accepted with the probability m / (m + d). Nodes past a chain's end come last."""
+    tokens is accepted with the probability (m / (m + d)) ** 1.4, as was found in answers to GSM8K. Nodes past a chain's
+    end come last."""
     nodes = torch.arange(num_nodes, device=matched_B.device)
     matched_B1 = matched_B[:, None].clamp(min=1).float()
-    scores_BN = torch.log(matched_B1 / (matched_B1 + nodes))
+    scores_BN = 1.4 * torch.log(matched_B1 / (matched_B1 + nodes))
     return torch.where(nodes < num_nodes_B[:, None], scores_BN, -torch.inf)
 
 

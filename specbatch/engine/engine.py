@@ -557,9 +557,8 @@ class Engine:
         if isinstance(report.hook, RoomHook):
             num_new_B = rows[: len(report.sequences), Output.NUM_NEW]
             self._grammars.saw_room(int((num_new_B - 1).clip(min=0).sum()), len(report.sequences))
-        if self.executor.budget is not None and report.max_path is not None:
-            of_requests = rows[: len(report.sequences)]
-            self.executor.budget.record(of_requests[of_requests[:, Output.NUM_NEW] > 0, Output.NUM_LIKELY])
+        if report.max_path is not None:
+            self.executor.saw(rows[: len(report.sequences)], report.sequences)
         for seq, reason in read_report(report, rows, self._eos, self._stats):
             self._finish(seq, reason)
 

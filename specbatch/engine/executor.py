@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specbatch.batch import ALL_EDITS
 from specbatch.cache.prefix_groups import Group
@@ -179,6 +180,15 @@ class RoundExecutor:
                 ms = statistics.median(self._graphs.milliseconds(key) for _ in range(_TIMED))
                 found.append((size, method.num_nodes, ms))
         return found
+
+    def saw(self, output_BZ: NDArray[np.int32], sequences: Seq[Sequence | None]) -> None:
+        """Take note of the output of a round (see `Output`), for a budget that changes."""
+        thresholds_S = self.rounds.items[0].thresholds_S
+        if self.budget is None or not self.budget.changes or not self.budget.record(output_BZ) or thresholds_S is None:
+            return
+        lengths = [seq.num_computed_tokens for seq in sequences if seq is not None]
+        found = self.budget.thresholds(len(thresholds_S), statistics.mean(lengths) if lengths else 0.0)
+        thresholds_S.copy_(self._transfers.upload(found))
 
     def capture_largest(self) -> None:
         """Capture what takes the most memory: for a trial, which wants to know how much. There is a table of rules."""

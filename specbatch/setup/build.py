@@ -26,7 +26,7 @@ from specbatch.engine.executor import RoundExecutor
 from specbatch.engine.lockstep import Lockstep
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
-from specbatch.engine.verify_budget import VerifyBudget, thresholds
+from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.errors import ConfigError, ModelError
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels import ops_for
@@ -52,6 +52,8 @@ from specbatch.setup.round_parts import RoundParts
 from specbatch.setup.sizing import CardBudget, Sized, measured, planned
 from specbatch.setup.trial import TrialRunner
 from specbatch.types import BatchEngine
+
+_CACHED_BYTES_PER_MS = 2.5e9  # bytes of keys and values that attention of a round reads in a millisecond
 
 
 @dataclass(frozen=True)
@@ -286,27 +288,29 @@ def _executor(
             f"{sized.graph_bytes / GIB:.2f} reserved for all that may come up"
         )
         if budget is not None and budget.changes:
-            run.notes.append(measure_budget(executor, budget, group))
+            run.notes.append(measure_budget(executor, budget, run.rows.token_bytes, group))
     return executor
 
 
 @torch.inference_mode()
-def measure_budget(executor: RoundExecutor, budget: VerifyBudget, group: Group | None) -> str:
-    """Find which drafts are worth verifying, by the times of the captured rounds; return a note. All ranks decide by
-    the times of rank 0."""
+def measure_budget(executor: RoundExecutor, budget: VerifyBudget, token_bytes: int, group: Group | None) -> str:
+    """Measure the captured rounds, and have rounds follow the budget; return a note. `token_bytes`: the keys and values
+    of a token. All ranks decide by the times of rank 0."""
     option, measured = "speculation.verify_budget", executor.measure()
     if not measured:
         return f"{option}: auto, all nodes (no round was captured that could be timed)"
     times = [ms for _, _, ms in measured]
     times = times if group is None else group.of_first(times)
-    found = thresholds([(size, nodes, ms) for (size, nodes, _), ms in zip(measured, times, strict=True)])
+    measured = [(size, nodes, ms) for (size, nodes, _), ms in zip(measured, times, strict=True)]
+    budget.times = RoundTimes.of(measured, token_bytes / _CACHED_BYTES_PER_MS)
     thresholds_S = executor.rounds.items[0].thresholds_S
     assert thresholds_S is not None
-    for size, probability in found.items():
-        thresholds_S[size] = math.log(max(probability, 1e-30))
+    found = budget.thresholds(len(thresholds_S), cached_tokens=0.0)
+    thresholds_S.copy_(torch.from_numpy(found))
     executor.budget = budget
-    words = ", ".join(f"{size} rows {found[size]:.2f}" for size in sorted(found)[:: max(1, len(found) // 4)])
-    return f"{option}: auto, drafts are verified from this probability on: {words}"
+    sizes = sorted({size for size, _, _ in measured})[:: max(1, len(measured) // 4)]
+    words = ", ".join(f"{size} rows {math.exp(found[size]):.2f}" for size in sizes)
+    return f"{option}: auto, at first drafts are verified from this probability on: {words}"
 
 
 def _trunks(

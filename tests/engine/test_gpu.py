@@ -12,7 +12,7 @@ import torch
 from specbatch.config_load import load_config
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode
-from specbatch.engine.verify_budget import VerifyBudget, thresholds
+from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
@@ -156,8 +156,9 @@ def test_a_budget_for_verification(method: str, nodes: float | None, params: Sam
     with torch.inference_mode():
         executor.capture(params.temperature > 0)
     if nodes is None:
-        found = thresholds(executor.measure()) if params.temperature == 0 else {8: 0.5}
-        assert found
+        if params.temperature == 0:
+            assert executor.measure()
+        budget.times = RoundTimes([1, 100], [1.0, 60.0], 0.0)  # they cost much
         thresholds_S = executor.rounds.items[0].thresholds_S
         assert thresholds_S is not None
         thresholds_S.fill_(math.log(0.4))

@@ -15,7 +15,7 @@ from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.verify_budget import VerifyBudget, thresholds
+from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_chi_square import ALPHA, p_value
@@ -168,28 +168,39 @@ def test_a_rule_that_reads_the_draft_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert sampled_p_value("cpu", "draft_model", 1.6) < ALPHA
 
 
+def outputs(likely: list[int], *, drafted: int = 3, new: int = 2) -> np.ndarray:
+    """Make the output of a round of these requests."""
+    return np.array([[new, drafted, drafted, 0, one, 0, 0] for one in likely], dtype=np.int32)
+
+
 def test_a_budget_follows_the_likely_nodes() -> None:
     budget = VerifyBudget(None)
     assert budget.num_verified(64, 6) is None, "nothing is known yet"
-    budget.record(np.zeros(8, dtype=np.int32))
+    budget.record(outputs([0] * 8))
     assert budget.num_verified(64, 6) is None
-    for _ in range(100):
-        budget.record(np.array([1, 1, 1, 4], dtype=np.int32))
+    due = [budget.record(outputs([1, 1, 1, 4])) for _ in range(100)]
+    assert sum(due) == 3
     assert budget.num_verified(64, 6) == 112  # 1.75 for each request
     for _ in range(4000):
-        budget.record(np.array([6, 6, 5, 6], dtype=np.int32))
+        budget.record(outputs([6, 6, 5, 6]))
     assert budget.num_verified(64, 6) is None
     assert VerifyBudget(2.0).num_verified(3, 6) == 6
     assert VerifyBudget(2.0).num_verified(3, 2) is None
 
 
 def test_drafts_are_worth_more_where_tokens_cost_nothing() -> None:
-    """Rounds take 4 ms up to 128 tokens, and then 0.02 ms for each token more."""
+    """Rounds take 4 ms up to 128 nodes, and then 0.02 ms for each node more."""
     sizes = [1, 8, 32, 64, 128, 256]
-    found = thresholds([(size, 6, 4.0 + 0.02 * max(0, 6 * size - 128)) for size in sizes])
-    assert found[1] == found[8] == 0
+    times = RoundTimes.of([(size, 6, 4.0 + 0.02 * max(0, 6 * size - 128)) for size in sizes], 0.001)
+    budget = VerifyBudget(None, times)
+    for _ in range(200):
+        budget.record(outputs([2] * 64, drafted=1, new=2))  # 2 nodes, and 2 tokens
+    found = np.exp(budget.thresholds(257, 0.0))
+    assert found[0] == found[1] == found[8] == 0
     assert 0 < found[64] < found[128] < found[256]
-    assert found[256] == pytest.approx(0.02 * 2.2 * 256 / (4.0 + 0.02 * (2.2 * 256 - 128)), rel=1e-6)
+    assert found[256] == pytest.approx(0.02 * 2 * 256 / (4.0 + 0.02 * (2 * 256 - 128)), rel=1e-5)
+    longer = np.exp(budget.thresholds(257, 100.0))
+    assert longer[256] == pytest.approx(0.02 * 2 * 256 / (4.0 + 0.02 * (2 * 256 - 128) + 25.6), rel=1e-5)
 
 
 def test_rounds_report_likely_nodes(prompts: list[list[int]]) -> None:
@@ -199,9 +210,24 @@ def test_rounds_report_likely_nodes(prompts: list[list[int]]) -> None:
     thresholds_S = engine.executor.rounds.items[0].thresholds_S
     assert thresholds_S is not None
     engine.executor.budget = budget
+    budget.times = RoundTimes([1, 100], [1.0, 2.0], 0.0)
     expected = texts(plain("draft_model", prompts, GREEDY))
     for threshold, low, high in ((0.0, 1.0, 1.0), (-math.inf, 5.0, 5.0), (math.log(0.1), 1.1, 4.5)):
         thresholds_S.fill_(threshold)
-        budget._mean = budget._count = 0
+        budget._likely = budget._count = 0
         assert texts(run(engine, prompts, GREEDY)) == expected
-        assert low <= budget._mean <= high
+        assert low <= budget._likely <= high
+
+
+def test_thresholds_follow_the_rounds(prompts: list[list[int]]) -> None:
+    """After some rounds they are computed anew, from what the rounds reported. Texts stay as they are."""
+    budget = VerifyBudget(None)
+    engine = tiny_device_engine("draft_model", CHAIN, budget=budget, num_pages=256, max_batch_size=8)
+    thresholds_S = engine.executor.rounds.items[0].thresholds_S
+    assert thresholds_S is not None
+    assert not thresholds_S.any()
+    engine.executor.budget, budget.times = budget, RoundTimes([1, 100], [1.0, 30.0], 0.0)
+    params = SamplingParams(max_tokens=48)
+    assert texts(run(engine, prompts, params)) == texts(plain("draft_model", prompts, params))
+    assert (thresholds_S[1:] < 0).all()
+    assert thresholds_S[8] > thresholds_S[1]
