@@ -155,7 +155,8 @@ class Output(IntEnum):
     NUM_DRAFTED = 1  # drafts that were verified
     DEPTH = 2  # the depth of the draft tree
     NUM_BROKEN = 3  # drafts whose probabilities are NaN
-    TOKENS = 4
+    NUM_LIKELY = 4  # nodes that were worth verifying, whether they were verified or not; 0: that is not known
+    TOKENS = 5
 
 
 PREFIX_UNIT = 64  # The number of tokens that a group shares is a multiple of it.
@@ -354,6 +355,19 @@ class Spans(NamedTuple):
     positions_T: Tensor  # int64
     starts_B: Tensor  # int32, slots before the new tokens
     mask_starts_B: Tensor  # int32
+    query_starts: Tensor  # (B + 1,) int32
+
+
+class PackedNodes(NamedTuple):
+    """The T nodes of a batch that a round verifies, if chains are cut. Those of a sequence follow each other."""
+
+    nodes_T: Tensor  # int64, the index of each among all B * N nodes
+    index_BN: (
+        Tensor  # int64, the index of each node among the T; a node that is not among them has that of its last one
+    )
+    tokens_T: Tensor  # int64
+    slots_T: Tensor  # int64
+    positions_T: Tensor  # int64
     query_starts: Tensor  # (B + 1,) int32
 
 

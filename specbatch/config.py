@@ -122,6 +122,15 @@ class ScheduleSection:
     num_draft_tokens: int | None = option(None, "As `speculation.num_draft_tokens`.", AT_LEAST_1)
 
 
+def read_budget(reader: Reader, value: Any, path: str) -> float | str:
+    """Read `auto` or a number of at least 1. It raises FieldError for other values."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
+        raise FieldError("invalid_value", f"{path} must be auto, a number >= 1 or null, not {shown(value)}")
+    return float(value)
+
+
 MethodName = Literal[
     "auto", "none", "ngram", "suffix", "hybrid", "draft_model", "eagle", "eagle3", "peagle", "block", "mtp"
 ]
@@ -173,6 +182,15 @@ class SpeculationSection:
         "The three options above by batch size; `specbatch tune` writes it. A list of {max_batch, num_steps, topk, "
         "num_draft_tokens} by rising max_batch. `num_steps: 0` is plain decoding. The last entry is for larger "
         "batches, too. null: one shape for all.",
+    )
+    verify_budget: float | Literal["auto"] | None = option(
+        None,
+        "Nodes that a round verifies for each request, on average, with the root; 1 or more. Chains share them by the "
+        "estimated probabilities of their drafts: a request without a likely draft verifies its root alone. Such as 2 "
+        "with `ngram`. `auto`: measured on CUDA, by the times of rounds and the drafts that come up; on a CPU as null. "
+        "null: every request verifies its whole chain. Rounds with grammars or token rules do so anyway. On CUDA it "
+        "is an error: no GPU has run it.",
+        read=read_budget,
     )
     simulate_acceptance: float | None = option(
         None,

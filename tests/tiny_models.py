@@ -30,6 +30,7 @@ from specbatch.engine.overlap.lanes import LaneLimits
 from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.engine.prefill.models import EAGER, PromptPieces, piecewise_trunks
 from specbatch.engine.round import Round
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.kernels import ops_for
 from specbatch.models.blocks.config import BlockConfig, expected_block_tensors
 from specbatch.models.blocks.drafter import BlockDrafter
@@ -464,6 +465,7 @@ def tiny_device_engine(
     division: Division = "tensors",
     num_checkpoints: int = 3,
     costs: RoundCosts | None = None,
+    budget: VerifyBudget | None = None,
     **traits: Any,
 ) -> Engine:
     """Make the engine as it runs on a GPU, with the oracle's weights; on a CPU it has the reference kernels. `kv_dtype`
@@ -471,7 +473,7 @@ def tiny_device_engine(
     of chunks where shapes are fixed. `min_lane`: the least requests of a lane; None: there is one lane. `piece_sizes`:
     the sizes of prompts in pieces, captured by `piece_runner`; empty: prompts are computed as a whole. `deterministic`:
     see `Grammars`. `division`: the ranks' division of the target. `num_checkpoints`: checkpoints of states, if the
-    family is a hybrid. `costs`: see `Engine`."""
+    family is a hybrid. `costs`: see `Engine`. `budget`: the nodes that rounds verify; None: all."""
 
     def paged(config: ModelConfig, device: torch.device) -> AttentionBackend:
         return backend(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, **score_traits(config))
@@ -495,19 +497,20 @@ def tiny_device_engine(
             scale=scale, attention=paged, spoil=spoil_draft, group=None if has_own_requests else group,
             whole=config, **traits,
         )  # fmt: skip
-    parts = DraftParts(device, ops, net, (1, 3), coupled, config.delta is not None, SharedTexts(4096, [], device, ops))
+    shared, scored = SharedTexts(4096, [], device, ops), budget is not None
+    parts = DraftParts(device, ops, net, (1, 3), coupled, config.delta is not None, shared, scored=scored)
     methods = schedule.map(lambda one: make_method(method, one, parts))
     assert max(one.num_lookahead for one in methods.items) == lookahead or config.delta is not None
     parts_of_rounds = RoundParts(
         target, methods, kv_dtype or dtype, page_size, eos, simulate, fixed_shapes,
         None if min_lane is None else LaneLimits(min_lane, 16 * min_lane), cascade, group,
-        num_checkpoints=num_checkpoints,
+        num_checkpoints=num_checkpoints, budget=budget,
     )  # fmt: skip
     rounds, trunks = parts_of_rounds.make(max_batch_size, max_length, num_slots), EAGER
     if piece_sizes:
         pieces = PromptPieces.of_models(target, net, compiled=compiled)
         trunks = piecewise_trunks(pieces, rounds.caches[0], net, piece_sizes, piece_runner)
-    executor = RoundExecutor(rounds.items, max_batch_size, device, graphs, rounds.lanes)
+    executor = RoundExecutor(rounds.items, max_batch_size, device, graphs, rounds.lanes, budget=budget)
     chunk_cost = chunk_cost or ChunkCost(1.0, prefill_chunk_tokens // 4, graph_tokens)
     engine = Engine(
         executor,

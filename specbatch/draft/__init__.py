@@ -35,6 +35,7 @@ class DraftParts:
     coupled: bool = False  # sampled chains are drawn with the target's random numbers, see `chain`
     has_states: bool = False  # the target is a hybrid: plain rounds have no room for further nodes
     shared: SharedTexts | None = None  # the corpus of `suffix` and `hybrid`; None: the method has none
+    scored: bool = False  # chains have scores, by which they share a budget for verification
     min_probability: float = 0.3  # the least probability of a draft of `suffix`
 
 
@@ -110,4 +111,6 @@ def make_method(name: str, shape: DraftShape | None, parts: DraftParts) -> Draft
     `shape` is None for rounds that draft nothing; other rounds of the schedule may draft."""
     if shape is None:
         return NoDraft(parts.net, room=_room(parts) if name == "none" else 1)
-    return METHODS[name].make(shape, parts)
+    method = METHODS[name].make(shape, parts)
+    method.scored = parts.scored and method.can_score
+    return method

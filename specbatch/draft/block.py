@@ -22,6 +22,8 @@ from specbatch.draft.shape import DraftShape
 class BlockDraft(DraftMethod):
     """Chains of num_steps drafts, at most as many as a block has; topk is not read."""
 
+    can_score = True
+
     def __init__(self, net: BlockNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         block = net.model.block
         assert shape.num_steps <= block.max_drafts, "setup checks this"
@@ -42,5 +44,5 @@ class BlockDraft(DraftMethod):
         block = model.block_output(root_B, before_B, feature_BE, layout, self._net.cache, self._num_steps)
         return drawn_chain(
             self._ops, view, self._num_steps, model.head.steps(block), target_ids,
-            sampled=sampled, coupled=self._coupled,
+            sampled=sampled, coupled=self._coupled, scored=self.scored,
         )  # fmt: skip

@@ -29,6 +29,8 @@ class ChainDraft(DraftMethod):
     """Chains of num_steps drafts; topk is not read. In a batch with sampled requests drafts are drawn, else they are
     the most likely tokens."""
 
+    can_score = True
+
     def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         self.net = self._net = net
         self._num_steps = shape.num_steps
@@ -51,8 +53,9 @@ class ChainDraft(DraftMethod):
             return self._net.raw_logits(hidden_BE)
 
         return drawn_chain(
-            self._ops, view, self._num_steps, logits, self._net.target_ids, sampled=sampled, coupled=self._coupled
-        )
+            self._ops, view, self._num_steps, logits, self._net.target_ids,
+            sampled=sampled, coupled=self._coupled, scored=self.scored,
+        )  # fmt: skip
 
 
 def drawn_chain(
@@ -64,19 +67,28 @@ def drawn_chain(
     *,
     sampled: bool,
     coupled: bool,
+    scored: bool = False,
 ) -> DraftTrees:
     """Choose a chain of drafts. `logits`: from the number of a draft and the token before it (B,), the draft's logits
-    (B, W). `target_ids_W`: the target token of each draft token; None: the same vocabulary."""
+    (B, W). `target_ids_W`: the target token of each draft token; None: the same vocabulary. `scored`: the chain gets
+    scores."""
     tokens, probs = [view.field(Field.ROOT)], []
+    scores = [torch.zeros(len(tokens[0]), dtype=torch.float32, device=tokens[0].device)]
     for step in range(num_steps):
         logits_BW = logits(step, tokens[-1])
+        if scored:
+            # The probability of the most likely draft, not of the one that is drawn: whether a draft is verified must
+            # not depend on the draft itself, or rejection sampling would be biased.
+            best_B1, ids_B1 = ops.draft_topk(logits_BW, 1)
+            scores.append(scores[-1] + best_B1[:, 0])
         if sampled:
             which = Draw.SAMPLE if coupled else Draw.DRAFT
             u = ops.uniform(*view.rng, view.length_B + (step + 1), which)
             probs.append(ops.distribution(logits_BW, *view.sampling))
             ids = ops.draw(probs[-1], u)
         else:
-            ids = ops.argmax(logits_BW)
+            ids = ids_B1[:, 0] if scored else ops.argmax(logits_BW)
         tokens.append(ids if target_ids_W is None else target_ids_W[ids])
     drawn_from = torch.stack(probs, dim=1) if probs and not coupled else None
-    return DraftTrees(torch.stack(tokens, dim=1), probs_BDW=drawn_from)
+    scores_BN = torch.stack(scores, dim=1) if scored else None
+    return DraftTrees(torch.stack(tokens, dim=1), probs_BDW=drawn_from, scores_BN=scores_BN)

@@ -38,15 +38,19 @@ class HostTrees:
     tokens_BN: NDArray[np.int64]  # ids of the target's vocabulary
     num_nodes_B: NDArray[np.int64]  # 1 .. N
     parents_BN: NDArray[np.int64] | None = None  # None: chains
+    # Of chains: the number of tokens before the drafts that are the same where they come from, see `match_scores`.
+    # None: it is not known, and counts as 1.
+    matched_B: NDArray[np.int64] | None = None
 
     @staticmethod
-    def chains(drafts: Sequence[Sequence[int]]) -> HostTrees:
-        """Make chains. `drafts`: for each sequence, the tokens after its root, in order; there may be none."""
+    def chains(drafts: Sequence[Sequence[int]], matched: Sequence[int] | None = None) -> HostTrees:
+        """Make chains. `drafts`: for each sequence, the tokens after its root, in order; there may be none. `matched`:
+        see the field."""
         num_nodes = np.array([1 + len(one) for one in drafts], dtype=np.int64)
         tokens = np.zeros((len(drafts), int(num_nodes.max(initial=1))), dtype=np.int64)
         for line, one in zip(tokens, drafts, strict=True):
             line[1 : 1 + len(one)] = one
-        return HostTrees(tokens, num_nodes)
+        return HostTrees(tokens, num_nodes, matched_B=None if matched is None else np.array(matched, dtype=np.int64))
 
 
 class HostDraftMethod(DraftMethod):
@@ -57,10 +61,10 @@ class HostDraftMethod(DraftMethod):
     def __init__(self, shape: DraftShape) -> None:
         self.num_nodes = self.num_lookahead = shape.num_draft_tokens
         self.max_path = min(shape.num_steps + 1, shape.num_draft_tokens)
-        self._is_chain = shape.is_chain
+        self._is_chain = self.can_score = shape.is_chain
         self._num_words = -(-self.num_nodes // 32)
         self._num_columns = 1 if self._is_chain else 3 + self._num_words  # columns of one node
-        self.num_host_columns = 1 + self.num_nodes * self._num_columns
+        self.num_host_columns = 2 + self.num_nodes * self._num_columns
 
     @abstractmethod
     def host_draft(self, sequences: Sequence[HostSequence]) -> HostTrees:
@@ -68,8 +72,8 @@ class HostDraftMethod(DraftMethod):
         chains, without `parents_BN`."""
 
     def pack(self, trees: HostTrees) -> NDArray[np.int32]:
-        """Return the table (B, Z) that `draft` reads: the number of nodes, then for each node its token, and in trees
-        its parent, depth and mask words."""
+        """Return the table (B, Z) that `draft` reads: the number of nodes and of matched tokens, then for each node its
+        token, and in trees its parent, depth and mask words."""
         batch, width = trees.tokens_BN.shape
         counts = trees.num_nodes_B
         assert width <= self.num_nodes, f"{width} nodes, and the draft shape has {self.num_nodes}"
@@ -82,20 +86,33 @@ class HostDraftMethod(DraftMethod):
             assert columns[2].max(initial=0) < self.max_path, f"a path has at most {self.max_path} nodes"
         nodes = np.zeros((batch, self.num_nodes, self._num_columns), dtype=np.int32)
         nodes[:, :width] = np.concatenate(columns, axis=2)
-        return np.concatenate((counts[:, None].astype(np.int32), nodes.reshape(batch, -1)), axis=1)
+        matched = np.ones_like(counts) if trees.matched_B is None else trees.matched_B
+        heads = np.stack((counts, matched), axis=1).astype(np.int32)
+        return np.concatenate((heads, nodes.reshape(batch, -1)), axis=1)
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         """Return the trees that were uploaded (`pack`)."""
         lines_BZ = table.host_trees_SZ[view.req_idx_B, : self.num_host_columns]
         num_nodes_B = lines_BZ[:, 0].long().clamp(min=1)  # 0: padding, which has no tree
-        nodes = lines_BZ[:, 1:].reshape(-1, self.num_nodes, self._num_columns)
+        nodes = lines_BZ[:, 2:].reshape(-1, self.num_nodes, self._num_columns)
         tokens_BN = nodes[:, :, 0].long()
         tokens_BN[:, 0] = view.field(Field.ROOT)
         if self._is_chain:
-            return DraftTrees(tokens_BN, num_nodes_B)
+            scores_BN = match_scores(lines_BZ[:, 1], num_nodes_B, self.num_nodes) if self.scored else None
+            return DraftTrees(tokens_BN, num_nodes_B, scores_BN=scores_BN)
         is_node = torch.arange(self.num_nodes, device=nodes.device) < num_nodes_B[:, None]
         parents_BN = torch.where(is_node, nodes[:, :, 1].long(), -2)
         return DraftTrees(tokens_BN, num_nodes_B, parents_BN, nodes[:, :, 2].long(), nodes[:, :, 3:].contiguous())
+
+
+def match_scores(matched_B: torch.Tensor, num_nodes_B: torch.Tensor, num_nodes: int) -> torch.Tensor:
+    """Return the scores of chains that continue an earlier text (`DraftTrees.scores_BN`): draft d after a match of m
+    tokens is accepted with the probability (m / (m + d)) ** 1.4, as was found in answers to GSM8K. Nodes past a chain's
+    end come last."""
+    nodes = torch.arange(num_nodes, device=matched_B.device)
+    matched_B1 = matched_B[:, None].clamp(min=1).float()
+    scores_BN = 1.4 * torch.log(matched_B1 / (matched_B1 + nodes))
+    return torch.where(nodes < num_nodes_B[:, None], scores_BN, -torch.inf)
 
 
 def ancestry(trees: HostTrees, num_words: int) -> list[np.ndarray]:

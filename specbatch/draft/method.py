@@ -36,6 +36,14 @@ class DraftTrees:
     # int64, the number of drafts of each chain in `probs_BDW`. A grammar forbids a draft past `num_nodes_B`: it is
     # rejected without being verified. None: each chain has D drafts.
     num_drafts_B: Tensor | None = None
+    # float32, the logarithm of the estimated probability that each node is accepted, by which chains share a budget; it
+    # does not rise along a chain. It depends on nothing that is drawn at the node or later. None: there is no estimate.
+    scores_BN: Tensor | None = None
+    # int64, the number of nodes of each chain that are verified, and their sum, if the round has a budget. They may be
+    # more than its nodes, because fixed shapes have a fixed sum.
+    num_verified_B: Tensor | None = None
+    num_verified: int | None = None
+    num_likely_B: Tensor | None = None  # int64, the nodes that are worth verifying; None: this is not known
     # int32, the state of each node in the automaton of its request, see `GrammarBuffers`. None: no request has one.
     states_BN: Tensor | None = None
 
@@ -53,6 +61,8 @@ class DraftMethod(ABC):
     # the same entries of the network's cache.
     num_reusable = 0
     reads_tokens = False  # True: `draft` reads `RequestTable.tokens_SL`
+    can_score = False  # True: `draft` can return `scores_BN` of chains
+    scored = False  # True: it does
     has_drafts = True  # False: trees have the root alone
     sizes: tuple[int, ...] = ()  # numbers of nodes that `narrowed` can make, and N itself; empty: there is only N
     num_host_columns = 0  # columns of `RequestTable.host_trees_SZ`, for trees that the host uploads

@@ -18,7 +18,7 @@ import torch
 
 from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
-from specbatch.draft.host import HostDraftMethod, HostSequence, HostTrees
+from specbatch.draft.host import HostDraftMethod, HostSequence, HostTrees, match_scores
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape
 
@@ -28,6 +28,7 @@ class NgramDraft(DraftMethod):
     tokens."""
 
     reads_tokens = True
+    can_score = True
 
     def __init__(self, shape: DraftShape, min_match: int, max_match: int, ops: ModuleType) -> None:
         self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
@@ -35,7 +36,7 @@ class NgramDraft(DraftMethod):
         self._lookup = ops.ngram_lookup
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
-        drafts, count, _ = self._lookup(
+        drafts_BD, count_B, matched_B = self._lookup(
             table.tokens_SL,
             table.predicted_SL,
             view.req_idx_B,
@@ -46,7 +47,9 @@ class NgramDraft(DraftMethod):
             self._max_match,
             self.num_nodes - 1,
         )
-        return DraftTrees(torch.cat((view.field(Field.ROOT)[:, None], drafts), dim=1), count + 1)
+        scores_BN = match_scores(matched_B, count_B + 1, self.num_nodes) if self.scored else None
+        tokens_BN = torch.cat((view.field(Field.ROOT)[:, None], drafts_BD), dim=1)
+        return DraftTrees(tokens_BN, count_B + 1, scores_BN=scores_BN)
 
 
 class NgramIndex:
@@ -112,11 +115,14 @@ class HostNgramDraft(HostDraftMethod):
         self._min_match, self._max_match = min_match, max_match
 
     def host_draft(self, sequences: Sequence[HostSequence]) -> HostTrees:
-        return HostTrees.chains([self._drafts(seq) for seq in sequences])
+        found = [self._drafts(seq) for seq in sequences]
+        return HostTrees.chains([drafts for drafts, _ in found], [size for _, size in found])
 
-    def _drafts(self, seq: HostSequence) -> list[int]:
+    def _drafts(self, seq: HostSequence) -> tuple[list[int], int]:
+        """Return the drafts and the number of tokens of the match."""
         if seq.draft_state is None:
             seq.draft_state = RowIndex(seq.predicted, self._min_match, self._max_match)
         index: RowIndex = seq.draft_state
         size, text, start = index.find(seq.tokens)
-        return continuation(text, start, min(self.num_nodes - 1, seq.max_length - len(seq.tokens))) if size else []
+        count = min(self.num_nodes - 1, seq.max_length - len(seq.tokens))
+        return continuation(text, start, count) if size else [], size

@@ -23,6 +23,8 @@ from specbatch.draft.shape import DraftShape, num_lookahead
 class ParallelEagleDraft(DraftMethod):
     """Chains of num_steps drafts; topk is not read."""
 
+    can_score = True
+
     def __init__(self, net: EagleNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         self.net = self._net = net
         self._num_steps = shape.num_steps
@@ -41,5 +43,5 @@ class ParallelEagleDraft(DraftMethod):
         logits_SBW = net.raw_logits(hidden_SBE.flatten(0, 1)).view(self._num_steps, len(root_B), -1)
         return drawn_chain(
             self._ops, view, self._num_steps, lambda step, _: logits_SBW[step], net.target_ids,
-            sampled=sampled, coupled=self._coupled,
+            sampled=sampled, coupled=self._coupled, scored=self.scored,
         )  # fmt: skip

@@ -8,6 +8,7 @@ Shape suffixes: B requests, N nodes, D = N - 1 drafts of a chain, M longest path
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -31,6 +32,7 @@ class Verified:
     aux_hidden_states: list[Tensor]
     index_BN: Tensor | None  # int64, the index of each node's computed token; None: all B * N nodes are computed
     logits_TV: Tensor | None  # None: only the best tokens are wanted, and ranks find these without the logits
+    nodes_T: Tensor | None = None  # int64, the node of each computed token, if the round has a budget and fixed shapes
     edited_TV: Tensor | None = None  # with grammars: the logits under all rules but the masks of nodes
     choice_BN: Tensor | None = None  # int64, the target's own token after each node
     margin_BN: Tensor | None = None  # float32, the margin of the target's logits after each node
@@ -75,7 +77,7 @@ class Acceptance:
         elif sampled and trees.probs_BDW is not None:
             found = self._accept_drawn(view, trees, verified, logits_TV, target_ids)
         else:
-            choice_BN, margin_BN = self.choose(view, trees, logits_TV, verified.index_BN, sampled)
+            choice_BN, margin_BN = self.choose(view, trees, logits_TV, verified.index_BN, sampled, verified.nodes_T)
             found = replace(verified, choice_BN=choice_BN, margin_BN=margin_BN)
         if self.simulate is None:
             return found
@@ -83,15 +85,23 @@ class Acceptance:
         return replace(found, path_BN=path_BN, num_path_B=num_path_B)
 
     def choose(
-        self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor | None, sampled: bool
+        self,
+        view: BatchView,
+        trees: DraftTrees,
+        logits_TV: Tensor,
+        index_BN: Tensor | None,
+        sampled: bool,
+        nodes_T: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(B, N) the target's own token after each node; NO_TOKEN where its logits are not finite. (B, N) float32, the
         margins of the logits, see `kernels.torch.sampling.argmax_and_margin`."""
         best = self.ops.argmax_and_margin(logits_TV, NO_TOKEN)
         best_BN, margin_BN = of_nodes(trees, best, index_BN)
-        return self._draw(view, trees, logits_TV, index_BN) if sampled else best_BN, margin_BN
+        return self._draw(view, trees, logits_TV, index_BN, nodes_T) if sampled else best_BN, margin_BN
 
-    def _draw(self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor | None) -> Tensor:
+    def _draw(
+        self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor | None, nodes_T: Tensor | None
+    ) -> Tensor:
         """Choose as `choose` does, where some request may have a positive temperature."""
         num_nodes = trees.tokens_BN.shape[1]
         depth = torch.arange(num_nodes, device=logits_TV.device) if trees.depths_BN is None else trees.depths_BN
@@ -101,9 +111,10 @@ class Acceptance:
             if index_BN is None:
                 index_BN = torch.arange(trees.tokens_BN.numel()).view(trees.tokens_BN.shape)
             return self._choose_on_path(view, trees, logits_TV, index_BN, u_BN)
-        params = (values.repeat_interleave(num_nodes) for values in view.sampling)
-        chosen_T: Tensor = self.ops.sample(logits_TV, *params, u_BN.reshape(-1))
-        return chosen_T.view(trees.tokens_BN.shape)
+        u_T = u_BN.reshape(-1)
+        u_T = u_T if nodes_T is None else u_T[nodes_T]
+        chosen_T: Tensor = self.ops.sample(logits_TV, *_of_tokens(view.sampling, num_nodes, nodes_T), u_T)
+        return chosen_T.view(trees.tokens_BN.shape) if index_BN is None else chosen_T[index_BN]
 
     def _choose_on_path(
         self, view: BatchView, trees: DraftTrees, logits_TV: Tensor, index_BN: Tensor, u_BN: Tensor
@@ -149,8 +160,8 @@ class Acceptance:
                 index_BN = torch.arange(batch * num_nodes).view(batch, num_nodes)
             p_BNV = self._distributions_on_path(view, drafts_BD, num_drafts_B, q_BDW, logits_TV, index_BN, accept_BN)
         else:
-            params = (values.repeat_interleave(num_nodes) for values in view.sampling)
-            p_BNV = self.ops.distribution(logits_TV, *params).view(batch, num_nodes, -1)
+            p_BNV = self.ops.distribution(logits_TV, *_of_tokens(view.sampling, num_nodes, verified.nodes_T))
+            p_BNV = p_BNV.view(batch, num_nodes, -1) if index_BN is None else p_BNV
         num_path_B, next_token_B, num_broken_B = self.ops.accept_chain(
             drafts_BD,
             q_BDW,
@@ -161,6 +172,7 @@ class Acceptance:
             accept_BN[:, :-1],
             residual_BN[:, :-1],
             sample_BN,
+            None if self.lazy else index_BN,
         )
         return replace(
             verified,
@@ -225,6 +237,13 @@ def of_nodes(trees: DraftTrees, computed: tuple[Tensor, Tensor], index_BN: Tenso
     """Return (B, N), for each node, what was computed for T tokens. `index_BN`: see `Verified`."""
     first, second = (x.view(trees.tokens_BN.shape) if index_BN is None else x[index_BN] for x in computed)
     return first, second
+
+
+def _of_tokens(values_B: Iterable[Tensor], num_nodes: int, nodes_T: Tensor | None) -> list[Tensor]:
+    """Return values of requests for each computed token (T,). `nodes_T`: see `Verified`."""
+    if nodes_T is None:
+        return [values.repeat_interleave(num_nodes) for values in values_B]
+    return [values[nodes_T // num_nodes] for values in values_B]
 
 
 def _chain_parents(trees: DraftTrees) -> Tensor:

@@ -584,6 +584,8 @@ class Engine:
         if isinstance(report.hook, RoomHook):
             num_new_B = rows[: len(report.sequences), Output.NUM_NEW]
             self._grammars.saw_room(int((num_new_B - 1).clip(min=0).sum()), len(report.sequences))
+        if report.max_path is not None:
+            self.executor.saw(rows[: len(report.sequences)], report.sequences)
         for seq, reason in read_report(report, rows, self._eos, self._stats):
             self._finish(seq, reason)
 
@@ -641,7 +643,9 @@ class Engine:
         has_tokens = self._state.tokens_SL.shape[1] > 0
         assert has_tokens or not any(method.reads_tokens for method in methods.items), "no tokens are on the device"
         rounds, size, lanes = methods.map(self._round.drafting), self._max_batch_size, self.executor.lanes
-        self.executor = RoundExecutor(rounds, size, self.device, mode, lanes, shrinks=self._shrinks)
+        self.executor = RoundExecutor(
+            rounds, size, self.device, mode, lanes, shrinks=self._shrinks, budget=self.executor.budget
+        )
         self._round = self.executor.rounds.items[0]
         self._grammar_kinds.clear()
         self._forget_rounds()  # rows take another number now, and what runs next must not depend on what ran before

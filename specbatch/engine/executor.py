@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import statistics
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specbatch.batch import ALL_EDITS
 from specbatch.cache.prefix_groups import Group
@@ -22,10 +25,13 @@ from specbatch.engine.round import GREEDY, NO_HOOK, Launched, Round, RoundHook, 
 from specbatch.engine.round_graphs import RoundGraphs
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.graphs.runner import GraphRunner, ladder
 from specbatch.kernels.out_of_memory import is_out_of_memory
 
 GraphMode = Literal["round", "none"]
+_MIN_WANTED = 16  # rounds of a size that verify all nodes, before a graph for fewer is captured
+_TIMED = 5  # repeats of a round that is timed
 
 
 class PaddedSize(NamedTuple):
@@ -78,8 +84,11 @@ class RoundExecutor:
         lanes: LaneSizes | None = None,
         *,
         shrinks: bool = True,
+        budget: VerifyBudget | None = None,
     ) -> None:
-        """`lanes` None: rounds have one. `shrinks`: a batch size whose graph does not fit into memory runs eagerly."""
+        """`lanes` None: rounds have one. `shrinks`: a batch size whose graph does not fit into memory runs eagerly.
+        `budget`: the nodes that rounds verify; None: all."""
+        self.budget = budget
         self.shrinks = shrinks
         self.rounds = rounds
         self.lanes = lanes
@@ -92,6 +101,7 @@ class RoundExecutor:
         most = max(max_batch_size, self._captures[0][0].size)
         self._req_idx_B = torch.full((most,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
+        self._num_wanted: Counter[RoundKey] = Counter()  # how often a round with a budget that changes was wanted
         self._uncaptured: set[RoundKey] = set()  # keys whose graphs did not fit into memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
         self._graphs: RoundGraphs | None = None  # made at the first capture
@@ -138,7 +148,7 @@ class RoundExecutor:
         gc.collect()  # graphs of a round that is no more keep memory: once, for it takes as long as a capture
         for number, ((size, lane), i) in enumerate(self._captures, start=1):
             on_progress(f"capturing CUDA graphs: {number} of {len(self._captures)}, {size} rows{', sampled' * sampled}")
-            self._capture(RoundKey(size, i, Wanted(sampled, num_top), lane), self.rounds.items[i])
+            self._capture(*self._kind_of(size, i, Wanted(sampled, num_top), lane, NO_HOOK))
 
     def capture_kind(self, wanted: Wanted, hook_of: Callable[[DraftMethod, int], RoundHook | None]) -> None:
         """Capture all sizes of a kind of batch that are not captured yet. `hook_of`: the hook of its rounds, given the
@@ -153,9 +163,46 @@ class RoundExecutor:
         """Return the key of a round's graphs, and the round."""
         round_, key = self.rounds.items[item], RoundKey(size, item, wanted, lane)
         if hook.method is None:
-            return key, round_
+            return key._replace(num_verified=self._num_verified(key, round_, hook)), round_
         key = key._replace(num_nodes=hook.method.num_nodes, with_host=hook.takes_part)
         return key, round_.drafting(hook.method)
+
+    def _num_verified(self, key: RoundKey, round_: Round, hook: RoundHook) -> int | None:
+        """Return the number of nodes that a round verifies; None: all. Rounds with rules for tokens, with grammars or
+        in two lanes verify all, and so do draft methods without scores."""
+        if self.budget is None or key.wanted.edits or key.lane or hook.takes_part or not round_.method.scored:
+            return None
+        num_verified = self.budget.num_verified(key.size, round_.method.num_nodes)
+        if num_verified is None or self.runner is None or not self.budget.changes:
+            return num_verified
+        # A capture takes long. A batch of this size may come a few times only, while the last requests end.
+        cut = key._replace(num_verified=num_verified)
+        self._num_wanted[cut] += 1
+        return num_verified if self._num_wanted[cut] > _MIN_WANTED and cut not in self._uncaptured else None
+
+    def measure(self) -> list[tuple[int, int, float]]:
+        """Time the captured rounds of greedy requests whose chains have scores: the size of the batch, the nodes of a
+        chain, and milliseconds. The rounds are of padding."""
+        assert self.runner is not None
+        assert self._graphs is not None
+        self._uploaded = []
+        self._req_idx_B.fill_(self._padding)
+        found = []
+        for (size, lane), i in self._captures:
+            key, method = RoundKey(size, i, GREEDY, lane), self.rounds.items[i].method
+            if method.scored and not lane and key in self._graphs:
+                ms = statistics.median(self._graphs.milliseconds(key) for _ in range(_TIMED))
+                found.append((size, method.num_nodes, ms))
+        return found
+
+    def saw(self, output_BZ: NDArray[np.int32], sequences: Seq[Sequence | None]) -> None:
+        """Take note of the output of a round (see `Output`), for a budget that changes."""
+        thresholds_S = self.rounds.items[0].thresholds_S
+        if self.budget is None or not self.budget.changes or not self.budget.record(output_BZ) or thresholds_S is None:
+            return
+        lengths = [seq.num_computed_tokens for seq in sequences if seq is not None]
+        found = self.budget.thresholds(len(thresholds_S), statistics.mean(lengths) if lengths else 0.0)
+        thresholds_S.copy_(self._transfers.upload(found))
 
     def capture_largest(self) -> None:
         """Capture what takes the most memory: for a trial, which wants to know how much. There is a table of rules."""
@@ -215,7 +262,7 @@ class RoundExecutor:
         key, round_ = self._kind_of(size, i, batch.wanted, batch.lane, hook)
         if (graphs := self._graphs_of(key, round_, hook)) is not None:
             return Report.of_round(batch.sequences, *graphs.begin(key, hook), hook)
-        max_path, complete = round_.begin(self._req_idx_B[:size], batch.wanted, batch.lane, hook)
+        max_path, complete = round_.begin(self._req_idx_B[:size], batch.wanted, batch.lane, hook, key.num_verified)
         return Report.of_round(batch.sequences, max_path, lambda: _restoring(round_, complete), hook)
 
     def _graphs_of(self, key: RoundKey, round_: Round, hook: RoundHook) -> RoundGraphs | None:

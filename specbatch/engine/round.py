@@ -68,6 +68,7 @@ class RoundKey(NamedTuple):
     # Nodes of each tree, if they depend on more than the item: plain decoding may have room for forced tokens or not.
     num_nodes: int | None = None
     with_host: bool = False  # the host takes part
+    num_verified: int | None = None  # nodes that are verified, if chains share a budget
 
 
 class Launched(NamedTuple):
@@ -117,7 +118,8 @@ class Round:
     """One round on the device. `simulate`: the mean number of tokens to commit in a round, whatever the target chooses;
     None: the real acceptance. `fixed_shapes`: shapes depend only on the number of requests, the host reads nothing, and
     a round may be a CUDA graph; False: only tokens that exist are computed. None: True on all devices but a CPU.
-    `two_lanes`: the overlap of two lanes; None: rounds and prompt chunks have one lane."""
+    `two_lanes`: the overlap of two lanes; None: rounds and prompt chunks have one lane. `thresholds_S`: by size of a
+    batch, the least score of a draft that is worth verifying, for the output; None: nobody reads that."""
 
     def __init__(
         self,
@@ -131,7 +133,9 @@ class Round:
         simulate: float | None = None,
         fixed_shapes: bool | None = None,
         two_lanes: TwoLanes | None = None,
+        thresholds_S: Tensor | None = None,
     ) -> None:
+        self.thresholds_S = thresholds_S
         self.two_lanes = two_lanes
         self.state = state
         self._target = target
@@ -186,21 +190,33 @@ class Round:
     def num_positions(self) -> int:
         return self._target.num_positions
 
-    def __call__(self, req_idx_B: Tensor, wanted: Wanted = GREEDY, lane: int = 0) -> Launched:
+    def __call__(
+        self, req_idx_B: Tensor, wanted: Wanted = GREEDY, lane: int = 0, num_verified: int | None = None
+    ) -> Launched:
         """Run one round in which the host takes no part. See `begin`."""
-        _, complete = self.begin(req_idx_B, wanted, lane)
+        _, complete = self.begin(req_idx_B, wanted, lane, num_verified=num_verified)
         return complete()
 
     def begin(
-        self, req_idx_B: Tensor, wanted: Wanted = GREEDY, lane: int = 0, hook: RoundHook = NO_HOOK
+        self,
+        req_idx_B: Tensor,
+        wanted: Wanted = GREEDY,
+        lane: int = 0,
+        hook: RoundHook = NO_HOOK,
+        num_verified: int | None = None,
     ) -> tuple[int, Callable[[], Launched]]:
         """Run the first part of a round of the requests `req_idx_B` (int64; the index of padding may repeat): draft,
         and the target's forward pass. Return the number of tokens that a request may get, and what launches the rest.
         `lane`: the number of requests in the first of two lanes, which the target computes at the same time; 0: there
-        is one lane."""
+        is one lane. `num_verified`: the nodes that are verified, which chains share by their scores; None: all."""
         with marked("draft"):
             view, drafted = self.draft(req_idx_B, wanted.sampled)
         trees = self.follow(view, hook.reshape(drafted), wanted.edits)
+        if self.thresholds_S is not None and trees.scores_BN is not None and not lane:
+            is_likely_BN = trees.scores_BN >= self.thresholds_S[len(req_idx_B)]
+            trees = replace(trees, num_likely_B=is_likely_BN.sum(dim=1))
+        if num_verified is not None:
+            trees = self.share_budget(view, trees, num_verified)
         with marked("target"):
             verified = self.forward(view, trees, lane, is_greedy=wanted == GREEDY)
             if hook.takes_part:
@@ -261,6 +277,21 @@ class Round:
         drawn_B = torch.where(counts_B < before_B, counts_B, drawn_B + counts_B - before_B)
         return replace(trees, probs_BDW=probs_BDW, num_drafts_B=drawn_B)
 
+    def share_budget(self, view: BatchView, trees: DraftTrees, num_verified: int) -> DraftTrees:
+        """Return the chains without the drafts that are not verified. This is exact for drafts that were drawn, too:
+        whether a node is verified depends on its score and on higher ones, and so neither on its own token nor on
+        those after it (`DraftTrees.scores_BN`)."""
+        assert trees.scores_BN is not None, "the draft method gives scores"
+        counts_B = self.ops.share_budget(trees.scores_BN, view.field(Field.DONE), num_verified)
+        num_nodes_B = counts_B if trees.num_nodes_B is None else torch.minimum(counts_B, trees.num_nodes_B)
+        return replace(
+            trees,
+            num_nodes_B=num_nodes_B,
+            num_drafts_B=None if trees.probs_BDW is None else num_nodes_B - 1,
+            num_verified_B=counts_B,
+            num_verified=num_verified,
+        )
+
     def _advance(self, view: BatchView, is_live_B: Tensor, state_B: Tensor, token_B: Tensor) -> None:
         """Advance the states of requests in their automata. Where acceptance is simulated, a forbidden token ends
         that."""
@@ -289,7 +320,15 @@ class Round:
         mask = None if trees.mask_BNW is None else trees.mask_BNW.view(batch * num_nodes, -1)
         layout = view.layout(num_nodes, depths_BQ=trees.depths_BN, mask_TW=mask)
         tokens_T = trees.tokens_BN.reshape(-1)
-        index_BN = None
+        index_BN = nodes_T = None
+        if self.fixed_shapes and trees.num_verified_B is not None:
+            packed = self.ops.pack_nodes(
+                trees.num_verified_B, trees.tokens_BN, layout.slots_T, layout.positions_T, trees.num_verified
+            )
+            nodes_T, index_BN, tokens_T = packed.nodes_T, packed.index_BN, packed.tokens_T
+            layout = replace(
+                layout, slots_T=packed.slots_T, positions_T=packed.positions_T, query_starts=packed.query_starts
+            )
         if not self.fixed_shapes and trees.num_nodes_B is not None:
             layout, node_T = layout.part(torch.zeros_like(trees.num_nodes_B), trees.num_nodes_B)
             index_T = torch.zeros_like(tokens_T).index_copy_(0, node_T, torch.arange(len(node_T), device=node_T.device))
@@ -308,7 +347,7 @@ class Round:
                 )
         best = self._target.best_tokens(hidden, self.ops) if is_greedy else None
         if best is None:
-            return Verified(hidden, aux_hidden_states, index_BN, self._target.raw_logits(hidden))
+            return Verified(hidden, aux_hidden_states, index_BN, self._target.raw_logits(hidden), nodes_T)
         choice_BN, margin_BN = of_nodes(trees, best, index_BN)
         return Verified(hidden, aux_hidden_states, index_BN, None, choice_BN=choice_BN, margin_BN=margin_BN)
 
@@ -418,6 +457,7 @@ class Round:
             num_path_B=verified.num_path_B,
             next_token_B=verified.next_token_B,
             num_broken_B=verified.num_broken_B,
+            num_likely_B=trees.num_likely_B,
             margin_BN=verified.margin_BN,
         )
         return committed

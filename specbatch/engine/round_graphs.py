@@ -47,7 +47,7 @@ class RoundGraphs:
         """Capture the graphs of a kind of round. `padding`: a hook whose batch has no requests. Only what the host
         reads of a round is kept: other sizes can use the memory of everything else that it leaves."""
         if not key.with_host:
-            self._runner.capture((_WHOLE, *key), lambda: round_(req_idx_B, key.wanted, key.lane))
+            self._runner.capture((_WHOLE, *key), lambda: round_(req_idx_B, key.wanted, key.lane, key.num_verified))
             return
         size, wanted = key.size, key.wanted
         _, drafted = round_.draft(req_idx_B, wanted.sampled)
@@ -96,6 +96,15 @@ class RoundGraphs:
             return result
 
         return self._runner.output(accept).max_path, complete
+
+    def milliseconds(self, key: RoundKey) -> float:
+        """Time one replay of a round in which the host takes no part."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        self._runner.replay((_WHOLE, *key))
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last)
 
     def _like(self, trees: DraftTrees) -> DraftTrees:
         def zeros(tensor: Tensor) -> Tensor:

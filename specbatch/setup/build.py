@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from specbatch.engine.lockstep import Lockstep
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.node_chooser import RoundCosts, measured_costs
 from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
+from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.errors import ConfigError, ModelError
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels import ops_for
@@ -54,6 +56,8 @@ from specbatch.setup.sizing import CardBudget, Sized, measured, planned
 from specbatch.setup.speculation import CORPUS_METHODS
 from specbatch.setup.trial import TrialRunner
 from specbatch.types import BatchEngine
+
+_CACHED_BYTES_PER_MS = 2.5e9  # bytes of keys and values that attention of a round reads in a millisecond
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
         run.notes.extend(notes)
         del probe
         clock.passed("lanes measured")
-    executor = _executor(run, sized, on_progress, shrinks=group is None)
+    executor = _executor(run, sized, on_progress, rounds.budget, group)
     if executor.runner is not None:
         clock.passed("graphs captured")
     costs = measured_costs(executor, sized.max_batch_size, run.rows.token_bytes, group)
@@ -237,9 +241,16 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         coupled,
         run.target.config.delta is not None,
         shared,
-        speculation.suffix.min_probability,
+        scored=run.verify_budget is not None,
+        min_probability=speculation.suffix.min_probability,
     )
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
+    if run.verify_budget is not None and not any(method.scored for method in methods.items):
+        raise ConfigError(
+            f"the drafts of speculation.method {speculation.method} have no probabilities by which requests could "
+            "share speculation.verify_budget",
+            hint="set speculation.verify_budget: null",
+        )
     page_size, eos = run.engine.page_size, _eos_token_ids(run)
     return parts, RoundParts(
         target,
@@ -253,6 +264,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         group=group,
         first_part=None if group is None else local_config(run.target.config, 0, group.size, run.division),
         num_checkpoints=run.num_checkpoints,
+        budget=run.verify_budget,
     )
 
 
@@ -273,11 +285,20 @@ def _measured(
     return measured(trials, budget, run.notes.append)
 
 
-def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None], *, shrinks: bool) -> RoundExecutor:
+def _executor(
+    run: ResolvedRun,
+    sized: Sized,
+    on_progress: Callable[[str], None],
+    budget: VerifyBudget | None,
+    group: Group | None,
+) -> RoundExecutor:
     """Make the executor, with the graphs that the configuration's sampling needs. Rows may need others, which are
     captured later."""
+    shrinks = group is None
     graphs, batch = run.engine.graphs, sized.max_batch_size
     executor = RoundExecutor(sized.rounds.items, batch, run.device, graphs, sized.rounds.lanes, shrinks=shrinks)
+    if budget is not None and not budget.changes:
+        executor.budget = budget
     if executor.runner is not None:
         with torch.inference_mode():
             num_top = num_top_of([run.config.sampling.logprobs])
@@ -288,7 +309,30 @@ def _executor(run: ResolvedRun, sized: Sized, on_progress: Callable[[str], None]
             f"{executor.runner.seconds:.1f} s, {executor.runner.bytes / GIB:.2f} GiB of "
             f"{sized.graph_bytes / GIB:.2f} reserved for all that may come up"
         )
+        if budget is not None and budget.changes:
+            run.notes.append(measure_budget(executor, budget, run.rows.token_bytes, group))
     return executor
+
+
+@torch.inference_mode()
+def measure_budget(executor: RoundExecutor, budget: VerifyBudget, token_bytes: int, group: Group | None) -> str:
+    """Measure the captured rounds, and have rounds follow the budget; return a note. `token_bytes`: the keys and values
+    of a token. All ranks decide by the times of rank 0."""
+    option, measured = "speculation.verify_budget", executor.measure()
+    if not measured:
+        return f"{option}: auto, all nodes (no round was captured that could be timed)"
+    times = [ms for _, _, ms in measured]
+    times = times if group is None else group.of_first(times)
+    measured = [(size, nodes, ms) for (size, nodes, _), ms in zip(measured, times, strict=True)]
+    budget.times = RoundTimes.of(measured, token_bytes / _CACHED_BYTES_PER_MS)
+    thresholds_S = executor.rounds.items[0].thresholds_S
+    assert thresholds_S is not None
+    found = budget.thresholds(len(thresholds_S), cached_tokens=0.0)
+    thresholds_S.copy_(torch.from_numpy(found))
+    executor.budget = budget
+    sizes = sorted({size for size, _, _ in measured})[:: max(1, len(measured) // 4)]
+    words = ", ".join(f"{size} rows {math.exp(found[size]):.2f}" for size in sizes)
+    return f"{option}: auto, at first drafts are verified from this probability on: {words}"
 
 
 def _trunks(

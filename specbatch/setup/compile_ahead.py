@@ -117,6 +117,10 @@ def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_
     for (rows, _), i in sizes:
         for sampled in (False, True):
             rounds.items[i](padding[:rows], Wanted(sampled))
+            if parts.budget is not None and rounds.items[i].method.scored:
+                nodes = parts.budget.num_verified(rows, rounds.items[i].method.num_nodes)
+                if nodes is not None:
+                    rounds.items[i](padding[:rows], Wanted(sampled), num_verified=nodes)
         for num_nodes in rounds.items[i].method.sizes[:-1]:
             rounds.items[i].drafting(rounds.items[i].method.narrowed(num_nodes))(padding[:rows])
     trial_prompt(rounds.items[0], prefill_chunk_tokens)

@@ -25,6 +25,7 @@ LARGER_BATCHES = "engine.max_batch_size: null with more than 1024 rows"
 # What no GPU has run yet, which is an error on CUDA, or is not done by default.
 NOT_RUN_ON_CUDA = {
     *(f"speculation.method: {method}" for method in ("suffix", "hybrid", "block", "peagle")),
+    "speculation.verify_budget",
     LARGER_BATCHES,
 }
 _AMPERE = (8, 0)  # the first with bfloat16 in its tensor cores

@@ -13,6 +13,7 @@ from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
 from specbatch.draft.earlier_results import read_texts
 from specbatch.engine.round import MAX_FORCED
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.errors import ConfigError, ModelError
 from specbatch.kernels.mxfp4 import MXFP4_BYTES
 from specbatch.models.catalog import builtin_head, random_name
@@ -78,6 +79,7 @@ from specbatch.setup.speculation import (
     check_mask_size,
     check_simulation,
     low_acceptance,
+    resolve_budget,
     resolve_speculation,
     with_block,
     with_sizes_of_batches,
@@ -114,6 +116,7 @@ class ResolvedRun:
     bits_depend_on: dict[str, str]
     notes: list[str] = field(default_factory=list)  # notes on how each `auto` was decided
     num_checkpoints: int = 0  # checkpoints of states, of a hybrid
+    verify_budget: VerifyBudget | None = None  # the nodes that rounds verify; None: all
 
     @property
     def expert_itemsize(self) -> float:
@@ -143,6 +146,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         earlier = _earlier_texts(speculation.section)
     device = resolve_device(config.engine.device, notes)
     check_was_run(f"speculation.method: {wanted_method.method}", device, "set speculation.method: ngram")
+    if config.speculation.verify_budget is not None:
+        check_was_run("speculation.verify_budget", device, "set speculation.verify_budget: null")
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = resolve_engine(config, device, dtype, notes)
     kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
@@ -238,6 +243,9 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     if on_cuda:
         for shape in shapes:
             check_device_shape(shape)
+    can_measure = on_cuda and engine.graphs == "round" and division != "requests"
+    deterministic = config.engine.deterministic
+    budget = resolve_budget(speculation, engine.attention, notes, deterministic=deterministic, can_measure=can_measure)
     lookahead = speculation.num_lookahead
     given = config.engine.kv_cache_tokens
     models = _cached_models(
@@ -354,6 +362,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         bits_depend_on(device) if config.engine.deterministic else {},
         notes,
         num_checkpoints,
+        budget,
     )
 
 

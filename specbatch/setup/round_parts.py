@@ -15,6 +15,7 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.engine.overlap.lanes import LaneLimits, LaneSizes
 from specbatch.engine.overlap.two_lanes import TwoLanes
 from specbatch.engine.round import MAX_FORCED, Round
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.kernels import ops_for
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import CausalModel, Decoder
@@ -44,7 +45,7 @@ class RoundParts:
     `simulate`, `fixed_shapes`: see `Round`. `group`: the ranks that share the target. `first_part`: the sizes of the
     part that the first of them holds. `lanes`: the sizes from which there are two lanes; None: there is one everywhere.
     `cascade`: see `RequestTable`; rounds with two lanes have none. `num_checkpoints`: checkpoints of states, for a
-    hybrid."""
+    hybrid. `budget`: the nodes that rounds verify; None: all."""
 
     target: CausalModel
     methods: ByBatch[DraftMethod]
@@ -58,6 +59,7 @@ class RoundParts:
     group: Group | None = None
     first_part: ModelConfig | None = None
     num_checkpoints: int = 0
+    budget: VerifyBudget | None = None
 
     @property
     def largest_part(self) -> ModelConfig:
@@ -108,10 +110,17 @@ class RoundParts:
         if net is not None:
             net.cache.resize(num_slots)
 
+        # Two lanes of an odd number of requests have one more. Before anything is measured, only roots are likely.
+        thresholds_S = (
+            torch.zeros(max_batch_size + 2, device=self.device)
+            if self.budget is not None and self.budget.changes
+            else None
+        )
+
         def make(method: DraftMethod) -> Round:
             return Round(
                 self.target, cache, method, table, self.page_size, self.eos_token_ids, ops, self.simulate,
-                self.fixed_shapes, two_lanes,
+                self.fixed_shapes, two_lanes, thresholds_S,
             )  # fmt: skip
 
         return Rounds(self.methods.map(make), [cache] if net is None else [cache, net.cache], sizes)

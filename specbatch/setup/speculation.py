@@ -9,6 +9,7 @@ from specbatch.draft import METHODS, MethodEntry
 from specbatch.draft.none import MAX_ROOM
 from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
 from specbatch.draft.shape import DraftShape, num_lookahead
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.errors import ConfigError
 from specbatch.models.blocks.config import BlockConfig
 from specbatch.models.catalog import builtin_head, random_name
@@ -226,6 +227,47 @@ def low_acceptance(speculation: SpeculationSection, draft: object) -> str | None
         normed = "without" if draft.config.norm_before_residual else "with"
         causes.append(f"it was trained {normed} norm_before_residual, unlike what its config.json says")
     return "; or ".join(causes)
+
+
+def resolve_budget(
+    speculation: Speculation, attention: str, notes: list[str], *, deterministic: bool, can_measure: bool
+) -> VerifyBudget | None:
+    """Decide the nodes that rounds verify; None: all. It refuses a budget where rounds cannot have one. `can_measure`:
+    rounds are graphs, whose times say which nodes are worth verifying, and all ranks have the same requests."""
+    option, nodes = "speculation.verify_budget", speculation.section.verify_budget
+    if nodes is None:
+        return None
+    if speculation.method == "none":
+        raise ConfigError(f"{option} is shared by drafts, and speculation.method is none", hint=f"set {option}: null")
+    if tree := next((shape for shape in speculation.shapes if not shape.is_chain), None):
+        raise ConfigError(
+            f"{option} is shared by chains, and the draft shape {tree} is a tree",
+            hint=f"set speculation.topk: 1, or {option}: null",
+        )
+    if attention == "flashinfer":
+        raise ConfigError(
+            f"{option} gives requests different numbers of nodes, and engine.attention: flashinfer is planned for "
+            "equal ones",
+            hint=f"set engine.attention: triton, or {option}: null",
+        )
+    if deterministic:
+        raise ConfigError(
+            f"with {option} the rounds of a request depend on the others, and engine.deterministic is on",
+            hint=f"set {option}: null",
+        )
+    if METHODS[speculation.method].net is not None:
+        notes.append(
+            f"{option}: sampled requests are drawn together with a chain's drafts, so their texts depend on the "
+            "requests that run at the same time; greedy requests' do not"
+        )
+    if nodes != "auto":
+        return VerifyBudget(nodes)
+    if not can_measure:
+        notes.append(
+            f"{option}: auto, all nodes (it needs rounds that are CUDA graphs, and ranks with the same requests)"
+        )
+        return None
+    return VerifyBudget(None)
 
 
 def check_simulation(speculation: Speculation, on_cuda: bool) -> None:

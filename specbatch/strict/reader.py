@@ -62,7 +62,8 @@ def options_of(cls: Any) -> Mapping[str, Option]:
 def _option(field: dataclasses.Field[Any], annotation: Any) -> Option:
     is_union = typing.get_origin(annotation) in (Union, types.UnionType)
     kinds = typing.get_args(annotation) if is_union else (annotation,)
-    (kind,) = (k for k in kinds if k is not type(None))
+    kind, *others = (k for k in kinds if k is not type(None))
+    assert not others or "read" in field.metadata, f"{field.name} has several types, and no function that reads it"
     is_list = typing.get_origin(kind) is tuple
     return Option(
         name=field.name,

@@ -240,7 +240,7 @@ def test_masks_of_more_than_32_nodes() -> None:
     method = SuffixDraft(DraftShape(2, 40, 41))
     tokens, parents = np.arange(41)[None], np.array([[-1, *[0] * 31, *[31] * 9]])
     packed = method.pack(HostTrees(tokens, np.array([41]), parents))
-    mask = packed[0, 1:].reshape(41, 5)[:, 3:].astype(np.uint32)
+    mask = packed[0, 2:].reshape(41, 5)[:, 3:].astype(np.uint32)
     assert mask[31].tolist() == [1 | 1 << 31, 0]
     assert mask[40].tolist() == [1 | 1 << 31, 1 << 8]
 

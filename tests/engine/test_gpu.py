@@ -3,6 +3,7 @@ float32 over the Triton kernels."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from specbatch.draft.corpus import Corpus
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.node_chooser import RoundCosts, measured_costs
+from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.kernels import ops_for
 from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
@@ -194,6 +196,33 @@ def test_preemption() -> None:
     )
     assert [c.token_ids for c in run(engine, prompts, GREEDY)] == [c.token_ids for c in expected]
     assert engine.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("nodes", [1.5, None])
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+def test_a_budget_for_verification(method: str, nodes: float | None, params: SamplingParams) -> None:
+    """Rounds that verify some of the nodes are graphs. A sampled chain's text depends on what was drafted."""
+    prompts = [*random_prompts(12, shared=10), [5, 6, 7] * 6, [3] * 12]
+    settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "dtype": torch.float32}
+    shape, budget = DraftShape(4, 1, 5), VerifyBudget(nodes)
+    engine = tiny_device_engine(method, shape, **settings, device=CUDA, graphs="round", budget=budget)
+    executor = engine.executor
+    with torch.inference_mode():
+        executor.capture(params.temperature > 0)
+    if nodes is None:
+        if params.temperature == 0:
+            assert executor.measure()
+        budget.times = RoundTimes([1, 100], [1.0, 60.0], 0.0)  # they cost much
+        thresholds_S = executor.rounds.items[0].thresholds_S
+        assert thresholds_S is not None
+        thresholds_S.fill_(math.log(0.4))
+    gpu = run(engine, prompts, params)
+    if params.temperature == 0 or method == "ngram":
+        expected = run(tiny_oracle("none", **settings), prompts, params)
+        assert [c.token_ids for c in gpu] == [c.token_ids for c in expected]
+    drafted, rounds = (sum(getattr(c.speculation, name) for c in gpu) for name in ("drafted", "rounds"))
+    assert 0 < drafted < (1.2 if nodes else 4) * rounds
 
 
 FP8 = torch.float8_e4m3fn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,6 +120,25 @@ def rounds(gpu: FakeGpu) -> None:
         made = parts.make(4, 100, 64)
         tensors = [parts.target.embedding_VE, *(cache.all_layers for cache in made.caches)]
         assert all(type(tensor) is torch.Tensor for tensor in tensors), "fake ones are left"
+
+
+def budgets(gpu: FakeGpu) -> None:
+    """Rounds that verify some of the nodes."""
+    kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
+    from specbatch.draft.shape import DraftShape
+    from specbatch.engine.verify_budget import VerifyBudget
+    from specbatch.setup.compile_ahead import compile_kernels
+
+    _follow_cuda()
+    parts = replace(_parts("draft_model", DraftShape(3, 1, 4)), budget=VerifyBudget(1.5))
+    for method in parts.methods.items:
+        method.scored = True
+    note = compile_kernels(parts, 4, 64, 100, "a budget")
+    assert "kernels compiled ahead" in note, note
+    assert "failed" not in note, note
+    assert not gpu.launched
+    assert {"_share_budget", "_pack_nodes"} <= set(gpu.compiled), gpu.compiled
+    assert gpu.compiled.count("_accept_chain") >= 2, "chains as a whole, and with nodes left out"
 
 
 def _compiled_for_prompts(parts: Any) -> int:
@@ -326,5 +346,5 @@ def _error(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    checks = (gemms, specialised, failures, rounds, ranks, experts, drafters, failed_rounds)
+    checks = (gemms, specialised, failures, rounds, budgets, ranks, experts, drafters, failed_rounds)
     {check.__name__: check for check in checks}[sys.argv[1]](FakeGpu())

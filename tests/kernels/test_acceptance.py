@@ -118,6 +118,13 @@ def test_accept_chain(ops: Ops, draft_vocab: str) -> None:
     temperature, rng = filter_tensors(params)[0], chain_noise(keys, committed, num_drafts)
     num_path, next_token, num_broken = ops.accept_chain(drafts, q, target_ids, p, counts, temperature, *rng)
 
+    # The rows of nodes past a chain's drafts are left out.
+    last = (counts[:, None] + 1).expand(-1, num_drafts + 1)
+    is_kept = torch.arange(num_drafts + 1) < last
+    index = (is_kept.view(-1).cumsum(0) - 1).view(is_kept.shape)
+    packed_p = ops.accept_chain(drafts, q, target_ids, p[is_kept], counts, temperature, *rng, index)
+    assert all(torch.equal(*pair) for pair in zip(packed_p, (num_path, next_token, num_broken), strict=True))
+
     wide = torch.zeros(batch, num_drafts, vocab, dtype=torch.float64)
     wide[:, :, places] = q.double()
     sizes = (counts + 1).tolist()

@@ -84,7 +84,7 @@ def test_predictions_are_searched(ops: Ops, sizes: tuple[int, int], width: int) 
         predicted[line, : len(prediction)] = torch.tensor(prediction)
     counts = [torch.tensor([len(one) for one in lists]) for lists in (texts, predictions)]
     lines = torch.arange(len(texts))
-    found, num_drafts, _ = ops.ngram_lookup(tokens, predicted, lines, *counts, torch.tensor(limits), *sizes, 6)
+    found, num_drafts, matched = ops.ngram_lookup(tokens, predicted, lines, *counts, torch.tensor(limits), *sizes, 6)
     host = HostNgramDraft(DraftShape(6, 1, 7), *sizes)
     by_prediction = 0
     for line, text in enumerate(texts):
@@ -95,6 +95,8 @@ def test_predictions_are_searched(ops: Ops, sizes: tuple[int, int], width: int) 
         seq.tokens, seq.predicted = list(text), predictions[line]
         tree = host.host_draft([seq])
         assert tree.tokens_BN[0, 1 : tree.num_nodes_B[0]].tolist() == expected
+        assert tree.matched_B is not None
+        assert matched[line] == tree.matched_B[0]
     assert by_prediction > 2
 
 

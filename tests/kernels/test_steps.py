@@ -143,7 +143,7 @@ def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
         sizes = [rng.randrange(1, num_nodes + 1) if case == "short chains" else num_nodes for _ in rows]
         paths = [walk(*row) for row in zip(tokens, parents, choice, sizes, strict=True)]
         drawn = [rng.choice([NO_TOKEN, rng.randrange(12), rng.randrange(12)]) for _ in rows]
-        broken = [rng.randrange(num_nodes) if case == "drawn" else 0 for _ in rows]
+        broken, likely = ([rng.randrange(num_nodes) if case == "drawn" else 0 for _ in rows] for _ in range(2))
         if case in ("drawn", "given path"):
             paths = [path[: rng.randrange(1, len(path) + 1)] for path in paths]
         new = [
@@ -162,6 +162,7 @@ def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
             options["path_BN"] = on_device([path + [7] * (num_nodes - len(path)) for path in paths])
         if case == "drawn":
             options |= {"next_token_B": on_device(drawn), "num_broken_B": on_device(broken)}
+            options["num_likely_B"] = on_device(likely)
         margins = [[rng.random() for _ in range(num_nodes)] for _ in rows]
         if case != "short chains":
             options["margin_BN"] = on_device(margins)
@@ -184,7 +185,7 @@ def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
             assert found.path_BM[b].tolist() == path + pad
             assert found.tokens_BM[b].tolist() == [*new[b][:-1], max(new[b][-1], 0), *pad]
             depth = max(depths[b]) if is_tree else sizes[b] - 1
-            report = [len(path) if live else 0, sizes[b] - 1, depth, broken[b], *new[b], *pad]
+            report = [len(path) if live else 0, sizes[b] - 1, depth, broken[b], likely[b], *new[b], *pad]
             assert found.output_BZ[b, : len(report)].tolist() == report
             on_path = torch.full((max_path,), torch.inf)
             if case != "short chains":
@@ -214,3 +215,39 @@ def walk(tokens: list[int], parents: list[int], choice: list[int], size: int) ->
         if not children:
             return path
         path += children
+
+
+@pytest.mark.parametrize(("batch", "num_nodes"), [(1, 4), (5, 3), (40, 8)])
+def test_share_budget(ops: Ops, batch: int, num_nodes: int) -> None:
+    """The best drafts of all, of equal ones the shallowest; each chain keeps its root."""
+    generator = torch.Generator().manual_seed(batch)
+    steps = -torch.randint(0, 4, (batch, num_nodes - 1), generator=generator).float() / 4  # many are equal
+    scores = torch.cat((torch.zeros(batch, 1), steps.cumsum(1)), dim=1)
+    scores[::7, 2:] = -torch.inf
+    scores[1::5, -1:] = torch.nan
+    done = (torch.arange(batch) % 6 == 4).long()
+    for num_verified in {batch, batch + 1, (batch + batch * num_nodes) // 2, batch * num_nodes}:
+        keys = {}
+        for b, line in enumerate(scores.tolist()):
+            for n, score in enumerate(line[1:], start=1):
+                keys[b, n] = (torch.inf if score != score or done[b] else -score, n, b)
+        chosen = sorted(keys, key=lambda place: keys[place])[: num_verified - batch]
+        expected = [1 + sum(b == one for one, _ in chosen) for b in range(batch)]
+        columns = torch.stack((done, done), dim=1).to(DEVICE)
+        found = ops.raw.share_budget(scores.to(DEVICE), columns[:, 1], num_verified)
+        assert found.tolist() == expected
+        assert sum(expected) == num_verified
+
+
+@pytest.mark.parametrize("counts", [[1], [3, 1, 4, 1], [4, 4], [1, 1, 1, 1, 2]])
+def test_pack_nodes(ops: Ops, counts: list[int]) -> None:
+    batch, num_nodes = len(counts), 4
+    tokens, slots, positions = torch.randperm(3 * batch * num_nodes).to(DEVICE).view(3, batch, num_nodes)
+    found = ops.raw.pack_nodes(on_device(counts), tokens, slots.reshape(-1), positions.reshape(-1), sum(counts))
+    kept = [(b, n) for b, count in enumerate(counts) for n in range(count)]
+    assert found.nodes_T.tolist() == [b * num_nodes + n for b, n in kept]
+    for packed, whole in ((found.tokens_T, tokens), (found.slots_T, slots), (found.positions_T, positions)):
+        assert packed.tolist() == [int(whole[b, n]) for b, n in kept]
+    assert found.query_starts.tolist() == [sum(counts[:b]) for b in range(batch + 1)]
+    for b, count in enumerate(counts):
+        assert found.index_BN[b].tolist() == [kept.index((b, min(n, count - 1))) for n in range(num_nodes)]

@@ -44,6 +44,7 @@ def accept_chain(
     u_accept_BD: Tensor,
     u_residual_BD: Tensor,
     u_sample_BN: Tensor,
+    index_BN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept drafts of a chain by rejection sampling (Leviathan et al. 2023, Chen et al. 2023). Draft i, drawn from
     q_i, is accepted as long as u * q_i(x) < p_i(x). The first rejected draft is replaced by a draw from max(p_i - q_i,
@@ -51,10 +52,11 @@ def accept_chain(
 
     `drafts_BD`: target token ids. `q_BDW`: the distributions from which they were drawn, over draft tokens.
     `target_ids_W`: the (distinct) target ids of draft tokens; None: draft ids are target ids, W <= V. `p_BNV`: the
-    target's distribution after each node; N = D + 1, and node i + 1 is draft i. `u_accept_BD`, `u_residual_BD`: float64
-    draws for the token of draft i. `u_sample_BN`: those for the token after node i. In all three, [.., i] belongs to
-    position num_computed_tokens + i + 1. Rows of temperature 0 have a one-hot p, and accept exactly the drafts that are
-    the target's argmax, whatever their q.
+    target's distribution after each node; N = D + 1, and node i + 1 is draft i. `index_BN`: p is (T, V), and this is
+    the row of each node that a chain comes to; None: each node has a row. `u_accept_BD`, `u_residual_BD`: float64 draws
+    for the token of draft i. `u_sample_BN`: those for the token after node i. In all three, [.., i] belongs to position
+    num_computed_tokens + i + 1. Rows of temperature 0 have a one-hot p, and accept exactly the drafts that are the
+    target's argmax, whatever their q.
 
     If q_i is NaN (see `distribution`), draft i is rejected and the token is drawn from p_i. If p is NaN at the end of
     the path, the token is NO_TOKEN.
@@ -62,6 +64,8 @@ def accept_chain(
     Return (num_path_B, next_token_B, num_broken_B), int64: 1 + the number of accepted drafts, the token after them,
     and the number of drafts whose q is NaN (0 for temperature 0, where q is not read).
     """
+    if index_BN is not None:
+        p_BNV = p_BNV[index_BN]
     num_drafts, vocab = drafts_BD.shape[1], p_BNV.shape[2]
     q_BDV = widen(q_BDW, target_ids_W, vocab)
     greedy_B1 = (temperature_B == 0)[:, None]

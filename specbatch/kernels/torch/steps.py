@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, Committed, Field, Spans, slots_of
+from specbatch.batch import NO_TOKEN, Committed, Field, PackedNodes, Spans, slots_of
 from specbatch.kernels.torch.acceptance import accept_path
 
 
@@ -51,6 +51,44 @@ def span_layout(
     )
 
 
+def share_budget(scores_BN: Tensor, done_B: Tensor, num_verified: int) -> Tensor:
+    """Share a round's budget of nodes among chains: return how many nodes of each are verified, (B,) int64, 1 .. N.
+    They are `num_verified` in all, of B .. B * N: all roots, and the drafts with the highest scores. Of equal scores, a
+    node nearer to its root comes first, then an earlier sequence.
+
+    `scores_BN`: float32, which do not rise along a chain. A chain that is done (`done_B` != 0) comes after the others.
+    """
+    batch, num_nodes = scores_BN.shape
+    assert batch <= num_verified <= batch * num_nodes, (batch, num_verified, num_nodes)
+    scores_BN = torch.where(scores_BN.isnan() | (done_B != 0)[:, None], -torch.inf, scores_BN)
+    scores_BN = torch.cat((torch.full_like(scores_BN[:, :1], torch.inf), scores_BN[:, 1:]), dim=1)
+    chosen = scores_BN.t().reshape(-1).sort(descending=True, stable=True).indices[:num_verified]
+    return torch.zeros_like(done_B, dtype=torch.int64).index_add_(0, chosen % batch, torch.ones_like(chosen))
+
+
+def pack_nodes(
+    counts_B: Tensor, tokens_BN: Tensor, slots_T: Tensor, positions_T: Tensor, num_verified: int
+) -> PackedNodes:
+    """Pack the first `counts_B` nodes of each sequence, `num_verified` in all. `slots_T` and `positions_T` are those of
+    all B * N nodes."""
+    batch, num_nodes = tokens_BN.shape
+    nodes = torch.arange(num_nodes, device=counts_B.device)
+    ends_B = counts_B.cumsum(0)
+    index_BN = (ends_B - counts_B)[:, None] + torch.minimum(nodes, counts_B[:, None] - 1)
+    # Nodes that are not verified are written to a place after the others.
+    place_BN = torch.where(nodes < counts_B[:, None], index_BN, num_verified)
+    nodes_T = torch.zeros(num_verified + 1, dtype=torch.int64, device=counts_B.device)
+    nodes_T = nodes_T.scatter_(0, place_BN.view(-1), torch.arange(batch * num_nodes, device=counts_B.device))[:-1]
+    return PackedNodes(
+        nodes_T,
+        index_BN,
+        tokens_BN.reshape(-1)[nodes_T],
+        slots_T[nodes_T],
+        positions_T[nodes_T],
+        torch.nn.functional.pad(ends_B, (1, 0)).int(),
+    )
+
+
 def commit_round(
     ints_SF: Tensor,
     tokens_SL: Tensor,
@@ -69,6 +107,7 @@ def commit_round(
     num_path_B: Tensor | None = None,
     next_token_B: Tensor | None = None,
     num_broken_B: Tensor | None = None,
+    num_likely_B: Tensor | None = None,
     margin_BN: Tensor | None = None,
 ) -> Committed:
     """Accept and commit a round: choose the path, advance the requests, make the round output, and list the slots that
@@ -82,9 +121,9 @@ def commit_round(
     Commit, for live requests only: `ints_SF` (in place) gets the new length and root. It is marked done if a new token
     within the limit is a stop token or one of `eos_K` (unless the request ignores these), or if the limit is reached.
     The new tokens are written after the root in `tokens_SL` (in place; L = 0: no tokens are kept). If the token after
-    the path is NO_TOKEN, the request is done, and later computations for it see token 0. `num_broken_B` goes to the
-    output, and so does `margin_BN` (float32, after each node) for the path's nodes. Without it, and past the path,
-    margins are infinite.
+    the path is NO_TOKEN, the request is done, and later computations for it see token 0. `num_broken_B` and
+    `num_likely_B` go to the output, and so does `margin_BN` (float32, after each node) for the path's nodes. Without
+    it, and past the path, margins are infinite.
 
     All integers are int64, except tokens_SL and page_table_SP, which are int32. `req_idx_B`: each sequence's line of
     the tables; only a sequence that is done may repeat.
@@ -136,11 +175,11 @@ def commit_round(
 
     drafted = (num_nodes if num_nodes_B is None else num_nodes_B) - torch.ones_like(length)
     depth = drafted if depths_BN is None else depths_BN.amax(dim=1)
-    broken = torch.zeros_like(length) if num_broken_B is None else num_broken_B
+    broken, likely = (torch.zeros_like(length) if x is None else x for x in (num_broken_B, num_likely_B))
     if margin_BN is None:
         margin_BN = torch.full(tokens_BN.shape, torch.inf, device=tokens_BN.device)
     margins = torch.where(on_path, margin_BN.gather(1, path), torch.inf).view(torch.int32)
-    counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth, broken), dim=1)
+    counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth, broken, likely), dim=1)
     table = page_table_SP[req_idx_B]
     moves = live[:, None] & on_path & (path != offset)
     target = torch.where(moves, slots_of(table, page_size, length[:, None] + offset), -1)

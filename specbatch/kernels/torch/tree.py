@@ -9,12 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specbatch.kernels.torch.sampling import argmax
+
 
 def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k most likely draft tokens of each row: log-softmax values (R, K) float32, descending, and ids (R, K)
     int64. Of equal logits the lower id comes first. If the logits are not finite, these are the first k ids, all with
     -inf. 1 <= k <= 32, k <= W."""
-    ids = logits_RW.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    # A CPU takes far longer to sort the vocabulary than to find the best token.
+    order = argmax(logits_RW)[:, None] if k == 1 else logits_RW.sort(dim=-1, descending=True, stable=True).indices
+    ids = order[:, :k]
     log_p = torch.log_softmax(logits_RW, dim=-1, dtype=torch.promote_types(logits_RW.dtype, torch.float32))
     return unbroken_drafts(log_p.gather(1, ids).float(), ids)
 

@@ -27,7 +27,7 @@ from specbatch.kernels.triton.model import (
 from specbatch.kernels.triton.ngram import corpus_drafts, corpus_updates, ngram_lookup
 from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
-from specbatch.kernels.triton.steps import commit_round, span_layout
+from specbatch.kernels.triton.steps import commit_round, pack_nodes, share_budget, span_layout
 from specbatch.kernels.triton.tree import draft_topk, select_nodes, tree_mask_bits
 from specbatch.kernels.triton.workspace import Workspace
 
@@ -70,6 +70,7 @@ __all__ = [
     "norm_gated_linear",
     "norm_linear",
     "norm_whole_heads",
+    "pack_nodes",
     "quantise",
     "rms_norm",
     "rms_norm_quantised",
@@ -80,6 +81,7 @@ __all__ = [
     "sample",
     "scaled_linear",
     "select_nodes",
+    "share_budget",
     "sigmoid_mul",
     "soft_capped",
     "span_layout",

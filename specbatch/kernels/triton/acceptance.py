@@ -21,8 +21,9 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 @triton.jit
 def _accept_chain(
     drafts_ptr, q_ptr, inverse_ptr, p_ptr, num_drafts_ptr, temperature_ptr, accept_ptr, residual_ptr, sample_ptr,
-    num_path_ptr, next_token_ptr, num_broken_ptr, vocab, q_width,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    index_ptr, num_path_ptr, next_token_ptr, num_broken_ptr, vocab, q_width,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_INDEX: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
     greedy = tl.load(temperature_ptr + seq) == 0.0
@@ -30,7 +31,10 @@ def _accept_chain(
     steps = tl.arange(0, BLOCK_D)
     real = (steps < num_drafts) & (steps < D)
     drafts = tl.load(drafts_ptr + seq * D + steps, mask=real, other=0)
-    p = tl.load(p_ptr + (seq * (D + 1) + steps) * vocab + drafts, mask=real, other=0.0).to(tl.float64)
+    row = seq * (D + 1) + steps
+    if HAS_INDEX:
+        row = tl.load(index_ptr + row, mask=real, other=0)
+    p = tl.load(p_ptr + row * vocab + drafts, mask=real, other=0.0).to(tl.float64)
     draft_id = drafts
     if MAPPED:
         draft_id = tl.load(inverse_ptr + drafts, mask=real, other=-1).to(tl.int64)
@@ -45,7 +49,10 @@ def _accept_chain(
     rejected = last < num_drafts
 
     lanes, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
-    p_row_ptr = p_ptr + (seq * (D + 1) + last) * vocab
+    row = seq * (D + 1) + last
+    if HAS_INDEX:
+        row = tl.load(index_ptr + row)
+    p_row_ptr = p_ptr + row * vocab
     q_row_ptr = q_ptr + (seq * D + tl.minimum(last, D - 1)) * q_width
     sums = tl.zeros((BLOCKS,), tl.float64)
     subtract = rejected & (greedy == 0) & (tl.max((broken & (steps == last)).to(tl.int32)) == 0)
@@ -81,9 +88,10 @@ def accept_chain(
     u_accept_BD: Tensor,
     u_residual_BD: Tensor,
     u_sample_BN: Tensor,
+    index_BN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels/torch/acceptance.py`. It makes two passes over one row of p (and q) for each sequence."""
-    (batch, num_drafts), (vocab, width) = drafts_BD.shape, (p_BNV.shape[2], q_BDW.shape[2])
+    (batch, num_drafts), (vocab, width) = drafts_BD.shape, (p_BNV.shape[-1], q_BDW.shape[2])
     device = drafts_BD.device
     num_path, next_token, num_broken = torch.empty((3, batch), dtype=torch.int64, device=device)
     inverse = num_path  # any tensor, which is not read
@@ -96,8 +104,8 @@ def accept_chain(
         _accept_chain, (batch,),
         drafts_BD.contiguous(), q_BDW.contiguous(), inverse, p_BNV.contiguous(), num_drafts_B.contiguous(),
         temperature_B.contiguous(), u_accept_BD.contiguous(), u_residual_BD.contiguous(), u_sample_BN.contiguous(),
-        num_path, next_token, num_broken, vocab, width,
-        D=num_drafts, BLOCK_D=triton.next_power_of_2(num_drafts), MAPPED=target_ids_W is not None,
-        BLOCK=block, BLOCKS=blocks, num_warps=num_warps,
+        num_drafts_B if index_BN is None else index_BN.contiguous(), num_path, next_token, num_broken, vocab, width,
+        D=num_drafts, BLOCK_D=triton.next_power_of_2(num_drafts), HAS_INDEX=index_BN is not None,
+        MAPPED=target_ids_W is not None, BLOCK=block, BLOCKS=blocks, num_warps=num_warps,
     )  # fmt: skip
     return num_path, next_token, num_broken

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.batch import MAX_STOP_IDS, NO_TOKEN, Committed, Field, Output, Spans
+from specbatch.batch import MAX_STOP_IDS, NO_TOKEN, Committed, Field, Output, PackedNodes, Spans
 from specbatch.kernels.triton.parts.launch import launch
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-_NUM_NEW, _NUM_DRAFTED, _DEPTH, _NUM_BROKEN, _TOKENS = (tl.constexpr(int(column)) for column in Output)
+_NUM_NEW, _NUM_DRAFTED, _DEPTH, _NUM_BROKEN, _NUM_LIKELY, _TOKENS = (tl.constexpr(int(column)) for column in Output)
 
 
 @triton.jit
@@ -86,17 +86,99 @@ def span_layout(
 
 
 @triton.jit
+def _share_budget(
+    scores_ptr, done_ptr, counts_ptr, batch, num_nodes, num_verified, stride_done,
+    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(0)
+    nodes, total = tl.arange(0, BLOCK_N), batch * num_nodes
+    real = nodes < num_nodes
+    score = tl.load(scores_ptr + seq * num_nodes + nodes, mask=real, other=0.0)
+    is_done = tl.load(done_ptr + seq.to(tl.int64) * stride_done) != 0
+    score = tl.where((score != score) | is_done, float("-inf"), score)
+    score = tl.where(nodes == 0, float("inf"), score)
+    order = nodes * batch + seq
+    rank = tl.zeros((BLOCK_N,), tl.int32)
+    for first in range(0, total, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        is_other = at < total
+        other_seq, other_node = at // num_nodes, at % num_nodes
+        other = tl.load(scores_ptr + at, mask=is_other, other=0.0)
+        other_done = tl.load(done_ptr + other_seq.to(tl.int64) * stride_done, mask=is_other, other=1) != 0
+        other = tl.where((other != other) | other_done, float("-inf"), other)
+        other = tl.where(other_node == 0, float("inf"), other)
+        other_order = other_node * batch + other_seq
+        is_tie = (other[None, :] == score[:, None]) & (other_order[None, :] < order[:, None])
+        before = is_other[None, :] & ((other[None, :] > score[:, None]) | is_tie)
+        rank += tl.sum(before.to(tl.int32), 1)
+    count = tl.sum((real & (rank < num_verified)).to(tl.int32))
+    tl.store(counts_ptr + seq, count.to(tl.int64))
+
+
+def share_budget(scores_BN: Tensor, done_B: Tensor, num_verified: int) -> Tensor:
+    """See `kernels/torch/steps.py`. Each program compares the nodes of one chain with all nodes of the batch."""
+    batch, num_nodes = scores_BN.shape
+    assert batch <= num_verified <= batch * num_nodes, (batch, num_verified, num_nodes)
+    counts = torch.empty(batch, dtype=torch.int64, device=scores_BN.device)
+    launch(
+        _share_budget, (batch,),
+        scores_BN.contiguous(), done_B, counts, batch, num_nodes, num_verified, done_B.stride(0),
+        BLOCK_N=triton.next_power_of_2(num_nodes), BLOCK=256,
+    )  # fmt: skip
+    return counts
+
+
+@triton.jit
+def _pack_nodes(
+    counts_ptr, tokens_ptr, slots_ptr, positions_ptr,
+    nodes_ptr, index_ptr, packed_tokens_ptr, packed_slots_ptr, packed_positions_ptr, query_starts_ptr,
+    num_nodes, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(0)
+    sequences, nodes = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_N)
+    before = tl.load(counts_ptr + sequences, mask=sequences < seq, other=0)
+    first = tl.sum(before)
+    count = tl.load(counts_ptr + seq)
+    at = seq.to(tl.int64) * num_nodes + nodes
+    place = first + nodes
+    kept = nodes < count
+    tl.store(nodes_ptr + place, at, mask=kept)
+    tl.store(packed_tokens_ptr + place, tl.load(tokens_ptr + at, mask=kept, other=0), mask=kept)
+    tl.store(packed_slots_ptr + place, tl.load(slots_ptr + at, mask=kept, other=0), mask=kept)
+    tl.store(packed_positions_ptr + place, tl.load(positions_ptr + at, mask=kept, other=0), mask=kept)
+    tl.store(index_ptr + at, first + tl.minimum(nodes, count - 1), mask=nodes < num_nodes)
+    tl.store(query_starts_ptr + seq, first.to(tl.int32))
+    tl.store(query_starts_ptr + seq + 1, (first + count).to(tl.int32), mask=seq == tl.num_programs(0) - 1)
+
+
+def pack_nodes(
+    counts_B: Tensor, tokens_BN: Tensor, slots_T: Tensor, positions_T: Tensor, num_verified: int
+) -> PackedNodes:
+    """See `kernels/torch/steps.py`."""
+    (batch, num_nodes), device = tokens_BN.shape, tokens_BN.device
+    index = torch.empty((batch, num_nodes), dtype=torch.int64, device=device)
+    nodes, tokens, slots, positions = torch.empty((4, num_verified), dtype=torch.int64, device=device)
+    query_starts = torch.empty(batch + 1, dtype=torch.int32, device=device)
+    launch(
+        _pack_nodes, (batch,),
+        counts_B, tokens_BN.contiguous(), slots_T, positions_T, nodes, index, tokens, slots, positions, query_starts,
+        num_nodes, BLOCK_N=triton.next_power_of_2(num_nodes), BLOCK_B=triton.next_power_of_2(batch),
+    )  # fmt: skip
+    return PackedNodes(nodes, index, tokens, slots, positions, query_starts)
+
+
+@triton.jit
 def _commit_round(
     ints_ptr, history_ptr, table_ptr, req_idx_ptr, eos_ptr,
     tokens_ptr, choice_ptr, parents_ptr, depths_ptr, num_nodes_ptr, given_path_ptr, given_num_path_ptr, given_next_ptr,
-    num_broken_ptr, margin_ptr,
+    num_broken_ptr, num_likely_ptr, margin_ptr,
     path_ptr, num_path_ptr, new_tokens_ptr, output_ptr, accept_index_ptr, source_ptr, target_ptr,
     num_fields, max_length, stride_table, num_pages, num_eos, num_nodes, max_path,
     LENGTH: tl.constexpr, ROOT: tl.constexpr, LIMIT: tl.constexpr, DONE: tl.constexpr, IGNORE_EOS: tl.constexpr,
     STOP: tl.constexpr, NUM_STOPS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     HAS_PARENTS: tl.constexpr, HAS_DEPTHS: tl.constexpr, HAS_COUNTS: tl.constexpr,
     HAS_PATH: tl.constexpr, HAS_NUM_PATH: tl.constexpr, HAS_NEXT: tl.constexpr, HAS_BROKEN: tl.constexpr,
-    HAS_MARGIN: tl.constexpr,
+    HAS_LIKELY: tl.constexpr, HAS_MARGIN: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
     req_idx = tl.load(req_idx_ptr + seq)
@@ -193,6 +275,10 @@ def _commit_round(
     if HAS_BROKEN:
         broken = tl.load(num_broken_ptr + seq).to(tl.int32)
     tl.store(output + _NUM_BROKEN, broken)
+    likely = tl.full((), 0, tl.int32)
+    if HAS_LIKELY:
+        likely = tl.load(num_likely_ptr + seq).to(tl.int32)
+    tl.store(output + _NUM_LIKELY, likely)
     tl.store(output + _TOKENS + offset, sampled.to(tl.int32), mask=written)
     margin = tl.full((BLOCK,), float("inf"), tl.float32)
     if HAS_MARGIN:
@@ -225,6 +311,7 @@ def commit_round(
     num_path_B: Tensor | None = None,
     next_token_B: Tensor | None = None,
     num_broken_B: Tensor | None = None,
+    num_likely_B: Tensor | None = None,
     margin_BN: Tensor | None = None,
 ) -> Committed:
     """See `kernels/torch/steps.py`."""
@@ -244,7 +331,8 @@ def commit_round(
         _commit_round, (batch,),
         ints_SF, tokens_SL, page_table_SP, req_idx_B, eos_K,
         tokens_BN.contiguous(), given(choice_BN), given(parents_BN), given(depths_BN), given(num_nodes_B),
-        given(path_BN), given(num_path_B), given(next_token_B), given(num_broken_B), given(margin_BN),
+        given(path_BN), given(num_path_B), given(next_token_B), given(num_broken_B), given(num_likely_B),
+        given(margin_BN),
         path, count, tokens, output, accept_index, source, target,
         ints_SF.shape[1], tokens_SL.shape[1], page_table_SP.stride(0), page_table_SP.shape[1], eos_K.shape[0],
         num_nodes, max_path,
@@ -254,6 +342,6 @@ def commit_round(
         HAS_PARENTS=parents_BN is not None, HAS_DEPTHS=depths_BN is not None,
         HAS_COUNTS=num_nodes_B is not None, HAS_PATH=path_BN is not None, HAS_NUM_PATH=num_path_B is not None,
         HAS_NEXT=next_token_B is not None, HAS_BROKEN=num_broken_B is not None,
-        HAS_MARGIN=margin_BN is not None, num_warps=1,
+        HAS_LIKELY=num_likely_B is not None, HAS_MARGIN=margin_BN is not None, num_warps=1,
     )  # fmt: skip
     return Committed(path, count, tokens, output, accept_index.view(-1), source.view(-1), target.view(-1))

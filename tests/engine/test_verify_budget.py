@@ -1,0 +1,233 @@
+"""Chains that share a budget of nodes: the text is that of plain decoding, and samples have the right distribution."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from specbatch.cache.prefix_groups import GroupLimits
+from specbatch.cache.request_table import BatchView, RequestTable
+from specbatch.draft.chain import ChainDraft
+from specbatch.draft.method import DraftTrees
+from specbatch.draft.shape import DraftShape
+from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
+from specbatch.types import Completion, Request, RngKey, SamplingParams
+from tests.coins import target_sequences
+from tests.draft.test_sampling_chi_square import ALPHA, p_value
+from tests.tiny_models import (
+    num_target_layers,
+    random_prompts,
+    run,
+    tiny_device_engine,
+    tiny_engine,
+    tiny_oracle,
+)
+
+CHAIN = DraftShape(4, 1, 5)
+METHODS = ["ngram", "draft_model", "eagle", "eagle3"]
+KINDS = {"cpu": tiny_engine, "device": tiny_device_engine}
+GREEDY = SamplingParams(max_tokens=16)
+SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_k=30, seed=5)
+SCHEDULING = {"batch": {"max_batch_size": 8}, "preemption": {"max_batch_size": 4, "num_pages": 24}}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    repeated = [[5, 6, 7, 8, 9] * 4, [3] * 12, [4, 3] * 6]  # something for n-grams to find
+    return random_prompts(5, shared=9, longest=12) + repeated
+
+
+def texts(completions: list[Completion]) -> list[tuple[list[int], str]]:
+    return [(c.token_ids, str(c.finish_reason)) for c in completions]
+
+
+def plain(method: str, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+    return run(tiny_engine("none", num_pages=256, num_layers=num_target_layers(method)), prompts, params)
+
+
+@pytest.mark.parametrize("scheduling", SCHEDULING)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_text_is_that_of_plain_decoding(
+    method: str, kind: str, scheduling: str, prompts: list[list[int]]
+) -> None:
+    settings: dict[str, Any] = {"num_pages": 256, **SCHEDULING[scheduling]}
+    engine = KINDS[kind](method, CHAIN, budget=VerifyBudget(2.5), **settings)
+    completions = run(engine, prompts, GREEDY)
+    assert texts(completions) == texts(plain(method, prompts, GREEDY))
+    counts = [c.speculation for c in completions]
+    assert sum(c.accepted for c in counts) > 2, "hardly a draft was right: this proves little"
+    assert sum(c.drafted for c in counts) <= 1.5 * sum(c.rounds for c in counts) + 4 * len(prompts)
+    if scheduling == "preemption":
+        assert engine.stats.preemptions > 0
+    else:
+        assert engine.stats.cached_prompt_tokens > 0
+    whole = run(KINDS[kind](method, CHAIN, **settings), prompts, GREEDY)
+    assert sum(c.speculation.drafted for c in whole) > sum(c.drafted for c in counts)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "gemma2", "gpt-oss", "qwen3-moe"])
+def test_other_families(family: str, prompts: list[list[int]]) -> None:
+    """States of a hybrid, sliding windows, sinks and experts, where nodes are packed."""
+    settings: dict[str, Any] = {"family": family, "num_layers": 2 if family == "qwen3-moe" else 4, "num_pages": 256}
+    expected = run(tiny_engine("none", **settings), prompts, GREEDY)
+    engine = tiny_device_engine("ngram", CHAIN, budget=VerifyBudget(1.5), max_batch_size=8, **settings)
+    found = run(engine, prompts, GREEDY)
+    assert texts(found) == texts(expected)
+    assert sum(c.speculation.accepted for c in found) > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_prefixes_that_are_read_once(method: str) -> None:
+    """Attention of groups, of which each request has another number of nodes."""
+    prompts = random_prompts(8, shared=80, longest=12)
+    settings: dict[str, Any] = {"num_pages": 600, "prefill_chunk_tokens": 200, "max_batch_size": 8}
+    groups = {"cascade": GroupLimits(2, 64)}
+    engine = tiny_device_engine(method, CHAIN, budget=VerifyBudget(1.5), **settings, **groups)
+    found = run(engine, prompts, GREEDY)
+    assert texts(found) == texts(run(tiny_engine("none", **settings), prompts, GREEDY))
+    assert engine.executor.groups
+    assert sum(c.speculation.accepted for c in found) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampled_ngrams_give_the_text_of_plain_decoding(kind: str, prompts: list[list[int]]) -> None:
+    engine = KINDS[kind]("ngram", CHAIN, budget=VerifyBudget(1.5), num_pages=256, max_batch_size=8)
+    completions = run(engine, prompts, SAMPLED)
+    assert texts(completions) == texts(plain("ngram", prompts, SAMPLED))
+    assert sum(c.speculation.accepted for c in completions) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["ngram", "eagle"])
+def test_log_probabilities(method: str, kind: str, prompts: list[list[int]]) -> None:
+    params = SamplingParams(max_tokens=16, logprobs=2)
+    found = run(KINDS[kind](method, CHAIN, budget=VerifyBudget(2), num_pages=256, max_batch_size=8), prompts, params)
+    expected = plain(method, prompts, params)
+    assert texts(found) == texts(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        for ours, theirs in zip(one.logprobs, other.logprobs, strict=True):
+            assert ours.token_id == theirs.token_id
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rules_for_tokens(kind: str, prompts: list[list[int]]) -> None:
+    """Such rounds verify all nodes."""
+    params = SamplingParams(max_tokens=16, frequency_penalty=0.5, min_tokens=8)
+    engine = KINDS[kind]("eagle", CHAIN, budget=VerifyBudget(1.5), num_pages=256, max_batch_size=8)
+    assert texts(run(engine, prompts, params)) == texts(plain("eagle", prompts, params))
+
+
+VOCAB, ROWS = 5, 500
+PARAMS = SamplingParams(max_tokens=3, temperature=1.3, top_p=0.97, seed=11)
+TINY: dict[str, Any] = {"vocab": VOCAB, "hidden": 16, "num_pages": 600, "scale": 0.5, "max_batch_size": 100}
+
+
+def sampled_p_value(kind: str, method: str, nodes: float) -> float:
+    """Of whole outputs of many requests with the same prompt, whose chains share a budget."""
+    engine = KINDS[kind](method, DraftShape(2, 1, 3), budget=VerifyBudget(nodes), prefill_chunk_tokens=500, **TINY)
+    prompt = [1, 2, 3, 4, 1, 2, 3, 4]
+    for row in range(ROWS):
+        engine.submit(Request(row, prompt, PARAMS, RngKey(11, row, 0)))
+    counts: Counter[tuple[int, ...]] = Counter()
+    while engine.num_running or engine.num_waiting:
+        counts.update(tuple(c.token_ids) for c in engine.step())
+    counts.update(tuple(c.token_ids) for c in engine.drain())
+    assert counts.total() == ROWS
+    oracle = tiny_oracle(method, DraftShape(2, 1, 3), **TINY)
+    return p_value(counts, target_sequences(oracle._target, prompt, PARAMS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("method", "nodes"), [("draft_model", 1.6), ("eagle", 2.2), ("eagle", 1.3)])
+def test_drawn_chains_have_the_distribution_of_the_target(kind: str, method: str, nodes: float) -> None:
+    assert sampled_p_value(kind, method, nodes) > ALPHA
+
+
+def test_a_rule_that_reads_the_draft_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores by the drawn token's own probability leave unlikely drafts out: the others come too often."""
+
+    real = ChainDraft.draft
+
+    def draft(self: ChainDraft, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
+        trees = real(self, view, table, sampled)
+        assert trees.probs_BDW is not None
+        drawn = trees.probs_BDW.gather(2, trees.tokens_BN[:, 1:, None])[:, :, 0].log().cumsum(1).float()
+        scores = torch.cat((torch.zeros_like(drawn[:, :1]), drawn), dim=1)
+        return DraftTrees(trees.tokens_BN, probs_BDW=trees.probs_BDW, scores_BN=scores)
+
+    monkeypatch.setattr(ChainDraft, "draft", draft)
+    assert sampled_p_value("cpu", "draft_model", 1.6) < ALPHA
+
+
+def outputs(likely: list[int], *, drafted: int = 3, new: int = 2) -> np.ndarray:
+    """Make the output of a round of these requests."""
+    return np.array([[new, drafted, drafted, 0, one, 0, 0] for one in likely], dtype=np.int32)
+
+
+def test_a_budget_follows_the_likely_nodes() -> None:
+    budget = VerifyBudget(None)
+    assert budget.num_verified(64, 6) is None, "nothing is known yet"
+    budget.record(outputs([0] * 8))
+    assert budget.num_verified(64, 6) is None
+    due = [budget.record(outputs([1, 1, 1, 4])) for _ in range(100)]
+    assert sum(due) == 3
+    assert budget.num_verified(64, 6) == 112  # 1.75 for each request
+    for _ in range(4000):
+        budget.record(outputs([6, 6, 5, 6]))
+    assert budget.num_verified(64, 6) is None
+    assert VerifyBudget(2.0).num_verified(3, 6) == 6
+    assert VerifyBudget(2.0).num_verified(3, 2) is None
+
+
+def test_drafts_are_worth_more_where_tokens_cost_nothing() -> None:
+    """Rounds take 4 ms up to 128 nodes, and then 0.02 ms for each node more."""
+    sizes = [1, 8, 32, 64, 128, 256]
+    times = RoundTimes.of([(size, 6, 4.0 + 0.02 * max(0, 6 * size - 128)) for size in sizes], 0.001)
+    budget = VerifyBudget(None, times)
+    for _ in range(200):
+        budget.record(outputs([2] * 64, drafted=1, new=2))  # 2 nodes, and 2 tokens
+    found = np.exp(budget.thresholds(257, 0.0))
+    assert found[0] == found[1] == found[8] == 0
+    assert 0 < found[64] < found[128] < found[256]
+    assert found[256] == pytest.approx(0.02 * 2 * 256 / (4.0 + 0.02 * (2 * 256 - 128)), rel=1e-5)
+    longer = np.exp(budget.thresholds(257, 100.0))
+    assert longer[256] == pytest.approx(0.02 * 2 * 256 / (4.0 + 0.02 * (2 * 256 - 128) + 25.6), rel=1e-5)
+
+
+def test_rounds_report_likely_nodes(prompts: list[list[int]]) -> None:
+    """Those of at least the threshold, cut or not; the round's graphs read it from a buffer."""
+    budget = VerifyBudget(None)
+    engine = tiny_device_engine("draft_model", CHAIN, budget=budget, num_pages=256, max_batch_size=8)
+    thresholds_S = engine.executor.rounds.items[0].thresholds_S
+    assert thresholds_S is not None
+    engine.executor.budget = budget
+    budget.times = RoundTimes([1, 100], [1.0, 2.0], 0.0)
+    expected = texts(plain("draft_model", prompts, GREEDY))
+    for threshold, low, high in ((0.0, 1.0, 1.0), (-math.inf, 5.0, 5.0), (math.log(0.1), 1.1, 4.5)):
+        thresholds_S.fill_(threshold)
+        budget._likely = budget._count = 0
+        assert texts(run(engine, prompts, GREEDY)) == expected
+        assert low <= budget._likely <= high
+
+
+def test_thresholds_follow_the_rounds(prompts: list[list[int]]) -> None:
+    """After some rounds they are computed anew, from what the rounds reported. Texts stay as they are."""
+    budget = VerifyBudget(None)
+    engine = tiny_device_engine("draft_model", CHAIN, budget=budget, num_pages=256, max_batch_size=8)
+    thresholds_S = engine.executor.rounds.items[0].thresholds_S
+    assert thresholds_S is not None
+    assert not thresholds_S.any()
+    engine.executor.budget, budget.times = budget, RoundTimes([1, 100], [1.0, 30.0], 0.0)
+    params = SamplingParams(max_tokens=48)
+    assert texts(run(engine, prompts, params)) == texts(plain("draft_model", prompts, params))
+    assert (thresholds_S[1:] < 0).all()
+    assert thresholds_S[8] > thresholds_S[1]

@@ -1,0 +1,77 @@
+"""`speculation.verify_budget` in jobs, and where it is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from specbatch.config_load import load_config
+from specbatch.errors import ConfigError
+from specbatch.setup.build import build_engine
+from specbatch.setup.resolve import resolve
+from tests.setup.test_suffix import TINY, answers, generate
+
+HEAD = ["speculation.method=eagle3", "speculation.draft=random:eagle3"]
+
+
+@pytest.mark.parametrize("method", [["speculation.method=ngram"], HEAD], ids=["ngram", "eagle3"])
+def test_jobs_have_the_answers_of_plain_decoding(tmp_path: Path, method: list[str]) -> None:
+    """Rows with grammars, stop strings and several completions; greedy ones with the head."""
+    greedy = [] if method != HEAD else ["sampling.temperature=0"]
+    rows = [{"prompt": f"question {i % 3}: abcabc", "logprobs": 1} for i in range(6)]
+    rows += [{"prompt": "stop", "stop": ["a", "e"]}, {"prompt": "bias", "frequency_penalty": 0.5}]
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    rows += [{"prompt": "j", "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}] * 2
+    rows += [] if greedy else [{"prompt": "three", "n": 3, "temperature": 0.8}]
+    for name, options in {
+        "plain": ["speculation.method=none"],
+        "whole": method,
+        "budget": [*method, "speculation.verify_budget=1.5"],
+    }.items():
+        result = generate(tmp_path, f"{name}.jsonl", *options, *greedy, rows=rows)
+        assert result.exit_code == 0, result.output
+    plain, whole, budget = (tmp_path / f"{name}.jsonl" for name in ("plain", "whole", "budget"))
+    assert answers(budget) == answers(plain)
+    drafted = [
+        sum(json.loads(line)["speculation"]["drafted"] for line in path.read_text().splitlines()[:6])
+        for path in (whole, budget)
+    ]
+    assert 0 < drafted[1] < drafted[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["speculation.method=none", "speculation.verify_budget=2"], "speculation.method is none"),
+        ([*HEAD, "speculation.topk=2", "speculation.verify_budget=auto"], "is a tree"),
+        (["engine.deterministic=true", "speculation.verify_budget=2"], "engine.deterministic is on"),
+        (["speculation.verify_budget=0.5"], "must be auto, a number >= 1 or null"),
+        (["speculation.verify_budget=many"], "must be auto, a number >= 1 or null"),
+    ],
+)
+def test_what_is_refused(options: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        resolve(load_config(None, [*TINY, *options]))
+
+
+def test_auto_verifies_all_nodes_on_a_cpu() -> None:
+    run = resolve(load_config(None, [*TINY, "speculation.method=ngram", "speculation.verify_budget=auto"]))
+    assert run.verify_budget is None
+    assert any("speculation.verify_budget: auto, all nodes" in note for note in run.notes)
+
+
+def test_sampled_rows_of_a_head_have_a_note() -> None:
+    run = resolve(load_config(None, [*TINY, *HEAD, "speculation.verify_budget=2"]))
+    assert any("their texts depend on the requests that run at the same time" in note for note in run.notes)
+    assert run.config.speculation.verify_budget == 2.0
+    build_engine(run)
+
+
+def test_it_is_an_error_on_a_gpu_because_none_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbatch.setup.resolve.resolve_device", lambda name, notes: torch.device("cuda"))
+    options = ["model.target=builtin:smollm2-135m-instruct", "speculation.verify_budget=2"]
+    with pytest.raises(ConfigError, match="verify_budget has not been run on a GPU yet"):
+        resolve(load_config(None, options))
