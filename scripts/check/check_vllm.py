@@ -63,7 +63,7 @@ def main() -> None:
 
 def prepare(args: argparse.Namespace) -> dict[str, Any]:
     """Return the prompts as our engine encodes them, by the file that they come from."""
-    from drafttrain.prompts import read_lines
+    from specbatch.train.prompts import read_lines
 
     from specbatch.config_load import load_config
     from specbatch.rows.row import Row

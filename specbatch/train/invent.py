@@ -13,8 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.answers import run_rows
-from drafttrain.prompts import Messages, read_lines, write_job
+from specbatch.train.answers import run_rows
+from specbatch.train.prompts import Messages, read_lines, write_job
 from specbatch.errors import ConfigError, RowError
 from specbatch.rows.tokenizer import TextProcessor
 

@@ -26,16 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from drafttrain.answers import INTERRUPTED, run_rows
-from drafttrain.evaluate import evaluate, held_out_rows, parse_ways, table
-from drafttrain.examples import Example, draft_vocabulary, make_examples, padded_length, split
-from drafttrain.export import export
-from drafttrain.head import DraftHead, head_config, initialise
-from drafttrain.invent import invent
-from drafttrain.plot import plot
-from drafttrain.prompts import PromptFile, distinct, read_lines, read_prompts, rows_of, write_job
-from drafttrain.target import FrozenTarget
-from drafttrain.trainer import Trainer, TrainSettings, described
+from specbatch.train.answers import INTERRUPTED, run_rows
+from specbatch.train.evaluate import evaluate, held_out_rows, parse_ways, table
+from specbatch.train.examples import Example, draft_vocabulary, make_examples, padded_length, split
+from specbatch.train.eagle.export import export
+from specbatch.train.eagle.head import DraftHead, head_config, initialise
+from specbatch.train.invent import invent
+from specbatch.train.plot import plot
+from specbatch.train.prompts import PromptFile, distinct, read_lines, read_prompts, rows_of, write_job
+from specbatch.train.target import FrozenTarget
+from specbatch.train.trainer import Trainer, TrainSettings, described
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, InputError, SpecbatchError

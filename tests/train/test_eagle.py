@@ -93,7 +93,7 @@ def target_checkpoint() -> Checkpoint:
 
 def random_head(seed: int = 1) -> Any:
     """A head in float64 whose every weight is random, so that nothing is hidden by a zero or a one."""
-    from drafttrain.head import DraftHead, head_config
+    from specbatch.train.eagle.head import DraftHead, head_config
 
     head = DraftHead(head_config(tiny_config(LAYERS), WIDTH).decoder, WIDTH).double()
     generator = torch.Generator().manual_seed(seed)
@@ -105,8 +105,8 @@ def random_head(seed: int = 1) -> Any:
 
 def inference_head(head: Any, target: Checkpoint, folder: Path, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
     """The same head as the engine has it, through the checkpoint, and the target's decoder."""
-    from drafttrain.export import export
-    from drafttrain.head import head_config
+    from specbatch.train.eagle.export import export
+    from specbatch.train.eagle.head import head_config
 
     config = head_config(target.config, WIDTH)
     export(folder, config, head.state_dict(), DRAFT_IDS, target.config, torch.float32)
@@ -124,9 +124,9 @@ def inference_head(head: Any, target: Checkpoint, folder: Path, dtype: torch.dty
 def test_unrolled_training_is_what_drafting_does(num_steps: int, tmp_path: Path) -> None:
     """Every chain of two sequences of a padded batch, every step: the training's logits are those that the engine's
     head gives, drafting step by step behind the same prefix with the same tokens."""
-    from drafttrain.head import rotary_tables
-    from drafttrain.target import FrozenTarget
-    from drafttrain.unroll import unroll
+    from specbatch.train.eagle.head import rotary_tables
+    from specbatch.train.target import FrozenTarget
+    from specbatch.train.eagle.unroll import unroll
 
     target, head = target_checkpoint(), random_head()
     sequences = [p[:19] for p in random_prompts(2, shared=4, longest=40, seed=3)]
@@ -170,7 +170,7 @@ def test_unrolled_training_is_what_drafting_does(num_steps: int, tmp_path: Path)
 
 def test_attention_of_later_steps_has_gradients_for_all_keys() -> None:
     """Against the equation written out: a softmax over the causal part and the diagonals."""
-    from drafttrain.unroll import attend
+    from specbatch.train.eagle.unroll import attend
 
     generator = torch.Generator().manual_seed(0)
 
@@ -198,7 +198,7 @@ def test_attention_of_later_steps_has_gradients_for_all_keys() -> None:
 
 def test_loss_is_masked_soft_cross_entropy_with_and_without_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     from drafttrain import unroll
-    from drafttrain.target import TargetRows
+    from specbatch.train.target import TargetRows
 
     head = random_head()
     hidden = [torch.randn(1, 6, 32, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -228,7 +228,7 @@ def test_loss_is_masked_soft_cross_entropy_with_and_without_recomputation(monkey
 
 def test_collated_rows_teach_the_right_tokens() -> None:
     """Chain t at step j learns what the target says at position t + 1 + j; root and prediction are in the answer."""
-    from drafttrain.examples import Example, collate
+    from specbatch.train.examples import Example, collate
 
     examples = [Example(list(range(100, 110)), 4, 0, True), Example(list(range(200, 207)), 5, 1, True)]
     batch = collate(examples, 4)
@@ -246,7 +246,7 @@ def test_collated_rows_teach_the_right_tokens() -> None:
 
 
 def test_batches_cover_every_example_once_within_their_size() -> None:
-    from drafttrain.examples import batches, padded_length
+    from specbatch.train.examples import batches, padded_length
 
     lengths = [(37 * i) % 500 + 1 for i in range(300)] + [2000]
     plan = batches(lengths, 1024, seed=0, epoch=1)
@@ -259,8 +259,8 @@ def test_batches_cover_every_example_once_within_their_size() -> None:
 
 
 def test_draft_vocabulary_is_the_most_frequent_tokens() -> None:
-    from drafttrain.examples import Example, draft_vocabulary
-    from drafttrain.export import vocabulary_maps
+    from specbatch.train.examples import Example, draft_vocabulary
+    from specbatch.train.eagle.export import vocabulary_maps
 
     examples = [
         Example([7, 7, 7, 7, 3, 9, 9, 5], 4, 0, True),  # the prompt's 7s do not count
@@ -278,8 +278,8 @@ def test_draft_vocabulary_is_the_most_frequent_tokens() -> None:
 
 
 def test_rounds_are_counted_as_the_engine_does() -> None:
-    from drafttrain.acceptance import count_rounds
-    from drafttrain.examples import Example
+    from specbatch.train.acceptance import count_rounds
+    from specbatch.train.examples import Example
 
     example = Example(list(range(10)), 4, 0, True)  # first answer token 4, then 5 .. 9 from rounds
     hits = torch.zeros(10, 2, dtype=torch.bool)
@@ -317,14 +317,14 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
 
 @pytest.mark.parametrize("kind", ROWS)
 def test_prompts_of_every_kind(kind: str) -> None:
-    from drafttrain.prompts import messages_of
+    from specbatch.train.prompts import messages_of
 
     row, messages = ROWS[kind]
     assert messages_of(row) == messages
 
 
 def test_prompt_files(tmp_path: Path) -> None:
-    from drafttrain.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
+    from specbatch.train.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
 
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in ("a", "b\u2028", "a", "c")]
     path = tmp_path / "p.jsonl"
@@ -357,8 +357,8 @@ def test_prompt_files(tmp_path: Path) -> None:
 
 
 def test_files_to_evaluate_on_have_names_of_their_own(tmp_path: Path) -> None:
-    from drafttrain.evaluate import held_out_rows
-    from drafttrain.prompts import PromptFile
+    from specbatch.train.evaluate import held_out_rows
+    from specbatch.train.prompts import PromptFile
 
     files = []
     for name in ("a/test.jsonl", "b/test.jsonl", "other.jsonl", "empty.jsonl"):
@@ -377,7 +377,7 @@ def test_files_to_evaluate_on_have_names_of_their_own(tmp_path: Path) -> None:
 
 def test_ways_to_draft_do_not_mix_with_the_configuration(tmp_path: Path) -> None:
     """A configuration that tune wrote has a schedule; another may have a tree, which lookups cannot draft."""
-    from drafttrain.evaluate import parse_ways
+    from specbatch.train.evaluate import parse_ways
 
     shape = DraftShape(2, 2, 5)
     wanted = [("none", None, None), ("ngram", None, DraftShape(5, 1, 6)), ("eagle3", str(tmp_path), shape)]
@@ -412,7 +412,7 @@ CONTENT = "{{ messages[-1].content }}"
 )
 def test_where_made_up_words_begin_and_end(template: str, before: str, stop: str | None, stop_ids: list[int]) -> None:
     """Decoded text does not show special tokens: they have to end it as tokens."""
-    from drafttrain.invent import ends, opening
+    from specbatch.train.invent import ends, opening
 
     tokenizer = byte_tokenizer(260, [256, 257])
     texts = TextProcessor(tokenizer, DataSection(chat_template=template))
@@ -422,7 +422,7 @@ def test_where_made_up_words_begin_and_end(template: str, before: str, stop: str
 
 
 def test_scraps_and_repetitions_are_no_prompts() -> None:
-    from drafttrain.invent import sensible
+    from specbatch.train.invent import sensible
 
     found = [" Say it in full.\n", "Say it.", "Say it in full.", "And what is <|end-256|> for?", "And what is that?"]
     kept = sensible(found, byte_tokenizer(260, [256, 257]))
@@ -432,7 +432,7 @@ def test_scraps_and_repetitions_are_no_prompts() -> None:
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_text_begins_once(adds: bool) -> None:
     """The template writes the token that begins a text, and the tokenizer may write it in front of text prompts too."""
-    from drafttrain.invent import opening
+    from specbatch.train.invent import opening
 
     tokenizer = byte_tokenizer(260, [256, 257])
     tokenizer.bos_token = "<|end-257|>"
@@ -498,7 +498,7 @@ def test_prompts_that_the_target_makes_up(
 
 
 def test_examples_are_split_by_prompt_and_end_with_the_end_token() -> None:
-    from drafttrain.examples import make_examples, split
+    from specbatch.train.examples import make_examples, split
 
     from specbatch.config import DataSection
 
@@ -532,7 +532,7 @@ def test_examples_are_split_by_prompt_and_end_with_the_end_token() -> None:
 
 def test_the_norms_of_a_head_begin_as_those_of_a_gemma() -> None:
     """They multiply by 1 + weight there, and the norm before the MLP has another name."""
-    from drafttrain.head import DraftHead, head_config, initialise
+    from specbatch.train.eagle.head import DraftHead, head_config, initialise
 
     config = target_config("gemma2", LAYERS, 32, VOCAB)
     target = Checkpoint(None, config, Source(expected_tensors(config)), "tiny")
@@ -549,9 +549,9 @@ def test_the_norms_of_a_head_begin_as_those_of_a_gemma() -> None:
 
 def trainer(folder: Path, examples: list[Any], say: Callable[[str], None], max_steps: int) -> Any:
     """A training of the tiny target in float64, which saves after every step."""
-    from drafttrain.head import DraftHead, head_config, initialise
-    from drafttrain.target import FrozenTarget
-    from drafttrain.trainer import Trainer, TrainSettings
+    from specbatch.train.eagle.head import DraftHead, head_config, initialise
+    from specbatch.train.target import FrozenTarget
+    from specbatch.train.trainer import Trainer, TrainSettings
 
     target = target_checkpoint()
     head = DraftHead(head_config(target.config, WIDTH).decoder, WIDTH).double()
@@ -584,7 +584,7 @@ def tiny_run(
 def test_training_pays_in_the_engine_as_validation_says(tmp_path: Path) -> None:
     """Overfitted to the target's own answers: the loss falls, the engine takes exactly as many rounds as validation
     simulates, and the text is plain decoding's."""
-    from drafttrain.examples import Example
+    from specbatch.train.examples import Example
 
     target = target_checkpoint()
     decoder = build_decoder(target.config, target.tensors, 300, torch.float64, CPU)
@@ -614,7 +614,7 @@ def test_training_pays_in_the_engine_as_validation_says(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> None:
-    from drafttrain.examples import Example
+    from specbatch.train.examples import Example
 
     examples = [Example(p[:40], 2, i, True) for i, p in enumerate(random_prompts(12, shared=8, longest=30))]
     whole = trainer(tmp_path / "a", examples, lambda line: None, 20)
@@ -648,8 +648,8 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> N
 
 
 def test_checkpoints_have_the_public_names(tmp_path: Path) -> None:
-    from drafttrain.export import export
-    from drafttrain.head import head_config
+    from specbatch.train.eagle.export import export
+    from specbatch.train.eagle.head import head_config
 
     target = target_checkpoint().config
     export(tmp_path, head_config(target, WIDTH), random_head().state_dict(), DRAFT_IDS, target)
@@ -794,7 +794,7 @@ def test_mistakes_are_found_before_any_work(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from drafttrain.plot import plot
+    from specbatch.train.plot import plot
 
     said: list[str] = []
     records = [
@@ -813,10 +813,10 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bfloat16_products_give_nearly_the_same_loss_and_gradients() -> None:
     """As on CUDA: the target in bfloat16, the head's parameters in float32 under autocast."""
-    from drafttrain.examples import Example, collate
-    from drafttrain.head import rotary_tables
-    from drafttrain.target import FrozenTarget
-    from drafttrain.unroll import losses, unroll
+    from specbatch.train.examples import Example, collate
+    from specbatch.train.eagle.head import rotary_tables
+    from specbatch.train.target import FrozenTarget
+    from specbatch.train.eagle.unroll import losses, unroll
 
     batch = collate([Example(p[:40], 2, i, True) for i, p in enumerate(random_prompts(6, shared=8, longest=30))], 3)
     found = []
@@ -840,10 +840,10 @@ def test_bfloat16_products_give_nearly_the_same_loss_and_gradients() -> None:
 @pytest.mark.gpu
 def test_training_on_cuda_goes_as_on_cpu(tmp_path: Path) -> None:
     """The target over Triton's kernels in bfloat16, autocast, the fused optimiser: losses near float32's on CPU."""
-    from drafttrain.examples import Example
-    from drafttrain.head import DraftHead, head_config, initialise
-    from drafttrain.target import FrozenTarget
-    from drafttrain.trainer import Trainer, TrainSettings
+    from specbatch.train.examples import Example
+    from specbatch.train.eagle.head import DraftHead, head_config, initialise
+    from specbatch.train.target import FrozenTarget
+    from specbatch.train.trainer import Trainer, TrainSettings
 
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")

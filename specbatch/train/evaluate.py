@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.answers import run_rows
-from drafttrain.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
+from specbatch.train.answers import run_rows
+from specbatch.train.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, InputError
 from specbatch.results.stats import RowTotals
