@@ -1,98 +1,55 @@
-"""Trains an EAGLE-3 draft head for a target, from nothing but prompts: see docs/draft-heads.md.
-
-    python scripts/train_draft/train_draft.py TARGET --data FILE[:ROWS] ... [--invent N] -o DIR [--eval FILE[:ROWS] ...]
-
-Three stages, each of which skips what is done, so the same command goes on after an interruption:
+"""`specbatch train-draft`: three stages, each of which skips what is done.
 
 1. answers: the target answers the prompts with this project's engine, greedily and sampled
    (DIR/training/answers.jsonl);
-2. training: the head learns to say what the target says on these texts (DIR/config.json, DIR/model.safetensors,
+2. training: the drafter learns to say what the target says on these texts (DIR/config.json, DIR/model.safetensors,
    DIR/training.png);
-3. evaluation: acceptance lengths on rows that were held out, with --eval (DIR/acceptance.json).
-
-DIR is then a speculation.draft for `specbatch generate`, and a draft model for SGLang and vLLM.
-
-The data is the user's business: what a head has been trained on must not be what it is measured on. Test sets (GSM8K
-test, HumanEval, MT-bench) belong to --eval alone.
+3. evaluation: acceptance lengths on rows that were held out (DIR/acceptance.json).
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from specbatch.train.answers import INTERRUPTED, run_rows
-from specbatch.train.evaluate import evaluate, held_out_rows, parse_ways, table
-from specbatch.train.examples import Example, draft_vocabulary, make_examples, padded_length, split
-from specbatch.train.eagle.export import export
-from specbatch.train.eagle.head import DraftHead, head_config, initialise
-from specbatch.train.invent import invent
-from specbatch.train.plot import plot
-from specbatch.train.prompts import PromptFile, distinct, read_lines, read_prompts, rows_of, write_job
-from specbatch.train.target import FrozenTarget
-from specbatch.train.trainer import Trainer, TrainSettings, described
 
-from specbatch.config_load import load_config
-from specbatch.errors import ConfigError, InputError, SpecbatchError
+from specbatch.errors import ConfigError, InputError
 from specbatch.files.local import disk_errors
 from specbatch.files.template_files import with_template_texts
-from specbatch.models.eagle_config import eagle_config, expected_eagle_tensors
+from specbatch.models.blocks.config import BlockConfig
+from specbatch.models.eagle_config import EagleConfig, eagle_config, expected_eagle_tensors
 from specbatch.rows.tokenizer import TextProcessor
-from specbatch.setup.resolve import ResolvedRun, resolve
+from specbatch.setup.resolve import ResolvedRun
 from specbatch.setup.sampling import has_chat_template
+from specbatch.train.answers import Pipeline, run_rows
+from specbatch.train.block import drafter as blocks
+from specbatch.train.block import export as block_export
+from specbatch.train.block.drafter import TrainedBlocks
+from specbatch.train.block.learner import BlockLearner
+from specbatch.train.block.losses import LossSettings
+from specbatch.train.block.sizes import BlockSizes, block_config
+from specbatch.train.checkpoint import save_checkpoint, stored
+from specbatch.train.eagle import export as eagle_export
+from specbatch.train.eagle import head as eagle
+from specbatch.train.eagle.head import DraftHead, head_config
+from specbatch.train.eagle.learner import EagleLearner
+from specbatch.train.evaluate import Way, evaluate, held_out_rows, parse_ways, table
+from specbatch.train.examples import Example, draft_vocabulary, make_examples, padded_length, split
+from specbatch.train.invent import invent
+from specbatch.train.learner import Learner
+from specbatch.train.plot import plot
+from specbatch.train.prompts import PromptFile, distinct, read_lines, read_prompts, rows_of, write_job
+from specbatch.train.start import TrainDraftOptions
+from specbatch.train.target import FrozenTarget, check_target
+from specbatch.train.trainer import Trainer, TrainSettings, described
 
-SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
-STAGES = ("answers", "training", "evaluation")
-PLAIN = ("speculation.method=none",)
-USAGE_ERROR = 2
-
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", help="as model.target: directory, hub id, .gguf file or builtin:NAME")
-    parser.add_argument("--data", nargs="+", default=[], metavar="FILE[:ROWS]", help="JSONL files of prompts")
-    parser.add_argument(
-        "--invent", type=int, default=0, metavar="N", help="N tries of the target at making up a prompt"
-    )
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--eval", nargs="+", default=[], metavar="FILE[:ROWS]", help="JSONL files of held-out prompts")
-    parser.add_argument("-c", "--config", type=Path, help="YAML file, as for specbatch generate")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="an option; may be repeated")
-    parser.add_argument("--stage", action="append", choices=STAGES, help="only this stage; may be repeated")
-    parser.add_argument("--overwrite", action="store_true", help="start the chosen stages again")
-    answers = parser.add_argument_group("answers")
-    answers.add_argument(
-        "--temperatures", default="0,0.8", help="one answer to each prompt at each (default: %(default)s)"
-    )
-    answers.add_argument("--max-tokens", type=int, default=512, help="longest answer (default: %(default)s)")
-    training = parser.add_argument_group("training")
-    training.add_argument("--draft-vocab", type=int, default=32000, help="tokens of the draft (default: %(default)s)")
-    training.add_argument("--unroll", type=int, default=7, help="draft steps that are trained (default: %(default)s)")
-    training.add_argument("--epochs", type=int, default=4)
-    training.add_argument("--max-steps", type=int, help="steps of the optimiser, where fewer than all epochs")
-    training.add_argument("--lr", type=float, help="default: 1e-3 at hidden size 512, less by the root of larger ones")
-    training.add_argument("--warmup", type=float, default=0.05, help="share of all steps (default: %(default)s)")
-    training.add_argument("--batch-tokens", type=int, help="with padding; default: 16384 on CUDA, 1024 on CPU")
-    training.add_argument("--max-length", type=int, default=1024, help="longest sequence (default: %(default)s)")
-    training.add_argument("--validation", type=float, default=0.02, help="share of the prompts (default: %(default)s)")
-    training.add_argument("--seed", type=int, default=0)
-    training.add_argument("--compile", action="store_true", help="torch.compile the unrolled steps")
-    evaluation = parser.add_argument_group("evaluation")
-    evaluation.add_argument(
-        "--shapes",
-        default=SHAPES,
-        help="ways to draft: steps/topk/tokens, DRAFT:steps/topk/tokens, ngram, none (default: %(default)s)",
-    )
-    args = parser.parse_args(arguments)
-    args.stage = args.stage or list(STAGES)
-    if "answers" in args.stage and not args.data and not args.invent:
-        parser.error("prompts are needed: --data FILE, --invent N or both")
-    return args
+_EAGLE_SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
+_PLAIN = ("speculation.method=none", "speculation.draft=null")
+_WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True)
@@ -118,176 +75,244 @@ class Files:
         return self.folder / "acceptance.json"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Return an exit code as specbatch does: 0, 2 for mistakes of the user, 130 after an interruption."""
-    args = parse_arguments(arguments)
-    try:
-        run(args)
-    except SpecbatchError as error:
-        say(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""))
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        say("interrupted: run the same command again to go on")
-        return INTERRUPTED
-    return 0
-
-
-def run(args: argparse.Namespace) -> None:
-    """Run all stages that are asked for. It raises SpecbatchError."""
+def train_draft(options: TrainDraftOptions, pipeline: Pipeline) -> str | None:
+    """Run all stages that are asked for. Return the table of the evaluation; None: nothing was evaluated. Raise
+    SpecbatchError."""
     began = time.perf_counter()
-    files = Files(args.output)
+    options.check()
+    files = Files(options.output)
     with disk_errors(files.training):
         files.training.mkdir(parents=True, exist_ok=True)
-    ways = parse_ways(args.shapes)
-    data, eval_files = ([PromptFile.parse(text) for text in texts] for texts in (args.data, args.eval))
-    sets = [
-        f"model.target={args.target}",
-        "model.generation_config=none",
-        f"sampling.max_tokens={args.max_tokens}",
-        *args.set,
-    ]
-    temperatures = [_number(part) for part in args.temperatures.split(",")]
-    plan = _resolve(args, [*sets, *PLAIN])
+    data, eval_files = ([PromptFile.parse(text) for text in texts] for texts in (options.data, options.held_out))
+    plan = _resolve(pipeline, _PLAIN)
+    described_drafter = _description(options, plan)
+    ways = parse_ways(options.shapes or _default_shapes(described_drafter))
     as_text = not has_chat_template(plan.config.data, plan.tokenizer)
-    evaluates = "evaluation" in args.stage and eval_files
-    _check(args, plan, as_text)
+    if options.invent and as_text:
+        raise ConfigError("--invent needs a chat template, and the target has none", "give files of prompts")
+    check_target(plan.target.config)
+    evaluates = "evaluation" in options.stages and eval_files
     held_out = held_out_rows(eval_files, as_text)
-    for way in ways:
-        if evaluates and way.model is not None:
-            _resolve(args, [*sets, *way.sets(files.folder)])
-    if "answers" in args.stage:
-        prompts = read_prompts(data)
-        if args.invent:
-            texts = TextProcessor(plan.tokenizer, plan.config.data)
-            made_up = invent(
-                args.invent,
-                args.seed,
-                plan.tokenizer,
-                texts,
-                files.training,
-                sets,
-                args.config,
-                overwrite=args.overwrite,
-            )
-            say(f"answers: {len(made_up):,} prompts made up ({_seconds(began)} so far)")
-            prompts = distinct([*prompts, *made_up])
-        if not prompts:
-            raise InputError("there are no prompts to answer", "give more with --data or --invent")
-        rows = rows_of(prompts, temperatures, as_text)
-        write_job(files.prompts, rows, files.answers, overwrite=args.overwrite)
-        # Each row has a temperature, but the engine prepares for sampling by the temperature of the config.
-        how = [*PLAIN, f"sampling.temperature={max(temperatures)}"]
-        how.append("data.separate_reasoning=false")  # the head learns from all tokens
-        report = run_rows(files.prompts, files.answers, [*sets, *how], args.config, overwrite=args.overwrite)
-        tokens = report["tokens"]["completion"]
-        say(f"answers: {report['rows']['ok']:,} with {tokens:,} tokens ({_seconds(began)} so far)")
-    if "training" in args.stage:
-        train(args, plan, files)
-        say(f"training: finished ({_seconds(began)} so far)")
     if evaluates:
-        if args.overwrite:
+        _check_ways(ways, described_drafter, options, pipeline, files)
+    if "answers" in options.stages:
+        _answer(options, data, plan, as_text, pipeline, files, began)
+    if "training" in options.stages:
+        _train(options, described_drafter, plan, pipeline, files)
+        pipeline.say(f"training: finished ({_seconds(began)} so far)")
+    found = None
+    if evaluates:
+        if options.overwrite:
             files.report.unlink(missing_ok=True)
-        print(table(evaluate(files.folder, held_out, ways, sets, args.config, files.report, say)))
-    say(f"done in {_seconds(began)}")
+        found = table(evaluate(files.folder, options.kind, held_out, ways, pipeline, files.report))
+    pipeline.say(f"done in {_seconds(began)}")
+    return found
 
 
-def train(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> None:
+def _description(options: TrainDraftOptions, plan: ResolvedRun) -> EagleConfig | BlockConfig:
+    """Return the description of the drafter to train. Raise SpecbatchError if the target cannot have it."""
+    config = plan.target.config
+    if options.kind == "eagle3":
+        # The same checks as for a head with files: a target that is too shallow is refused there.
+        head = head_config(config, min(options.draft_vocab or 32000, config.vocab_size))
+        eagle_config("eagle3", head.decoder, head.draft_vocab_size, expected_eagle_tensors(head), config)
+        return head
+    rank = config.hidden_size // 16 if options.markov_rank is None else options.markov_rank
+    sizes = BlockSizes(
+        options.layers or 2, options.block_size or 8, options.features or 3, rank, options.intermediate_size
+    )
+    return block_config(config, sizes, _mask_token(plan))
+
+
+def _mask_token(plan: ResolvedRun) -> int:
+    """Return the token whose embedding marks what is to be drafted. It is never a root: a mask or padding, or the end
+    of a text."""
+    tokenizer, config = plan.tokenizer, plan.target.config
+    for token in (getattr(tokenizer, "mask_token_id", None), tokenizer.pad_token_id, *config.eos_token_ids):
+        if isinstance(token, int) and token < config.vocab_size:
+            return token
+    return config.vocab_size - 1
+
+
+def _default_shapes(drafter: EagleConfig | BlockConfig) -> str:
+    if isinstance(drafter, EagleConfig):
+        return _EAGLE_SHAPES
+    steps = sorted({min(n, drafter.max_drafts) for n in (3, 5, drafter.max_drafts)})
+    return ",".join(f"{n}/1/{n + 1}" for n in steps)
+
+
+def _check_ways(
+    ways: Sequence[Way],
+    drafter: EagleConfig | BlockConfig,
+    options: TrainDraftOptions,
+    pipeline: Pipeline,
+    files: Files,
+) -> None:
+    for way in ways:
+        if way.model is not None:
+            _resolve(pipeline, way.sets(files.folder, options.kind))
+        elif way.shape is not None and isinstance(drafter, BlockConfig):
+            if way.shape.num_steps > drafter.max_drafts or not way.shape.is_chain:
+                most = drafter.max_drafts
+                raise ConfigError(
+                    f"--shapes: {way.name} does not fit blocks of {drafter.block_size}",
+                    f"they draft chains of at most {most}: {most}/1/{most + 1}",
+                )
+
+
+def _answer(
+    options: TrainDraftOptions,
+    data: Sequence[PromptFile],
+    plan: ResolvedRun,
+    as_text: bool,
+    pipeline: Pipeline,
+    files: Files,
+    began: float,
+) -> None:
+    """Run stage 1: the target answers the prompts."""
+    prompts = read_prompts(data)
+    if options.invent:
+        texts = TextProcessor(plan.tokenizer, plan.config.data)
+        made_up = invent(
+            options.invent,
+            plan.config.engine.seed,
+            plan.tokenizer,
+            texts,
+            files.training,
+            pipeline,
+            overwrite=options.overwrite,
+        )
+        pipeline.say(f"answers: {len(made_up):,} prompts made up ({_seconds(began)} so far)")
+        prompts = distinct([*prompts, *made_up])
+    if not prompts:
+        raise InputError("there are no prompts to answer", "give more files of prompts, or --invent N")
+    temperatures = options.numbers()
+    write_job(files.prompts, rows_of(prompts, temperatures, as_text), files.answers, overwrite=options.overwrite)
+    # Each row has a temperature, but the engine prepares for sampling by the temperature of the config.
+    how = [*_PLAIN, f"sampling.temperature={max(temperatures)}"]
+    how.append("data.separate_reasoning=false")  # the drafter learns from all tokens
+    report = run_rows(files.prompts, files.answers, how, pipeline, overwrite=options.overwrite)
+    tokens = report["tokens"]["completion"]
+    pipeline.say(f"answers: {report['rows']['ok']:,} with {tokens:,} tokens ({_seconds(began)} so far)")
+
+
+def _train(
+    options: TrainDraftOptions,
+    drafter: EagleConfig | BlockConfig,
+    plan: ResolvedRun,
+    pipeline: Pipeline,
+    files: Files,
+) -> None:
     """Run stage 2: from the answers to the checkpoint and the picture."""
     device, config = plan.device, plan.target.config
-    train_set, validation = split(_examples(args, plan, files), args.validation, args.seed)
-    ends = [t for t in {*config.eos_token_ids, plan.tokenizer.eos_token_id} if isinstance(t, int)]
-    draft_ids_W, covered = draft_vocabulary(train_set, args.draft_vocab, config.vocab_size, ends)
+    train_set, validation = split(_examples(options, plan, files), options.validation, plan.config.engine.seed)
     num_tokens = sum(len(e.answer) for e in train_set)
-    say(
-        f"training: {len(train_set):,} answers with {num_tokens:,} tokens, {len(validation):,} held out;"
-        f" {len(draft_ids_W):,} draft tokens make up {covered:.2%} of them"
-    )
-    head_of_target = head_config(config, len(draft_ids_W))
-    head = DraftHead(head_of_target.decoder, len(draft_ids_W))
-    initialise(head, plan.target, draft_ids_W, args.seed)
-    batch_tokens = args.batch_tokens or (16384 if device.type == "cuda" else 1024)
-    longest = padded_length(max(len(e.tokens) for e in (*train_set, *validation)))
-
-    def load_target() -> FrozenTarget:
-        return FrozenTarget(plan.target, draft_ids_W, max(batch_tokens, longest), longest, plan.dtype, device)
-
+    pipeline.say(f"training: {len(train_set):,} answers with {num_tokens:,} tokens, {len(validation):,} held out")
+    batch_tokens = options.batch_tokens or (16384 if device.type == "cuda" else 1024)
     settings = TrainSettings(
-        num_steps=args.unroll,
-        epochs=args.epochs,
-        max_steps=args.max_steps,
-        lr=args.lr or 1e-3 * (512 / config.hidden_size) ** 0.5,
-        warmup=args.warmup,
-        weight_decay=0.01,
+        epochs=options.epochs,
+        max_steps=options.max_steps,
+        lr=options.lr or 1e-3 * (512 / config.hidden_size) ** 0.5,
+        warmup=options.warmup,
+        weight_decay=_WEIGHT_DECAY,
         batch_tokens=batch_tokens,
-        seed=args.seed,
+        seed=plan.config.engine.seed,
     )
-    trainer = Trainer(
-        settings,
-        head.to(device),
-        load_target,
-        train_set,
-        validation,
-        files.training,
-        device,
-        say,
-        compile_steps=args.compile,
-    )
-    records = trainer.run(overwrite=args.overwrite)
-    path = export(files.folder, head_of_target, head.state_dict(), draft_ids_W, config)
-    say(f"{path}: {path.stat().st_size / 1e6:.2f} MB; " + described(records[-1]["validation"]))
-    plot(records, files.folder / "training.png", f"EAGLE-3 head for {args.target}", say)
-    del trainer, head
+    longest = padded_length(max(len(e.tokens) for e in (*train_set, *validation)))
+    sizes = _Sizes(batch_tokens, longest)
+    if isinstance(drafter, EagleConfig):
+        learner, draft_ids_W = _eagle_learner(options, drafter, plan, train_set, sizes, pipeline)
+    else:
+        learner = _block_learner(options, drafter, plan, sizes)
+    learner.module.to(device)
+    trainer = Trainer(settings, learner, train_set, validation, files.training, device, pipeline.say)
+    records = trainer.run(overwrite=options.overwrite)
+    weights = learner.module.state_dict()
+    if isinstance(drafter, EagleConfig):
+        tensors = eagle_export.checkpoint_tensors(weights, draft_ids_W, config.vocab_size)
+        path = save_checkpoint(files.folder, tensors, eagle_export.config_json(drafter, config))
+    else:
+        name = plan.config.model.target
+        path = save_checkpoint(files.folder, stored(weights), block_export.config_json(drafter, name))
+    pipeline.say(f"{path}: {path.stat().st_size / 1e6:.2f} MB; " + described(records[-1]["validation"]))
+    plot(records, files.folder / "training.png", f"{options.kind} for {plan.config.model.target}", pipeline.say)
+    del trainer, learner
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the engines of the evaluation take the free memory
 
 
-def _examples(args: argparse.Namespace, plan: ResolvedRun, files: Files) -> list[Example]:
+@dataclass(frozen=True)
+class _Sizes:
+    batch_tokens: int
+    longest: int  # the length of the longest padded text
+
+    @property
+    def most(self) -> int:
+        """Return the most tokens of a batch, padding included."""
+        return max(self.batch_tokens, self.longest)
+
+
+def _eagle_learner(
+    options: TrainDraftOptions,
+    config: EagleConfig,
+    plan: ResolvedRun,
+    train_set: Sequence[Example],
+    sizes: _Sizes,
+    pipeline: Pipeline,
+) -> tuple[Learner, torch.Tensor]:
+    """Return the learner of an EAGLE-3 head, and the target ids of its draft vocabulary (W,)."""
+    target = plan.target.config
+    ends = [t for t in {*target.eos_token_ids, plan.tokenizer.eos_token_id} if isinstance(t, int)]
+    draft_ids_W, covered = draft_vocabulary(train_set, config.draft_vocab_size, target.vocab_size, ends)
+    pipeline.say(f"training: {len(draft_ids_W):,} draft tokens make up {covered:.2%} of the answers")
+    head = DraftHead(config.decoder, config.draft_vocab_size)
+    eagle.initialise(head, plan.target, draft_ids_W, plan.config.engine.seed)
+
+    def make_target() -> FrozenTarget:
+        return FrozenTarget(
+            plan.target, config.aux_layers, draft_ids_W, sizes.most, sizes.longest, plan.dtype, plan.device
+        )
+
+    learner = EagleLearner(
+        head.to(plan.device), make_target, options.unroll or 7, sizes.longest, plan.device,
+        compile_steps=bool(options.compile),
+    )  # fmt: skip
+    return learner, draft_ids_W
+
+
+def _block_learner(options: TrainDraftOptions, block: BlockConfig, plan: ResolvedRun, sizes: _Sizes) -> Learner:
+    seed = plan.config.engine.seed
+    drafter = TrainedBlocks(block)
+    blocks.initialise(drafter, plan.target, seed)
+
+    def make_target() -> FrozenTarget:
+        return FrozenTarget(plan.target, block.aux_layers, None, sizes.most, sizes.longest, plan.dtype, plan.device)
+
+    variation = options.variation
+    if variation is None:
+        variation = 0.0 if block.head is None else 0.9
+    # The authors of DFlash give 4, 5 and 7 for blocks of 8, 10 and 16.
+    loss = LossSettings(variation, block.block_size / 2)
+    return BlockLearner(
+        drafter.to(plan.device), make_target, loss, sizes.batch_tokens, sizes.longest, seed, plan.device
+    )
+
+
+def _examples(options: TrainDraftOptions, plan: ResolvedRun, files: Files) -> list[Example]:
     if not files.answers.is_file():
         raise InputError(f"there are no answers in {files.training}", "run the stage answers first")
     rows = read_lines(files.prompts)
     config = plan.target.config
     return make_examples(
-        rows, read_lines(files.answers), plan.tokenizer, plan.config.data, config.vocab_size, args.max_length
+        rows, read_lines(files.answers), plan.tokenizer, plan.config.data, config.vocab_size, options.max_length
     )
 
 
-def _resolve(args: argparse.Namespace, sets: list[str]) -> ResolvedRun:
-    return resolve(with_template_texts(load_config(args.config, sets)))
-
-
-def _check(args: argparse.Namespace, plan: ResolvedRun, as_text: bool) -> None:
-    """Raise errors now for mistakes that would show late."""
-    config = plan.target.config
-    if args.invent < 0:
-        raise ConfigError("--invent must be at least 0")
-    if args.invent and as_text:
-        raise ConfigError("--invent needs a chat template, and the target has none", "give prompts with --data")
-    for name in ("unroll", "epochs", "max_tokens", "draft_vocab", "max_length"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
-    if not 0 < args.validation < 1:
-        raise ConfigError("--validation is a share, above 0 and below 1")
-    # The same checks as for a head with files: a target that is too shallow is refused there.
-    head = head_config(config, min(args.draft_vocab, config.vocab_size))
-    eagle_config("eagle3", head.decoder, head.draft_vocab_size, expected_eagle_tensors(head), config)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ConfigError(f"--temperatures: {text!r} is no number") from error
+def _resolve(pipeline: Pipeline, more: Sequence[str]) -> ResolvedRun:
+    run: ResolvedRun = pipeline.runtime.resolve(with_template_texts(pipeline.config(more)))
+    return run
 
 
 def _seconds(began: float) -> str:
     return f"{time.perf_counter() - began:.0f} s"
-
-
-def say(line: str) -> None:
-    """Print progress to stderr, because stdout has the table of the evaluation."""
-    print(line, file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

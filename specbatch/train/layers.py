@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specbatch.models.config import ModelConfig
+from specbatch.models.rope import RopeConfig
 
 
 class Norm(nn.Module):
@@ -36,6 +37,33 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def layer_config(target: ModelConfig) -> ModelConfig:
+    """Return the config of one layer of Llama with the target's sizes.
+
+    Its rope has the target's base and no scaling, because scaling changes positions far beyond the lengths of training.
+    """
+    return ModelConfig(
+        model_type="llama",
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=1,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=RopeConfig(theta=target.rope.theta),
+        max_position_embeddings=target.max_position_embeddings,
+        tie_word_embeddings=False,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_windows=(None,),
+        eos_token_ids=target.eos_token_ids,
+    )
 
 
 def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

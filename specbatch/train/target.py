@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,8 +35,7 @@ class PaddedAttention:
     real token sees it."""
 
     def __init__(self, config: ModelConfig) -> None:
-        if config.attention_sinks or config.attention_soft_cap is not None:
-            raise ModelError(f"drafters cannot be trained for {config.model_type}: its attention has sinks or soft caps")
+        check_target(config)
         self._num_heads, self._head_dim, self._scale = config.num_heads, config.head_dim, config.attention_scale
 
     def plan(self, batch: PagedBatch) -> tuple[int, int]:
@@ -59,6 +59,12 @@ class PaddedAttention:
         k, v = kv[0].transpose(0, 1), kv[1].transpose(0, 1)
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=self._scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(batch * length, self._num_heads, self._head_dim)
+
+
+def check_target(config: ModelConfig) -> None:
+    """Raise ModelError for a target that this attention does not compute."""
+    if config.attention_sinks or config.attention_soft_cap is not None:
+        raise ModelError(f"drafters cannot be trained for {config.model_type}: its attention has sinks or soft caps")
 
 
 class OneLayerCache(KVCache):
@@ -94,6 +100,7 @@ class FrozenTarget:
         device: torch.device,
     ) -> None:
         self.config = c = checkpoint.config
+        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
         weights = WeightLoader(checkpoint.tensors, dtype, device)
         self._decoder = Decoder(c, weights, PaddedAttention(c), max_length)
         self._cache = OneLayerCache(1, max_tokens, c.num_kv_heads, c.head_dim, dtype, device)
@@ -107,6 +114,13 @@ class FrozenTarget:
     @property
     def embedding_VE(self) -> Tensor:
         return self._decoder.embedding_VE
+
+    @cached_property
+    def lm_head_VE(self) -> Tensor:
+        """The matrix of the LM head, with which gradients can be computed."""
+        if self.config.tie_word_embeddings:
+            return self.embedding_VE
+        return self._checkpoint.tensors.load("lm_head.weight").to(self._device, self._dtype)
 
     @torch.no_grad()
     def features(self, tokens_BL: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from specbatch.errors import InputError
 from specbatch.train.acceptance import Acceptance
 from specbatch.train.examples import Example, batches
 from specbatch.train.learner import Learner, Losses
-from specbatch.errors import InputError
 
 _BETAS, _CLIP, _MIN_LR_SHARE = (0.9, 0.95), 0.5, 0.05
 _LOGS, _VALIDATIONS = 400, 20  # about this number of records in a whole run

@@ -1,10 +1,8 @@
-"""scripts/train_draft/train_draft.py: the unrolled training against our own drafting, the checkpoint, data, resuming,
-a whole run."""
+"""EAGLE-3 heads in training: the unrolled steps against our own drafting, the checkpoint, resuming."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,15 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import LlamaConfig
 
 from specbatch.cache.pages import PagePool
-from specbatch.config import Config, DataSection
-from specbatch.config_load import load_config
 from specbatch.draft.network import EagleNet
-from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import InputError
 from specbatch.models.config import expected_tensors
@@ -31,19 +25,25 @@ from specbatch.models.eagle_head import EagleHead
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import open_eagle_head
 from specbatch.models.formats.tensor_files import TensorSource
-from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.models.weight_loader import WeightLoader
-from specbatch.rows.tokenizer import TextProcessor
 from specbatch.setup.build import build_decoder
-from specbatch.setup.resolve import ResolvedRun, resolve
-from specbatch.setup.speculation import resolve_speculation
+from specbatch.train.checkpoint import save_checkpoint
+from specbatch.train.eagle import unroll as unrolled_steps
+from specbatch.train.eagle.batch import collate
+from specbatch.train.eagle.export import checkpoint_tensors, config_json
+from specbatch.train.eagle.head import DraftHead, head_config, initialise
+from specbatch.train.eagle.learner import EagleLearner
+from specbatch.train.eagle.unroll import attend, losses, unroll
+from specbatch.train.examples import Example
+from specbatch.train.layers import rotary_tables
+from specbatch.train.target import FrozenTarget, TargetRows
+from specbatch.train.trainer import Trainer, TrainSettings
 from specbatch.types import SamplingParams
 from tests.oracle.engine import OracleEngine
 from tests.oracle.neural import NeuralProposer
 from tests.oracle.ngram import NoProposer
 from tests.oracle.proposer import Proposer
 from tests.oracle.spans import Span, batch_of
-from tests.tiny_checkpoint import write_checkpoint
 from tests.tiny_models import (
     CPU,
     VOCAB,
@@ -57,9 +57,6 @@ from tests.tiny_models import (
 
 LAYERS, WIDTH = 8, 41  # of the target, and of the draft vocabulary
 DRAFT_IDS = torch.arange(VOCAB)[torch.arange(VOCAB) % 3 != 1][:WIDTH]
-
-
-pytestmark = pytest.mark.usefixtures("scripts")
 
 
 class Source(RandomTensors):
@@ -93,7 +90,6 @@ def target_checkpoint() -> Checkpoint:
 
 def random_head(seed: int = 1) -> Any:
     """A head in float64 whose every weight is random, so that nothing is hidden by a zero or a one."""
-    from specbatch.train.eagle.head import DraftHead, head_config
 
     head = DraftHead(head_config(tiny_config(LAYERS), WIDTH).decoder, WIDTH).double()
     generator = torch.Generator().manual_seed(seed)
@@ -105,11 +101,10 @@ def random_head(seed: int = 1) -> Any:
 
 def inference_head(head: Any, target: Checkpoint, folder: Path, dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
     """The same head as the engine has it, through the checkpoint, and the target's decoder."""
-    from specbatch.train.eagle.export import export
-    from specbatch.train.eagle.head import head_config
 
     config = head_config(target.config, WIDTH)
-    export(folder, config, head.state_dict(), DRAFT_IDS, target.config, torch.float32)
+    tensors = checkpoint_tensors(head.state_dict(), DRAFT_IDS, target.config.vocab_size, torch.float32)
+    save_checkpoint(folder, tensors, config_json(config, target.config, torch.float32))
     checked = open_eagle_head(folder, "eagle3", target)
     opened, source = checked.config, checked.tensors
     decoder = build_decoder(target.config, target.tensors, 300, dtype, CPU)
@@ -124,9 +119,6 @@ def inference_head(head: Any, target: Checkpoint, folder: Path, dtype: torch.dty
 def test_unrolled_training_is_what_drafting_does(num_steps: int, tmp_path: Path) -> None:
     """Every chain of two sequences of a padded batch, every step: the training's logits are those that the engine's
     head gives, drafting step by step behind the same prefix with the same tokens."""
-    from specbatch.train.eagle.head import rotary_tables
-    from specbatch.train.target import FrozenTarget
-    from specbatch.train.eagle.unroll import unroll
 
     target, head = target_checkpoint(), random_head()
     sequences = [p[:19] for p in random_prompts(2, shared=4, longest=40, seed=3)]
@@ -135,7 +127,7 @@ def test_unrolled_training_is_what_drafting_does(num_steps: int, tmp_path: Path)
     tokens_BL = torch.zeros(2, length, dtype=torch.int64)
     for b, tokens in enumerate(sequences):
         tokens_BL[b, : len(tokens)] = torch.tensor(tokens)
-    frozen = FrozenTarget(target, DRAFT_IDS, 2 * length, length, torch.float64, CPU)
+    frozen = FrozenTarget(target, default_aux_layers(LAYERS), DRAFT_IDS, 2 * length, length, torch.float64, CPU)
     features, hidden = frozen.features(tokens_BL)
     tables = tuple(t.double() for t in rotary_tables(head.config, length + num_steps, CPU))
     with torch.no_grad():
@@ -170,7 +162,6 @@ def test_unrolled_training_is_what_drafting_does(num_steps: int, tmp_path: Path)
 
 def test_attention_of_later_steps_has_gradients_for_all_keys() -> None:
     """Against the equation written out: a softmax over the causal part and the diagonals."""
-    from specbatch.train.eagle.unroll import attend
 
     generator = torch.Generator().manual_seed(0)
 
@@ -197,21 +188,19 @@ def test_attention_of_later_steps_has_gradients_for_all_keys() -> None:
 
 
 def test_loss_is_masked_soft_cross_entropy_with_and_without_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
-    from drafttrain import unroll
-    from specbatch.train.target import TargetRows
 
     head = random_head()
     hidden = [torch.randn(1, 6, 32, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     rows = [
-        unroll.StepRows(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2])),
-        unroll.StepRows(torch.tensor([1, 2]), torch.tensor([1, 2])),
+        unrolled_steps.StepRows(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2])),
+        unrolled_steps.StepRows(torch.tensor([1, 2]), torch.tensor([1, 2])),
     ]
     logits = torch.randn(3, WIDTH, dtype=torch.float64) * 3
     target = TargetRows(logits, torch.tensor([5, -1, int(logits[2].argmax())]))
     gradients = []
     for kept in (2**30, 0):
-        monkeypatch.setattr(unroll, "_KEPT_LOGITS", kept)
-        found = unroll.losses(head, hidden, rows, target)
+        monkeypatch.setattr(unrolled_steps, "_KEPT_LOGITS", kept)
+        found = losses(head, hidden, rows, target)
         gradients.append(torch.autograd.grad(found.total, [*hidden, head.lm_head.weight]))
     for a, b in zip(*gradients, strict=True):
         assert torch.equal(a, b)
@@ -228,7 +217,6 @@ def test_loss_is_masked_soft_cross_entropy_with_and_without_recomputation(monkey
 
 def test_collated_rows_teach_the_right_tokens() -> None:
     """Chain t at step j learns what the target says at position t + 1 + j; root and prediction are in the answer."""
-    from specbatch.train.examples import Example, collate
 
     examples = [Example(list(range(100, 110)), 4, 0, True), Example(list(range(200, 207)), 5, 1, True)]
     batch = collate(examples, 4)
@@ -245,294 +233,8 @@ def test_collated_rows_teach_the_right_tokens() -> None:
         assert [row for row, _ in pairs] == [*range(3, 8 - j), *([68] if j == 0 else [])]
 
 
-def test_batches_cover_every_example_once_within_their_size() -> None:
-    from specbatch.train.examples import batches, padded_length
-
-    lengths = [(37 * i) % 500 + 1 for i in range(300)] + [2000]
-    plan = batches(lengths, 1024, seed=0, epoch=1)
-    assert sorted(i for b in plan for i in b) == list(range(301))
-    assert all(len(b) * padded_length(max(lengths[i] for i in b)) <= 1024 or len(b) == 1 for b in plan)
-    assert plan == batches(lengths, 1024, seed=0, epoch=1)
-    assert plan != batches(lengths, 1024, seed=0, epoch=2)
-    padded = sum(len(b) * padded_length(max(lengths[i] for i in b)) for b in plan)
-    assert sum(map(padded_length, lengths)) > 0.9 * padded
-
-
-def test_draft_vocabulary_is_the_most_frequent_tokens() -> None:
-    from specbatch.train.examples import Example, draft_vocabulary
-    from specbatch.train.eagle.export import vocabulary_maps
-
-    examples = [
-        Example([7, 7, 7, 7, 3, 9, 9, 5], 4, 0, True),  # the prompt's 7s do not count
-        Example([1, 9, 3, 3, 12], 1, 1, True),
-    ]
-    ids, covered = draft_vocabulary(examples, 3, 20)
-    assert ids.tolist() == [3, 5, 9]  # 3 and 9 three times each, 5 before 12
-    assert covered == pytest.approx(7 / 8)
-    assert draft_vocabulary(examples, 3, 20, always=[2])[0].tolist() == [2, 3, 9]
-    assert draft_vocabulary(examples, 6, 20)[0].tolist() == [0, 1, 3, 5, 9, 12]
-    assert draft_vocabulary(examples, 99, 20)[0].tolist() == list(range(20))
-    maps = vocabulary_maps(ids, 20)
-    assert (maps["d2t"] + torch.arange(3)).tolist() == [3, 5, 9]
-    assert maps["t2d"].nonzero().view(-1).tolist() == [3, 5, 9]
-
-
-def test_rounds_are_counted_as_the_engine_does() -> None:
-    from specbatch.train.acceptance import count_rounds
-    from specbatch.train.examples import Example
-
-    example = Example(list(range(10)), 4, 0, True)  # first answer token 4, then 5 .. 9 from rounds
-    hits = torch.zeros(10, 2, dtype=torch.bool)
-    assert count_rounds(hits, example) == 5
-    hits[3] = torch.tensor([True, True])  # 5, 6 and 7 in one round; then chain 6
-    hits[6] = torch.tensor([False, True])  # the first is wrong: 8 alone
-    assert count_rounds(hits, example) == 3
-    assert count_rounds(torch.ones(10, 2, dtype=torch.bool), example) == 2
-
-
-ROWS: dict[str, tuple[dict[str, Any], list[dict[str, str]]]] = {
-    "gsm8k": ({"question": "How many?", "answer": "4"}, [{"role": "user", "content": "How many?"}]),
-    "mt_bench": ({"turns": ["first", "second"], "category": "x"}, [{"role": "user", "content": "first"}]),
-    "arena-hard": ({"turns": [{"content": "first"}]}, [{"role": "user", "content": "first"}]),
-    "self-instruct": (
-        {"instruction": "Sort.", "instances": [{"input": "b a", "output": "a b"}]},
-        [{"role": "user", "content": "Sort.\n\nb a"}],
-    ),
-    "self-instruct without input": (
-        {"instruction": "Sing.", "instances": [{"input": "", "output": "la"}]},
-        [{"role": "user", "content": "Sing."}],
-    ),
-    "alpaca": ({"instruction": "Sort.", "input": "b a", "output": ""}, [{"role": "user", "content": "Sort.\n\nb a"}]),
-    "prompt": ({"prompt": "def f():", "test": "..."}, [{"role": "user", "content": "def f():"}]),
-    "messages": (
-        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
-        [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
-    ),
-    "messages with an answer": (
-        {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]},
-        [{"role": "user", "content": "u"}],
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", ROWS)
-def test_prompts_of_every_kind(kind: str) -> None:
-    from specbatch.train.prompts import messages_of
-
-    row, messages = ROWS[kind]
-    assert messages_of(row) == messages
-
-
-def test_prompt_files(tmp_path: Path) -> None:
-    from specbatch.train.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
-
-    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in ("a", "b\u2028", "a", "c")]
-    path = tmp_path / "p.jsonl"
-    path.write_text("\n".join([*lines[:2], "", *lines[2:]]))
-    assert PromptFile.parse(f"{path}:3") == PromptFile(path, 3)
-    assert PromptFile.parse(str(path)) == PromptFile(path, None)
-    assert [m[0]["content"] for m in read_prompts([PromptFile(path)])] == ["a", "b\u2028", "c"]
-    prompts = read_prompts([PromptFile(path, 3)])
-    assert [m[0]["content"] for m in prompts] == ["a", "b\u2028"]
-    out = tmp_path / "rows.jsonl"
-    write_lines(out, rows_of(prompts, [0.0, 0.8], as_text=False))
-    rows = read_lines(out)
-    assert rows[2]["messages"] == prompts[1]
-    assert [(r["id"], r["temperature"], r["metadata"]) for r in rows] == [
-        ("0-0@0", 0.0, {"prompt": 0}),
-        ("0-1@0.8", 0.8, {"prompt": 0}),
-        ("1-0@0", 0.0, {"prompt": 1}),
-        ("1-1@0.8", 0.8, {"prompt": 1}),
-    ]
-    for bad in ("[1]", '{"text": "x"}', "{", '{"prompt": 5}', '{"messages": [3]}'):
-        path.write_text(lines[0] + "\n" + bad)
-        with pytest.raises(InputError, match="line 2"):
-            read_prompts([PromptFile(path)])
-    with pytest.raises(InputError, match="cannot read"):
-        read_prompts([PromptFile(tmp_path / "none")])
-    write_lines(out, [{"prompt": "half a pair: \ud83d"}])
-    assert read_lines(out) == [{"prompt": "half a pair: \ud83d"}]
-    out.write_text('{"text": "as results\u2028are written"}\n')
-    assert read_lines(out) == [{"text": "as results\u2028are written"}]
-
-
-def test_files_to_evaluate_on_have_names_of_their_own(tmp_path: Path) -> None:
-    from specbatch.train.evaluate import held_out_rows
-    from specbatch.train.prompts import PromptFile
-
-    files = []
-    for name in ("a/test.jsonl", "b/test.jsonl", "other.jsonl", "empty.jsonl"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("" if "empty" in name else json.dumps({"prompt": name}) + "\n")
-        files.append(PromptFile(path))
-    rows = held_out_rows(files[:3], as_text=False)
-    assert [r["metadata"]["file"] for r in rows] == [str(files[0].path), str(files[1].path), "other"]
-    assert len({r["id"] for r in rows}) == 3
-    assert {r["temperature"] for r in rows} == {0.0}
-    for wrong, words in (([files[0], files[0]], "given twice"), ([files[3]], "no prompts")):
-        with pytest.raises(InputError, match=words):
-            held_out_rows(wrong, as_text=False)
-
-
-def test_ways_to_draft_do_not_mix_with_the_configuration(tmp_path: Path) -> None:
-    """A configuration that tune wrote has a schedule; another may have a tree, which lookups cannot draft."""
-    from specbatch.train.evaluate import parse_ways
-
-    shape = DraftShape(2, 2, 5)
-    wanted = [("none", None, None), ("ngram", None, DraftShape(5, 1, 6)), ("eagle3", str(tmp_path), shape)]
-    wanted += [("draft_model", "dir:x", shape)]
-    ways = parse_ways("none,ngram,2/2/5,dir:x:2/2/5")
-    for before in (["schedule=[{max_batch: 4, num_steps: 2, topk: 2}]"], ["num_steps=3", "topk=4", "draft=head"]):
-        for way, (method, draft, decided) in zip(ways, wanted, strict=True):
-            sets = [f"speculation.{option}" for option in before] + way.sets(tmp_path)
-            found = resolve_speculation(load_config(None, sets).speculation, "random:tiny", [])
-            assert (found.method, found.section.draft) == (method, draft)
-            assert found.schedule == ByBatch.always(decided)
-
-
-def without_template(config: Config) -> ResolvedRun:
-    run = resolve(replace(config, data=replace(config.data, prompts_as_chat=False)))
-    run.tokenizer.chat_template = None
-    return run
-
-
-CONTENT = "{{ messages[-1].content }}"
-
-
-@pytest.mark.parametrize(
-    ("template", "before", "stop", "stop_ids"),
-    [
-        (f"<|end-257|>user\n{CONTENT}<|end-256|>\n<|end-257|>me: ", "<|end-257|>user\n", "<|end-256|>", [256, 257]),
-        (f"User: {CONTENT}\n\nMe: ", "User: ", "Me:", []),
-        (f"[INST] {CONTENT} [/INST]<|end-257|>", "[INST] ", "[/INST]<|end-257|>", [257]),
-        (f"User: {CONTENT}\n \n", "User: ", None, []),
-        (CONTENT, "", None, []),
-    ],
-)
-def test_where_made_up_words_begin_and_end(template: str, before: str, stop: str | None, stop_ids: list[int]) -> None:
-    """Decoded text does not show special tokens: they have to end it as tokens."""
-    from specbatch.train.invent import ends, opening
-
-    tokenizer = byte_tokenizer(260, [256, 257])
-    texts = TextProcessor(tokenizer, DataSection(chat_template=template))
-    found, after = opening(tokenizer, texts)
-    assert found == before
-    assert ends(after, tokenizer, texts) == {"stop": [] if stop is None else [stop], "stop_token_ids": stop_ids}
-
-
-def test_scraps_and_repetitions_are_no_prompts() -> None:
-    from specbatch.train.invent import sensible
-
-    found = [" Say it in full.\n", "Say it.", "Say it in full.", "And what is <|end-256|> for?", "And what is that?"]
-    kept = sensible(found, byte_tokenizer(260, [256, 257]))
-    assert kept == [[{"role": "user", "content": text}] for text in ("Say it in full.", "And what is that?")]
-
-
-@pytest.mark.parametrize("adds", [True, False])
-def test_a_text_begins_once(adds: bool) -> None:
-    """The template writes the token that begins a text, and the tokenizer may write it in front of text prompts too."""
-    from specbatch.train.invent import opening
-
-    tokenizer = byte_tokenizer(260, [256, 257])
-    tokenizer.bos_token = "<|end-257|>"
-    if adds:
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<|end-257|> $A", special_tokens=[("<|end-257|>", 257)]
-        )
-    before, _ = opening(tokenizer, TextProcessor(tokenizer, DataSection(chat_template="{{ bos_token }}u: " + CONTENT)))
-    assert tokenizer.encode(before) == [257, *tokenizer.encode("u: ", add_special_tokens=False)]
-
-
-@pytest.mark.slow
-def test_prompts_that_the_target_makes_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A template whose user speaks up to the first `e`: the target's own text up to there is the prompt."""
-    import train_draft
-
-    target = tiny_model(tmp_path / "target", longest=128)
-    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\ne\n{% endfor %}[assistant] "
-    (tmp_path / "t.jinja").write_text(template)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "Say it."}\n')
-    command = [str(target), "--invent", "24", "-o", "out", "--max-tokens", "4", "--stage", "answers"]
-    command += ["--set", "engine.kv_cache_tokens=8192", "--set", "data.chat_template=t.jinja", "--temperatures", "0"]
-    assert train_draft.main([*command, "--data", "p.jsonl"]) == 0
-    training = tmp_path / "out" / "training"
-    tries = [json.loads(line) for line in (training / "invented.jsonl").read_text().splitlines()]
-    assert len(tries) == 24
-    assert len({t["text"] for t in tries}) > 20, "every try draws for itself"
-    wanted = [t["text"].strip() for t in tries if t["finish_reason"] == "stop"]
-    wanted = list(dict.fromkeys(w for w in wanted if len(w) >= 12))
-    assert len(wanted) > 5
-    rows = [json.loads(line) for line in (training / "prompts.jsonl").read_text().splitlines()]
-    assert [r["messages"] for r in rows] == [[{"role": "user", "content": text}] for text in ("Say it.", *wanted)]
-    assert "e" not in "".join(wanted)
-    answers = (training / "answers.jsonl").read_bytes()
-    capsys.readouterr()
-    assert train_draft.main([*command, "--data", "p.jsonl"]) == 0
-    assert capsys.readouterr().err.count("finished already") == 2
-    assert (training / "answers.jsonl").read_bytes() == answers
-
-    before = {name: (training / name).read_bytes() for name in ("invent.jsonl", "prompts.jsonl")}
-    assert train_draft.main([*command, "--invent", "8"]) == 2
-    assert "invented.jsonl answers other prompts" in capsys.readouterr().err
-    assert {name: (training / name).read_bytes() for name in before} == before, "written over before it was refused"
-    assert train_draft.main([*command, "--invent", "8", "--overwrite"]) == 0
-    assert len((training / "invented.jsonl").read_text().splitlines()) == 8
-    assert (training / "answers.jsonl").read_bytes() != answers
-
-    changed = template.replace("m.content", "m.content|upper")
-    refused = "{{ raise_exception('a system message is wanted') }}"
-    for option, words in (
-        (f"data.chat_template={changed}", "does not repeat"),
-        (f"data.chat_template={refused}", "a system message is wanted"),
-    ):
-        assert train_draft.main([str(target), "--invent", "9", "-o", "out2", "--set", option]) == 2
-        assert words in capsys.readouterr().err
-    monkeypatch.setattr(train_draft, "resolve", without_template)
-    assert train_draft.main([str(target), "--invent", "9", "-o", "out2"]) == 2
-    assert "needs a chat template" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        train_draft.main([str(target), "-o", "out3"])
-
-
-def test_examples_are_split_by_prompt_and_end_with_the_end_token() -> None:
-    from specbatch.train.examples import make_examples, split
-
-    from specbatch.config import DataSection
-
-    tokenizer = byte_tokenizer(300, [256])
-    rows = [
-        {
-            "id": f"{n}@{t}",
-            "messages": [{"role": "user", "content": "q" * n}],
-            "temperature": t,
-            "metadata": {"prompt": n},
-        }
-        for n in range(1, 11)
-        for t in (0, 1)
-    ]
-    results = [{"id": r["id"], "text": "answer", "finish_reason": "stop"} for r in rows]
-    results[0] |= {"text": None, "finish_reason": "error"}
-    results[2] |= {"finish_reason": "length"}
-    examples = make_examples(rows, results, tokenizer, DataSection(prompts_as_chat=True), 300, 64)
-    assert len(examples) == 19
-    assert bytes(examples[0].tokens[: examples[0].prompt_length]) == b"user: q\nassistant: "
-    assert (bytes(examples[0].answer[:-1]), examples[0].answer[-1], examples[0].greedy) == (b"answer", 256, False)
-    assert (bytes(examples[1].answer), examples[1].greedy) == (b"answer", True)
-    short = make_examples(rows, results, tokenizer, DataSection(prompts_as_chat=True), 300, 24)
-    assert max(len(e.tokens) for e in short) == 24
-    train, held_out = split(examples, 0.2, 0)
-    assert len({e.prompt for e in held_out}) == 2
-    assert not {e.prompt for e in held_out} & {e.prompt for e in train}
-    with pytest.raises(InputError, match="two prompts"):
-        split(examples[:1], 0.2, 0)
-
-
 def test_the_norms_of_a_head_begin_as_those_of_a_gemma() -> None:
     """They multiply by 1 + weight there, and the norm before the MLP has another name."""
-    from specbatch.train.eagle.head import DraftHead, head_config, initialise
 
     config = target_config("gemma2", LAYERS, 32, VOCAB)
     target = Checkpoint(None, config, Source(expected_tensors(config)), "tiny")
@@ -549,17 +251,15 @@ def test_the_norms_of_a_head_begin_as_those_of_a_gemma() -> None:
 
 def trainer(folder: Path, examples: list[Any], say: Callable[[str], None], max_steps: int) -> Any:
     """A training of the tiny target in float64, which saves after every step."""
-    from specbatch.train.eagle.head import DraftHead, head_config, initialise
-    from specbatch.train.target import FrozenTarget
-    from specbatch.train.trainer import Trainer, TrainSettings
 
     target = target_checkpoint()
     head = DraftHead(head_config(target.config, WIDTH).decoder, WIDTH).double()
     initialise(head, target, DRAFT_IDS, 0)
     folder.mkdir(exist_ok=True)
-    settings = TrainSettings(3, 1000, max_steps, 1e-2, 0.1, 0.01, 256, 0)
-    frozen = FrozenTarget(target, DRAFT_IDS, 256, 64, torch.float64, CPU)
-    return Trainer(settings, head, lambda: frozen, examples, examples[:4], folder, CPU, say, save_seconds=0.0)
+    settings = TrainSettings(1000, max_steps, 1e-2, 0.1, 0.01, 256, 0)
+    frozen = FrozenTarget(target, default_aux_layers(LAYERS), DRAFT_IDS, 256, 64, torch.float64, CPU)
+    learner = EagleLearner(head, lambda: frozen, 3, 64, CPU)
+    return Trainer(settings, learner, examples, examples[:4], folder, CPU, say, save_seconds=0.0)
 
 
 def tiny_run(
@@ -584,7 +284,6 @@ def tiny_run(
 def test_training_pays_in_the_engine_as_validation_says(tmp_path: Path) -> None:
     """Overfitted to the target's own answers: the loss falls, the engine takes exactly as many rounds as validation
     simulates, and the text is plain decoding's."""
-    from specbatch.train.examples import Example
 
     target = target_checkpoint()
     decoder = build_decoder(target.config, target.tensors, 300, torch.float64, CPU)
@@ -600,7 +299,7 @@ def test_training_pays_in_the_engine_as_validation_says(tmp_path: Path) -> None:
     summary = records[-1]["validation"]
     assert summary["accuracy"][0] > 0.35, "a third of the tokens is not in the draft vocabulary"
 
-    model, decoder = inference_head(training._head, target, tmp_path / "head")
+    model, decoder = inference_head(training._module, target, tmp_path / "head")
 
     def proposer(pool: PagePool) -> Proposer:
         net = EagleNet(model, model.new_cache(256, torch.float64))
@@ -614,7 +313,6 @@ def test_training_pays_in_the_engine_as_validation_says(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> None:
-    from specbatch.train.examples import Example
 
     examples = [Example(p[:40], 2, i, True) for i, p in enumerate(random_prompts(12, shared=8, longest=30))]
     whole = trainer(tmp_path / "a", examples, lambda line: None, 20)
@@ -632,7 +330,7 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> N
     part = trainer(tmp_path / "b", examples, lines.append, 20)
     records = part.run()
     assert lines[0].startswith("resuming training at step 15")
-    for (name, a), b in zip(whole._head.state_dict().items(), part._head.state_dict().values(), strict=True):
+    for (name, a), b in zip(whole._module.state_dict().items(), part._module.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
 
     def timeless(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -648,11 +346,10 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> N
 
 
 def test_checkpoints_have_the_public_names(tmp_path: Path) -> None:
-    from specbatch.train.eagle.export import export
-    from specbatch.train.eagle.head import head_config
 
     target = target_checkpoint().config
-    export(tmp_path, head_config(target, WIDTH), random_head().state_dict(), DRAFT_IDS, target)
+    stored = checkpoint_tensors(random_head().state_dict(), DRAFT_IDS, VOCAB)
+    save_checkpoint(tmp_path, stored, config_json(head_config(target, WIDTH), target))
     tensors = load_file(tmp_path / "model.safetensors")
     layer = {
         "self_attn.q_proj": (32, 64),
@@ -685,144 +382,14 @@ def test_checkpoints_have_the_public_names(tmp_path: Path) -> None:
     assert opened.decoder.rope == target.rope
 
 
-def tiny_model(folder: Path, layers: int = 7, longest: int = 512) -> Path:
-    """A target with files: random weights, bytes as tokens, a chat template."""
-    sizes = {"vocab_size": 260, "eos_token_id": 256}
-    return write_checkpoint(folder, num_hidden_layers=layers, max_position_embeddings=longest, **sizes)
-
-
-@pytest.mark.slow
-def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Answers, training, evaluation; then again, which does nothing; then with more data to evaluate."""
-    import train_draft
-
-    target = tiny_model(tmp_path / "target")
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"Say {i}."}) + "\n" for i in range(12)))
-    (tmp_path / "q.jsonl").write_text("".join(json.dumps({"question": f"And {i}?"}) + "\n" for i in range(3)))
-    command = [str(target), "--data", "p.jsonl", "-o", "out", "--max-tokens", "16", "--draft-vocab", "200"]
-    command += ["--unroll", "3", "--epochs", "4", "--batch-tokens", "256", "--set", "engine.kv_cache_tokens=4096"]
-    command += [
-        "--lr",
-        "0.01",
-        "--validation",
-        "0.2",
-        "--shapes",
-        "none,2/2/5,ngram",
-        "--eval",
-        "q.jsonl:2",
-        "p.jsonl:1",
-    ]
-    assert train_draft.main(command) == 0
-    shown = capsys.readouterr()
-    assert "answers: 24 with" in shown.err
-    lines = shown.out.splitlines()
-    ways = ["none", "2/2/5", "ngram"]
-    assert lines[0].split() == ["tokens", "per", "round", "q", "p", "tok/s"]
-    assert [line.split()[0] for line in lines[1:]] == ways
-    out = tmp_path / "out"
-    records = [json.loads(line) for line in (out / "training" / "metrics.jsonl").read_text().splitlines()]
-    validations = [r["validation"]["loss"] for r in records if "validation" in r]
-    assert validations[-1] < validations[0]
-    texts = []
-    for number in range(len(ways)):
-        results = (out / "training" / f"eval.{number}.results.jsonl").read_text().splitlines()
-        texts.append([json.loads(line)["text"] for line in results])
-    assert len(texts[0]) == 3
-    assert texts[0] == texts[1] == texts[2]
-    report = json.loads((out / "acceptance.json").read_text())
-    assert [r["way"] for r in report["runs"]] == ways
-    assert [r["files"]["q"]["rows"] for r in report["runs"]] == [2] * len(ways)
-    for entry in report["runs"]:
-        total = sum(f["acceptance_length"] * f["rounds"] for f in entry["files"].values())
-        tokens = sum(f["completion_tokens"] for f in entry["files"].values())
-        assert total == pytest.approx(tokens - 3, abs=0.01)  # the first token of each row comes with its prompt
-    before = (out / "model.safetensors").read_bytes()
-
-    assert train_draft.main(command) == 0
-    shown = capsys.readouterr()
-    assert "is finished already" in shown.err
-    assert "steps are done" in shown.err
-    assert "evaluation:" not in shown.err
-    assert shown.out.splitlines() == lines
-    assert (out / "model.safetensors").read_bytes() == before
-
-    assert train_draft.main([*command, "--stage", "training", "--epochs", "5"]) == 2
-    assert "epochs: 4, now 5" in capsys.readouterr().err
-    more = ["--stage", "evaluation", "--eval", "q.jsonl", "--shapes", "none"]
-    assert train_draft.main([*command, *more]) == 0
-    runs = json.loads((out / "acceptance.json").read_text())["runs"]
-    assert [(r["way"], r["files"].keys(), r["files"]["q"]["rows"]) for r in runs] == [("none", {"q"}, 3)]
-    if "matplotlib" in sys.modules:
-        assert (out / "training.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_mistakes_are_found_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import train_draft
-
-    target = tiny_model(tmp_path / "target", layers=6)
-    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n')
-    command = [str(target), "--data", "p.jsonl", "-o", "out"]
-    for more, words in (
-        ([], "only 6"),
-        (["--shapes", "3/1"], "no draft shape"),
-        (["--shapes", "3/1/9"], "num_draft_tokens"),
-        (["--data", "p.jsonl:0"], "at least 1"),
-        (["--temperatures", "0,warm"], "no number"),
-        (["--set", "engine.devise=cpu"], "did you mean"),
-    ):
-        assert train_draft.main([*command, *more]) == 2
-        assert words in capsys.readouterr().err
-    assert not (tmp_path / "out" / "training" / "answers.jsonl").exists()
-    command[0] = str(tiny_model(tmp_path / "deep"))
-    (tmp_path / "empty.jsonl").write_text("\n")
-    for more, words in (
-        (["--invent", "-1"], "--invent"),
-        (["--data", "empty.jsonl"], "no prompts to answer"),
-        (["-o", "p.jsonl"], "cannot write p.jsonl"),
-        (["--eval", "none.jsonl"], "cannot read none.jsonl"),
-        (["--eval", "empty.jsonl"], "no prompts"),
-        (["--eval", "p.jsonl", "--shapes", "3/1/4,nowhere:3/1/4"], "nowhere does not exist"),
-        (["--stage", "training"], "run the stage answers first"),
-        (["--stage", "evaluation", "--eval", "p.jsonl"], "run the stage training first"),
-    ):
-        assert train_draft.main([*command, *more]) == 2
-        assert words in capsys.readouterr().err
-    without_data = [command[0], "-o", "out", "--stage", "evaluation", "--eval", "p.jsonl"]
-    assert train_draft.main(without_data) == 2
-    assert "run the stage training first" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "training" / "prompts.jsonl").exists()
-
-
-def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specbatch.train.plot import plot
-
-    said: list[str] = []
-    records = [
-        {"step": 1, "loss": 3.0},
-        {"step": 1, "validation": {"loss": 3.1, "accuracy": [0.1, 0.2]}},
-        {"step": 2, "loss": 2.0},
-    ]
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not plot(records, tmp_path / "a.png", "title", said.append)
-    assert "pip install" in said[0]
-    monkeypatch.undo()
-    pytest.importorskip("matplotlib")
-    assert plot(records, tmp_path / "a.png", "title", said.append)
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_bfloat16_products_give_nearly_the_same_loss_and_gradients() -> None:
     """As on CUDA: the target in bfloat16, the head's parameters in float32 under autocast."""
-    from specbatch.train.examples import Example, collate
-    from specbatch.train.eagle.head import rotary_tables
-    from specbatch.train.target import FrozenTarget
-    from specbatch.train.eagle.unroll import losses, unroll
 
     batch = collate([Example(p[:40], 2, i, True) for i, p in enumerate(random_prompts(6, shared=8, longest=30))], 3)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         head = random_head().float()
-        frozen = FrozenTarget(target_checkpoint(), DRAFT_IDS, 6 * 64, 64, dtype, CPU)
+        frozen = FrozenTarget(target_checkpoint(), default_aux_layers(LAYERS), DRAFT_IDS, 6 * 64, 64, dtype, CPU)
         features, hidden = frozen.features(batch.tokens_BL)
         assert features.dtype == dtype
         tables = rotary_tables(head.config, 64 + 3, CPU)
@@ -840,15 +407,11 @@ def test_bfloat16_products_give_nearly_the_same_loss_and_gradients() -> None:
 @pytest.mark.gpu
 def test_training_on_cuda_goes_as_on_cpu(tmp_path: Path) -> None:
     """The target over Triton's kernels in bfloat16, autocast, the fused optimiser: losses near float32's on CPU."""
-    from specbatch.train.examples import Example
-    from specbatch.train.eagle.head import DraftHead, head_config, initialise
-    from specbatch.train.target import FrozenTarget
-    from specbatch.train.trainer import Trainer, TrainSettings
 
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
     examples = [Example(p[:60], 2, i, True) for i, p in enumerate(random_prompts(24, shared=8, longest=50))]
-    target, settings = target_checkpoint(), TrainSettings(3, 100, 30, 1e-2, 0.1, 0.01, 512, 0)
+    target, settings = target_checkpoint(), TrainSettings(100, 30, 1e-2, 0.1, 0.01, 512, 0)
     losses = []
     for device, dtype in ((CPU, torch.float32), (torch.device("cuda"), torch.bfloat16)):
         folder = tmp_path / device.type
@@ -856,9 +419,11 @@ def test_training_on_cuda_goes_as_on_cpu(tmp_path: Path) -> None:
         for _ in range(2):  # the second reads the checkpoint on the device, and has nothing to do
             head = DraftHead(head_config(target.config, WIDTH).decoder, WIDTH)
             initialise(head, target, DRAFT_IDS, 0)
-            frozen = partial(FrozenTarget, target, DRAFT_IDS, 512, 64, dtype, device)
+            frozen = partial(FrozenTarget, target, default_aux_layers(LAYERS), DRAFT_IDS, 512, 64, dtype, device)
             arguments = (examples[4:], examples[:4], folder, device, lambda line: None)
-            records = Trainer(settings, head.to(device), frozen, *arguments, save_seconds=0.0).run()
+            records = Trainer(
+                settings, EagleLearner(head.to(device), frozen, 3, 64, device), *arguments, save_seconds=0.0
+            ).run()
             assert sum("loss" in r for r in records) == 30
         losses.append(torch.tensor([r["loss"] for r in records if "loss" in r]))
     assert (losses[0] - losses[1]).abs().max() < 0.05 * losses[0].max()

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_config import EagleConfig, default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint
-from specbatch.models.rope import RopeConfig
-from specbatch.train.layers import FeedForward, Norm, rotate
+from specbatch.train.layers import FeedForward, Norm, layer_config, rotate
 
 
 class SelfAttention(nn.Module):
@@ -72,31 +71,9 @@ class DraftHead(nn.Module):
 
 
 def head_config(target: ModelConfig, draft_vocab_size: int) -> EagleConfig:
-    """Return the config of a head with the target's sizes.
-
-    Its rope has the target's base and no scaling, because scaling changes positions far beyond the lengths of training.
-    """
-    layer = ModelConfig(
-        model_type="llama",
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_layers=1,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=RopeConfig(theta=target.rope.theta),
-        max_position_embeddings=target.max_position_embeddings,
-        tie_word_embeddings=False,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_windows=(None,),
-        eos_token_ids=target.eos_token_ids,
-    )
+    """Return the config of a head with the target's sizes."""
     layers = default_aux_layers(target.num_layers)
+    layer = layer_config(target)
     return EagleConfig("eagle3", layer, target.hidden_size, draft_vocab_size, False, False, True, aux_layers=layers)
 
 
