@@ -59,14 +59,14 @@ class Trainer:
         *,
         save_seconds: float = 60.0,
     ) -> None:
-        self._settings, self._learner, self._module = settings, learner, learner.module
+        self._settings, self._learner, self.module = settings, learner, learner.module
         self._train, self._validation = train, validation
         self._folder, self._device, self._say = folder, device, say
         self._save_seconds = save_seconds
         self._plan = _plan(train, settings)
         self._fingerprint = _fingerprint(settings, learner, train, validation)
         self._optimizer = torch.optim.AdamW(
-            _groups(self._module, settings.weight_decay), settings.lr, _BETAS, fused=device.type == "cuda"
+            _groups(self.module, settings.weight_decay), settings.lr, _BETAS, fused=device.type == "cuda"
         )
         self._step = 0
         self._seconds = 0.0  # the time of training, over all sessions
@@ -148,7 +148,7 @@ class Trainer:
         found = self._losses(self._learner.batch(examples, self._step))
         self._optimizer.zero_grad(set_to_none=True)
         found.total.backward()
-        torch.nn.utils.clip_grad_norm_(self._module.parameters(), _CLIP)
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP)
         self._optimizer.step()
         return Losses(found.total.detach(), [x.detach() for x in found.steps], found.hits)
 
@@ -199,7 +199,7 @@ class Trainer:
             "fingerprint": self._fingerprint,
             "step": self._step,
             "seconds": self._seconds,
-            "module": self._module.state_dict(),
+            "module": self.module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
         }
         temporary = self.checkpoint.with_suffix(".tmp")
@@ -216,7 +216,7 @@ class Trainer:
                 f"{self.checkpoint} belongs to another training: {'; '.join(changed)}",
                 "--overwrite starts again; -o DIR trains elsewhere",
             )
-        self._module.load_state_dict(state["module"])
+        self.module.load_state_dict(state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._step, self._seconds = state["step"], state["seconds"]
 

@@ -299,7 +299,7 @@ def test_training_pays_in_the_engine_as_validation_says(tmp_path: Path) -> None:
     summary = records[-1]["validation"]
     assert summary["accuracy"][0] > 0.35, "a third of the tokens is not in the draft vocabulary"
 
-    model, decoder = inference_head(training._module, target, tmp_path / "head")
+    model, decoder = inference_head(training.module, target, tmp_path / "head")
 
     def proposer(pool: PagePool) -> Proposer:
         net = EagleNet(model, model.new_cache(256, torch.float64))
@@ -330,7 +330,7 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> N
     part = trainer(tmp_path / "b", examples, lines.append, 20)
     records = part.run()
     assert lines[0].startswith("resuming training at step 15")
-    for (name, a), b in zip(whole._module.state_dict().items(), part._module.state_dict().values(), strict=True):
+    for (name, a), b in zip(whole.module.state_dict().items(), part.module.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
 
     def timeless(found: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ class BlockLearner:
         block = drafter.block
         self.module = drafter
         self.weights = loss.weights(block.max_drafts)
-        self._make_target, self._loss, self._seed = make_target, loss, seed
+        self.make_target, self._loss, self._seed = make_target, loss, seed
         # With a multiple of TILE blocks, their positions fill whole tiles whatever the size of a block is.
         self._num_blocks = _rounded(batch_tokens // block.block_size)
         self._uses_flex = device.type == "cuda"
@@ -63,7 +63,7 @@ class BlockLearner:
         }
 
     def load_target(self) -> None:
-        self._target = self._make_target()
+        self._target = self.make_target()
 
     def batch(self, examples: Sequence[Example], step: int) -> BlockBatch:
         roots = random_roots(examples, self._num_blocks, (self._seed << 32) + step)
