@@ -148,16 +148,16 @@ def _check_ways(
     pipeline: Pipeline,
     files: Files,
 ) -> None:
+    """Raise SpecbatchError for a way to draft that cannot run."""
+    most = drafter.max_drafts if isinstance(drafter, BlockConfig) else None
     for way in ways:
         if way.model is not None:
             _resolve(pipeline, way.sets(files.folder, options.kind))
-        elif way.shape is not None and isinstance(drafter, BlockConfig):
-            if way.shape.num_steps > drafter.max_drafts or not way.shape.is_chain:
-                most = drafter.max_drafts
-                raise ConfigError(
-                    f"--shapes: {way.name} does not fit blocks of {drafter.block_size}",
-                    f"they draft chains of at most {most}: {most}/1/{most + 1}",
-                )
+        elif most is not None and way.shape is not None and (way.shape.num_steps > most or not way.shape.is_chain):
+            raise ConfigError(
+                f"--shapes: {way.name} does not fit these blocks",
+                f"they draft chains of at most {most}: {most}/1/{most + 1}",
+            )
 
 
 def _answer(

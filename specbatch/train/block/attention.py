@@ -37,8 +37,7 @@ def masked_attention(batch: BlockBatch) -> Attend:
     mask_QS = torch.cat((sees_NT, own_NQ), dim=1).repeat_interleave(size, dim=0)
 
     def attend(q_HQD: Tensor, k_GSD: Tensor, v_GSD: Tensor, scale: float) -> Tensor:
-        group = len(q_HQD) // len(k_GSD)
-        k, v = (x.repeat_interleave(group, dim=0)[None] for x in (k_GSD, v_GSD))
+        k, v = (_repeated(x, len(q_HQD)) for x in (k_GSD, v_GSD))
         return F.scaled_dot_product_attention(q_HQD[None], k, v, mask_QS, scale=scale)[0]
 
     return attend
@@ -51,10 +50,16 @@ def flex_attention_of(batch: BlockBatch, *, compiled: bool = True) -> Attend:
 
     def attend(q_HQD: Tensor, k_GSD: Tensor, v_GSD: Tensor, scale: float) -> Tensor:
         function = _compiled() if compiled else flex_attention
-        out: Tensor = function(q_HQD[None], k_GSD[None], v_GSD[None], block_mask=mask, scale=scale, enable_gqa=True)
+        k, v = (_repeated(x, len(q_HQD)) for x in (k_GSD, v_GSD))
+        out: Tensor = function(q_HQD[None], k, v, block_mask=mask, scale=scale)
         return out[0]
 
     return attend
+
+
+def _repeated(x_GSD: Tensor, num_heads: int) -> Tensor:
+    """Return keys or values (1, H, S, D), one for each query head."""
+    return x_GSD.repeat_interleave(num_heads // len(x_GSD), dim=0)[None]
 
 
 @cache

@@ -1,5 +1,5 @@
-"""A trained block drafter as a checkpoint of vLLM's speculators (`speculators_model_type` dflash or dspark): config.json
-and model.safetensors, without the target's embedding and LM head."""
+"""A trained block drafter as a checkpoint of vLLM's speculators (`speculators_model_type` dflash or dspark), without the
+target's embedding and LM head."""
 
 from __future__ import annotations
 
