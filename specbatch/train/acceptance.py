@@ -38,7 +38,7 @@ class Acceptance:
         shape = (0, 0)
         for batch, found in parts:
             if not len(hits_TJ):
-                shape = tuple(batch.tokens_BL.shape)
+                shape = batch.tokens_BL.shape[0], batch.tokens_BL.shape[1]
                 hits_TJ = torch.zeros(batch.tokens_BL.numel(), len(self._losses), dtype=torch.bool)
             for j, (loss, hit_R, rows_R) in enumerate(zip(found.steps, found.hits, batch.rows, strict=True)):
                 hit_R = hit_R.cpu()

@@ -41,8 +41,15 @@ class LearnedBatch(Protocol):
 class Learner(Protocol):
     """A drafter in training."""
 
-    module: nn.Module  # its parameters have the names of the checkpoint
-    weights: Sequence[float]  # the share of each step in the loss
+    @property
+    def module(self) -> nn.Module:
+        """Return the drafter. Its parameters have the names of the checkpoint."""
+        ...
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """Return the share of each step in the loss."""
+        ...
 
     def settings(self) -> dict[str, Any]:
         """Return what the weights depend on in addition to `TrainSettings`."""

@@ -24,8 +24,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from specbatch.train.block.batch import BlockBatch
 
 TILE = 128  # positions of a tile of FlexAttention
-# Given queries (H, Q, D), keys and values (G, S, D) and the scale, return (H, Q, D).
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+# Given queries (H, Q, D), keys and values (G, S, D) and the scale of logits
+# (None: that of the head dimension), return (H, Q, D).
+Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 def masked_attention(batch: BlockBatch) -> Attend:
@@ -36,7 +37,7 @@ def masked_attention(batch: BlockBatch) -> Attend:
     own_NQ = torch.eye(num_blocks, dtype=torch.bool, device=context_T.device).repeat_interleave(size, dim=1)
     mask_QS = torch.cat((sees_NT, own_NQ), dim=1).repeat_interleave(size, dim=0)
 
-    def attend(q_HQD: Tensor, k_GSD: Tensor, v_GSD: Tensor, scale: float) -> Tensor:
+    def attend(q_HQD: Tensor, k_GSD: Tensor, v_GSD: Tensor, scale: float | None) -> Tensor:
         k, v = (_repeated(x, len(q_HQD)) for x in (k_GSD, v_GSD))
         return F.scaled_dot_product_attention(q_HQD[None], k, v, mask_QS, scale=scale)[0]
 
@@ -48,8 +49,8 @@ def flex_attention_of(batch: BlockBatch, *, compiled: bool = True) -> Attend:
     for their sizes, so all batches must have the same."""
     mask = tile_mask(batch)
 
-    def attend(q_HQD: Tensor, k_GSD: Tensor, v_GSD: Tensor, scale: float) -> Tensor:
-        function = _compiled() if compiled else flex_attention
+    def attend(q_HQD: Tensor, k_GSD: Tensor, v_GSD: Tensor, scale: float | None) -> Tensor:
+        function: Callable[..., Any] = _compiled() if compiled else flex_attention
         k, v = (_repeated(x, len(q_HQD)) for x in (k_GSD, v_GSD))
         out: Tensor = function(q_HQD[None], k, v, block_mask=mask, scale=scale)
         return out[0]

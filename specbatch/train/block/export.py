@@ -1,5 +1,5 @@
-"""A trained block drafter as a checkpoint of vLLM's speculators (`speculators_model_type` dflash or dspark), without the
-target's embedding and LM head."""
+"""The config.json of a trained block drafter, as vLLM's speculators writes it (`speculators_model_type` dflash or
+dspark). The checkpoint has no embedding and no LM head: they are the target's."""
 
 from __future__ import annotations
 
