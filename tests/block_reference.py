@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specbatch.models.blocks.config import BlockConfig, DominoConfig, MarkovConfig, RefinerConfig, SelectorConfig
+from specbatch.models.blocks.config import (
+    BlockConfig,
+    DominoConfig,
+    LatticeConfig,
+    MarkovConfig,
+    RefinerConfig,
+    SelectorConfig,
+)
 from specbatch.models.blocks.config import expected_block_tensors as block_tensors
 
 EPS, THETA = 1e-5, 500.0
@@ -65,6 +72,8 @@ class BlockReference:
         logits = hidden[block.first :] @ self.lm_head.T * block.logits_scale
         if block.logits_soft_cap is not None:
             logits = torch.tanh(logits / block.logits_soft_cap) * block.logits_soft_cap
+        if isinstance(block.head, LatticeConfig):
+            return self._correlated(block.head, hidden[1:], logits, context[-1], before)
         return self._with_head(tokens, hidden, logits, before)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
@@ -196,6 +205,54 @@ class BlockReference:
             mixed = mixed + (F.silu(mixed @ w["mlp_gate"].T) * (mixed @ w["mlp_up"].T)) @ w["mlp_down"].T
             refined = logits + mixed[first:] @ w["readout"].T
         return refined
+
+    def _correlated(
+        self, head: LatticeConfig, hidden: Tensor, logits: Tensor, root: Tensor, before: list[int]
+    ) -> Tensor:
+        w = {name.removeprefix("lilicorr."): value for name, value in self.w.items() if name.startswith("lilicorr.")}
+
+        def linear(x: Tensor, name: str) -> Tensor:
+            return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return self._norm(x, f"lilicorr.{name}")
+
+        values, ids = logits.log_softmax(-1).topk(head.top_k)  # positions, candidates
+        rank = torch.arange(head.top_k).to(values.dtype).expand_as(values)
+        parts = (
+            values,
+            values.exp(),
+            values - values.amax(-1, keepdim=True),
+            rank / (head.top_k - 1),
+            (rank == 0).float(),
+        )
+        inputs = F.layer_norm(torch.stack(parts, -1), (5,), w["feature_mlp.0.weight"], w["feature_mlp.0.bias"])
+        x = linear(F.silu(linear(inputs, "feature_mlp.1")), "feature_mlp.3")
+        embedded = self._embedded(ids)
+        x = x + (linear(embedded, "token_proj") if "token_proj.weight" in w else embedded)
+        x = x + linear(hidden, "pass_hidden_proj")[:, None] + w["slot_embedding"][:, None] + w["rank_embedding"]
+        x, position = x.flatten(0, 1), torch.arange(len(ids)).repeat_interleave(head.top_k)
+        relative = position[:, None] - position
+        bias = w["relative_slot_bias"][:, relative + head.block_size - 1]
+        bias = bias + (relative == 0) * w["same_slot_bias"][:, None, None]
+        for layer in range(head.num_layers):
+            p = f"layers.{layer}."
+            qkv = norm(x, f"{p}attn_norm") @ w[f"{p}attn.in_proj_weight"].T + w[f"{p}attn.in_proj_bias"]
+            q, k, v = (part.view(len(x), head.num_heads, -1).transpose(0, 1) for part in qkv.chunk(3, -1))
+            scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5 + bias
+            x = x + linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), f"{p}attn.out_proj")
+            x = x + linear(F.silu(linear(norm(x, f"{p}mlp_norm"), f"{p}mlp.0")), f"{p}mlp.2")
+        x = norm(x, "output_norm").view(*ids.shape, -1)
+        root = norm(linear(root, "context_proj"), "anchor_norm")
+        factors = F.silu(linear(torch.cat((x, root.expand_as(x), x * root), -1), "factor_input_proj"))
+        outgoing, incoming = (F.normalize(linear(factors, name), dim=-1) for name in ("out_head", "in_head"))
+        first = F.normalize(linear(root, "anchor_out_head"), dim=-1)
+        rows = []
+        for draft in range(len(ids)):
+            source = first if draft == 0 else outgoing[draft - 1, ids[draft - 1].tolist().index(before[draft])]
+            row = torch.full_like(logits[draft], -torch.inf)
+            rows.append(row.index_copy_(0, ids[draft], incoming[draft] @ source * head.logit_scale))
+        return torch.stack(rows)
 
     def _to_target(self, draft_id: int) -> int:
         return draft_id + int(self.w["d2t"][draft_id]) if "d2t" in self.w else draft_id

@@ -35,8 +35,12 @@ def head_tensors(
     qkv_bias: bool = False,
     embedding: bool = False,
     vocab: int = VOCAB,
+    num_layers: int = 1,
+    qk_norm: bool = False,
+    input_norms: str = "none",
+    num_features: int = 3,
 ) -> dict[str, Tensor]:
-    """Make a random checkpoint with the public names."""
+    """Make a random checkpoint with the public names. `input_norms`: see `EagleConfig`."""
     generator = torch.Generator().manual_seed(5)
 
     def rand(*shape: int) -> Tensor:
@@ -44,15 +48,25 @@ def head_tensors(
 
     eagle3 = kind == "eagle3"
     prefix, width = ("midlayer.", 2 * E) if eagle3 else ("layers.0.", E)
-    tensors = {"fc.weight": rand(E, 3 * E if eagle3 else 2 * E)}
-    for name, rows in (("q", HEADS * DIM), ("k", KV_HEADS * DIM), ("v", KV_HEADS * DIM)):
-        tensors[f"{prefix}self_attn.{name}_proj.weight"] = rand(rows, width)
-        if qkv_bias:
-            tensors[f"{prefix}self_attn.{name}_proj.bias"] = rand(rows)
-    tensors[f"{prefix}self_attn.o_proj.weight"] = rand(E, HEADS * DIM)
-    for name, shape in (("gate", (MLP, E)), ("up", (MLP, E)), ("down", (E, MLP))):
-        tensors[f"{prefix}mlp.{name}_proj.weight"] = rand(*shape)
-    tensors[f"{prefix}post_attention_layernorm.weight"] = 1 + rand(E)
+    tensors = {"fc.weight": rand(E, num_features * E if eagle3 else 2 * E)}
+    for layer in range(num_layers):
+        if layer:
+            prefix, width = f"layers.{layer}.", E
+            tensors[f"{prefix}input_layernorm.weight"] = 1 + rand(E)
+        for name, rows in (("q", HEADS * DIM), ("k", KV_HEADS * DIM), ("v", KV_HEADS * DIM)):
+            tensors[f"{prefix}self_attn.{name}_proj.weight"] = rand(rows, width)
+            if qkv_bias:
+                tensors[f"{prefix}self_attn.{name}_proj.bias"] = rand(rows)
+            if qk_norm and name != "v":
+                tensors[f"{prefix}self_attn.{name}_norm.weight"] = 1 + rand(DIM)
+        tensors[f"{prefix}self_attn.o_proj.weight"] = rand(E, HEADS * DIM)
+        for name, shape in (("gate", (MLP, E)), ("up", (MLP, E)), ("down", (E, MLP))):
+            tensors[f"{prefix}mlp.{name}_proj.weight"] = rand(*shape)
+        tensors[f"{prefix}post_attention_layernorm.weight"] = 1 + rand(E)
+    if input_norms == "joined":
+        tensors["input_norm.weight"] = 1 + rand(num_features * E)
+    if input_norms == "each":
+        tensors |= {f"fc_norm.{i}.weight": 1 + rand(E) for i in range(num_features)}
     if fc_bias:
         tensors["fc.bias"] = rand(E)
     if embedding:
@@ -112,10 +126,16 @@ class Reference:
     """The head in a few lines of plain torch, float64."""
 
     def __init__(
-        self, kind: EagleKind, tensors: dict[str, Tensor], target: Checkpoint, norm_before_residual: bool = False
+        self,
+        kind: EagleKind,
+        tensors: dict[str, Tensor],
+        target: Checkpoint,
+        norm_before_residual: bool = False,
+        norm_output: bool = False,
     ) -> None:
         self.eagle3 = kind == "eagle3"
-        self.norm_before_residual = norm_before_residual
+        self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
+        self.further = sorted({name.split(".")[1] for name in tensors if name.startswith("layers.")} - {"0"}, key=int)
         self.w = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
         self.prefix = "midlayer." if self.eagle3 else "layers.0."
         self.embedding = self.w.get("embed_tokens.weight", target.tensors.load("model.embed_tokens.weight").double())
@@ -127,13 +147,22 @@ class Reference:
     def linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
 
-    def attention(self, x: Tensor) -> Tensor:
-        prefix, length = self.prefix + "self_attn.", len(x)
+    def project(self, aux_hidden_states: list[Tensor]) -> Tensor:
+        """Return the features of hidden states of an EAGLE-3 head's layers."""
+        if "fc_norm.0.weight" in self.w:
+            aux_hidden_states = [self.norm(one, f"fc_norm.{i}.weight") for i, one in enumerate(aux_hidden_states)]
+        joined = torch.cat(aux_hidden_states, -1)
+        return self.linear(self.norm(joined, "input_norm.weight") if "input_norm.weight" in self.w else joined, "fc")
+
+    def attention(self, x: Tensor, layer: str) -> Tensor:
+        prefix, length = layer + "self_attn.", len(x)
         angles = torch.outer(torch.arange(length).double(), THETA ** -(torch.arange(0, DIM, 2).double() / DIM))
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
 
         def heads(name: str, rotate: bool) -> Tensor:
             y = self.linear(x, prefix + name).view(length, -1, DIM)
+            if prefix + name.replace("proj", "norm.weight") in self.w:
+                y = self.norm(y, prefix + name.replace("proj", "norm.weight"))
             if rotate:  # pairs (i, i + DIM / 2) as complex numbers
                 z = torch.complex(y[..., : DIM // 2], y[..., DIM // 2 :]) * turn
                 y = torch.cat((z.real, z.imag), -1)
@@ -154,13 +183,21 @@ class Reference:
             x = torch.cat((self.norm(embedded, p + "input_layernorm.weight"), normed), -1)
         else:
             residual = x = self.linear(torch.cat((embedded, features), -1), "fc")
-        h = residual + self.attention(x)
-        y = self.norm(h, self.prefix + "post_attention_layernorm.weight")
-        m = self.prefix + "mlp."
+        h = self.layer(x, residual, self.prefix)
+        for number in self.further:
+            prefix = f"layers.{number}."
+            h = self.layer(self.norm(h, prefix + "input_layernorm.weight"), h, prefix)
+        return self.norm(h, "norm.weight") if self.norm_output else h
+
+    def layer(self, x: Tensor, residual: Tensor, prefix: str) -> Tensor:
+        h = residual + self.attention(x, prefix)
+        y = self.norm(h, prefix + "post_attention_layernorm.weight")
+        m = prefix + "mlp."
         return h + self.linear(F.silu(self.linear(y, m + "gate_proj")) * self.linear(y, m + "up_proj"), m + "down_proj")
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        return F.log_softmax(F.linear(self.norm(hidden, "norm.weight") if self.eagle3 else hidden, self.head), -1)
+        is_normed = self.norm_output or not self.eagle3
+        return F.log_softmax(F.linear(hidden if is_normed else self.norm(hidden, "norm.weight"), self.head), -1)
 
     def to_target(self, draft_id: int) -> int:
         return draft_id + int(self.w["d2t"][draft_id]) if "d2t" in self.w else draft_id
@@ -197,4 +234,4 @@ def target_features(
     layout = batch_of([Span([0], 0, len(tokens))], len(tokens), decoder.device)
     cache = decoder.new_cache(len(tokens), torch.float64)
     hidden, aux_hidden_states = decoder.forward(torch.tensor(tokens), layout, cache, layers)
-    return reference.linear(torch.cat(aux_hidden_states, -1), "fc") if reference.eagle3 else hidden
+    return reference.project(aux_hidden_states) if reference.eagle3 else hidden

@@ -237,7 +237,7 @@ def attention_of(config: ModelConfig, device: torch.device = CPU) -> TorchAttent
 def num_target_layers(method: str) -> int:
     """Return the number of layers of the tiny target for a draft method. EAGLE-3 reads the inputs of three of them, see
     `AUX_LAYERS`."""
-    return 3 if method in ("eagle3", "block") else 2
+    return 3 if method in ("eagle3", "peagle", "block") else 2
 
 
 AUX_LAYERS = (0, 1, 2)
@@ -309,7 +309,9 @@ def tiny_draft_net(
     if method == "block":
         return _tiny_block_net(target, num_slots, kv_dtype, draft_vocab or vocab, draft_seed, scale, attention, traits)
     head_config = tiny_config(1, hidden, vocab, head_dim=head_dim)
-    kind = "eagle3" if method == "eagle3" else "eagle"
+    kind = "eagle3" if method in ("eagle3", "peagle") else "eagle"
+    if method == "peagle":
+        traits = {"mask_token_id": vocab - 1, **traits}
     width = draft_vocab or vocab
     layers = AUX_LAYERS if kind == "eagle3" else ()
     head = EagleConfig(kind, head_config, hidden, width, False, False, width != vocab, layers)  # type: ignore[arg-type]

@@ -4,7 +4,8 @@
     python scripts/bench/bench.py --target random:tiny --method none --concurrency 1,2 --tokens 16/8    # CPU, seconds
 
 A method is NAME[:STEPS/TOPK/TOKENS][@ACCEPTANCE][=DRAFT]: speculation.method, num_steps/topk/num_draft_tokens, the
-simulated tokens per round, and speculation.draft (default for eagle: random:eagle, for eagle3: random:eagle3-32k).
+simulated tokens per round, and speculation.draft (defaults: random:eagle, for eagle3 random:eagle3-32k, for peagle
+random:peagle, for block random:dflash).
 All rows of a cell are submitted at once; times run from the first submit to the last completion. A line is printed for
 each cell as soon as it is measured, and the JSON file is replaced then: nothing is lost when a run is cut short. The
 last line is one JSON object, without the configurations that the file has.
@@ -51,7 +52,12 @@ _METHOD = re.compile(
     rf"(?P<name>{'|'.join(METHODS)})"
     r"(:(?P<steps>\d+)/(?P<topk>\d+)/(?P<tokens>\d+))?(@(?P<acceptance>\d+(\.\d+)?))?(=(?P<draft>.+))?"
 )
-_DEFAULT_DRAFTS = {"eagle": "random:eagle", "eagle3": "random:eagle3-32k"}
+_DEFAULT_DRAFTS = {
+    "eagle": "random:eagle",
+    "eagle3": "random:eagle3-32k",
+    "peagle": "random:peagle",
+    "block": "random:dflash",
+}
 _HEADER = (
     f"{'workload':<18}{'rows':>5}{'tok/s':>10}{'wall s':>9}{'prefill s':>10}{'(floor)':>9}{'decode tok/s':>13}"
     f"{'rounds':>8}{'ms/round':>9}{'floor ms':>9}{'reached':>8}{'accept':>8}  "

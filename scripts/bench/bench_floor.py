@@ -20,8 +20,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specbatch.models.blocks.config import BlockConfig, expected_block_tensors
 from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.eagle_config import expected_eagle_tensors
+from specbatch.models.formats.block_files import BlockCheckpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.models.linears.integer_quantization import IntegerQuantization
 from specbatch.models.linears.layer_quantization import LayerQuantization
@@ -38,6 +40,9 @@ class DeviceRates:
 
     copy_bytes_per_second: float  # bytes that are read and written
     matmul_flops_per_second: float
+
+
+_CONTEXT = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")  # projections of a block drafter's past positions
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,12 @@ def round_passes(run: ResolvedRun, committed: float) -> list[Pass]:
     nodes = 1 if section.method == "none" else section.num_draft_tokens or 1
     passes = [_decoder_pass(run.target.config, nodes, run.quantization)]
     steps, topk = section.num_steps or 0, section.topk
-    if isinstance(run.draft, EagleCheckpoint):
+    if isinstance(run.draft, BlockCheckpoint):
+        passes += _block_passes(run.draft.config, run.target.config, committed)
+    elif isinstance(run.draft, EagleCheckpoint):
         extend = _head_pass(run.draft, run.target.config, committed, takes_target_features=True)
+        if run.draft.config.mask_token_id is not None:  # one pass over all mask tokens
+            topk, steps = steps - 1, min(steps, 2)
         step = _head_pass(run.draft, run.target.config, topk, takes_target_features=False)
         is_divided = part_of_head(run.draft.config.decoder, 0, run.config.engine.tensor_parallel) is not None
         passes += [replace(one, is_divided=is_divided) for one in (extend, *[step] * (steps - 1))]
@@ -157,7 +166,9 @@ def prefill_floor(run: ResolvedRun, rates: DeviceRates, lengths: list[int]) -> f
     embedded = target.vocab_size * target.hidden_size
     body = whole.weights.active - embedded
     width, drafting = target.num_heads * target.head_dim * len(target.cached_layers), 0
-    if isinstance(run.draft, EagleCheckpoint):
+    if isinstance(run.draft, BlockCheckpoint):
+        drafting = _block_passes(run.draft.config, target, 1)[1].weights.total
+    elif isinstance(run.draft, EagleCheckpoint):
         head = run.draft.config
         last = head.draft_vocab_size if head.has_lm_head else target.vocab_size
         heads += len(lengths) * last * target.hidden_size
@@ -206,7 +217,22 @@ def _head_pass(draft: EagleCheckpoint, target: ModelConfig, rows: float, takes_t
     if not head.has_lm_head:
         matrices += target.vocab_size * target.hidden_size
     own = head.draft_vocab_size * c.hidden_size if head.has_lm_head else 0
-    return Pass(PassWeights(matrices), rows, 2 * c.num_kv_heads * c.head_dim, c.num_heads * c.head_dim, undivided=own)
+    cached, width = 2 * c.num_layers * c.num_kv_heads * c.head_dim, c.num_layers * c.num_heads * c.head_dim
+    return Pass(PassWeights(matrices), rows, cached, width, undivided=own)
+
+
+def _block_passes(block: BlockConfig, target: ModelConfig, committed: float) -> list[Pass]:
+    """Return the pass over a block, and the one that writes the keys and values of committed tokens. Ranks do not
+    divide them."""
+    c, shapes = block.decoder, expected_block_tensors(block)
+    layers = {name: shape for name, shape in shapes.items() if name.startswith("layers.")}
+    context = {name: s for name, s in shapes.items() if name == "fc.weight" or name.endswith(_CONTEXT)}
+    matrices = _num_matrix_parameters(layers)
+    matrices += block.draft_vocab_size * c.hidden_size if block.has_lm_head else target.vocab_size * target.hidden_size
+    cached = 2 * c.num_layers * c.num_kv_heads * c.head_dim
+    width = c.num_layers * c.num_heads * c.head_dim
+    drafting = Pass(PassWeights(matrices), block.block_size, cached, width, is_divided=False)
+    return [drafting, Pass(PassWeights(_num_matrix_parameters(context)), committed, 0, 0, is_divided=False)]
 
 
 def _num_matrix_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:

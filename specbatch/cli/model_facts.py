@@ -7,23 +7,25 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specbatch.cli.draft_facts import Facts, draft_method, inspected_draft, open_head
 from specbatch.errors import SpecbatchError
 from specbatch.models.checks import first_names
 from specbatch.models.config import ModelConfig
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
-from specbatch.models.formats.eagle_files import open_eagle_head
+from specbatch.models.formats.mtp_files import open_mtp
 from specbatch.models.formats.tokenizer import describe_tokenizer_difference, load_tokenizer
 from specbatch.models.pass_weights import PassWeights
 from specbatch.setup.backend import LACKS
 from specbatch.setup.memory import GIB
 
-Facts = list[tuple[str, str]]  # a name, and what there is to say
 _BYTES = torch.bfloat16.itemsize
 
 
 def inspected(path: Path, draft: Path | None = None) -> Facts:
-    """Return the facts of a model. `draft`: a head or a draft model, of which the last lines say whether it fits. Raise
-    SpecbatchError for a model that does not run."""
+    """Return the facts of a model, or of a draft head. `draft`: a head or a draft model, of which the last lines say
+    whether it fits. Raise SpecbatchError for a model that does not run."""
+    if draft is None and (method := draft_method(path)) is not None:
+        return inspected_draft(path, method)
     model = open_checkpoint(path)
     try:
         facts = [("files", model.description), *_code(model), *_sizes(model.config), *_weights(model)]
@@ -88,20 +90,19 @@ def _tokenizer(path: Path, config: ModelConfig) -> tuple[PreTrainedTokenizerBase
 
 def _fit(draft: Path, model: Checkpoint, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Say how a draft can be used, or why not."""
-    reasons = []
-    for kind in ("eagle3", "eagle"):
-        try:
-            head = open_eagle_head(draft, kind, model)
-        except SpecbatchError as error:
-            reasons.append(f"{kind}: {error.message}")
-            continue
-        head.tensors.close()
-        return f"speculation.method: {kind}"
+    try:
+        method = draft_method(draft)
+        if method is not None:
+            head = open_mtp(model, draft) if method == "mtp" else open_head(draft, method, model)
+            head.tensors.close()
+            return f"speculation.method: {method}"
+    except SpecbatchError as error:
+        return f"does not fit. {error.message}"
     try:
         other = open_checkpoint(draft)
         other.tensors.close()
         own = load_tokenizer(draft)
     except SpecbatchError as error:
-        return f"does not fit. {'; '.join([*reasons, f'draft_model: {error.message}'])}"
+        return f"does not fit. draft_model: {error.message}"
     difference = "the model has no tokenizer" if tokenizer is None else describe_tokenizer_difference(tokenizer, own)
     return f"does not fit: {difference}" if difference else "speculation.method: draft_model"

@@ -62,7 +62,12 @@ def models_path(name: BuiltinModel) -> None:
 
 
 @models_app.command(
-    "inspect", epilog=examples("specbatch models inspect org/name", "specbatch models inspect DIR --draft HEAD")
+    "inspect",
+    epilog=examples(
+        "specbatch models inspect org/name",
+        "specbatch models inspect DIR --draft HEAD",
+        "specbatch models inspect HEAD",
+    ),
 )
 def models_inspect(
     name: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a hub id, a .gguf file or builtin:NAME.")],
@@ -70,7 +75,7 @@ def models_inspect(
         str | None, typer.Option(metavar="NAME", help="A draft head or draft model: say whether it fits.")
     ] = None,
 ) -> None:
-    """Print what a model is and how it would run, or why it would not. No weights are loaded."""
+    """Print what a model or a draft head is and how it would run, or why it would not. No weights are loaded."""
     with user_errors():
         prepare_libraries()
         import_engine()

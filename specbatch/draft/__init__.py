@@ -47,7 +47,7 @@ class MethodEntry:
     )
     default_num_steps: int = 3
     chains_only: bool = False  # topk must be 1
-    in_target: bool = False  # the draft network is a part of the target's checkpoint, and speculation.draft is null
+    in_target: bool = False  # the draft network can be a part of the target's checkpoint: speculation.draft is null
 
 
 def _from_network(shape: DraftShape, parts: DraftParts) -> DraftMethod:

@@ -37,8 +37,9 @@ class BlockDraft(DraftMethod):
         root_B, before_B = view.field(Field.ROOT), None
         if self.reads_tokens:
             before_B = table.tokens_SL[view.req_idx_B, (view.length_B - 1).clamp(min=0)].long()
+        feature_BE = table.features_SE[view.req_idx_B] if self._net.feature_size else None
         layout = view.layout(model.block.block_size)
-        block = model.block_output(root_B, before_B, layout, self._net.cache, self._num_steps)
+        block = model.block_output(root_B, before_B, feature_BE, layout, self._net.cache, self._num_steps)
         return drawn_chain(
             self._ops, view, self._num_steps, model.head.steps(block), target_ids,
             sampled=sampled, coupled=self._coupled,

@@ -156,16 +156,17 @@ class EagleNet:
 
 
 class BlockNet:
-    """A block drafter. Its cache follows the target's features; no hidden state is left for the next round."""
+    """A block drafter. Its cache follows the target's features. What is left for the next round is the last of these,
+    if the head reads it."""
 
     draft_kv_offset = 0
     decoder: CausalModel | None = None
-    feature_size = 0
 
     def __init__(self, model: BlockDrafter, cache: KVCache) -> None:
         self.cache, self.model = cache, model
         self.aux_layers, self.reads_hidden = model.aux_layers, model.reads_hidden
         self.target_ids = model.target_ids
+        self.feature_size = model.block.decoder.hidden_size if model.head.reads_feature else 0
 
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
         return self.model.features(aux_hidden_states)
@@ -178,12 +179,11 @@ class BlockNet:
         logits_indices: LogitsIndices | None = None,
         trunk: Trunk | None = None,
     ) -> Tensor:
-        """Write the cache of past positions. The hidden states have no features."""
+        """Write the cache of past positions, and return their features, of which only `feature_size` are kept."""
         assert features_TE is not None
         assert trunk is None
         self.model.write_context(features_TE, layout, self.cache)
-        num_rows = len(features_TE) if logits_indices is None else len(logits_indices.index_R)
-        return features_TE.new_empty((num_rows, 0))
+        return (features_TE if logits_indices is None else features_TE[logits_indices.index_R])[:, : self.feature_size]
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         raise AssertionError("a block drafter drafts whole blocks")

@@ -29,6 +29,7 @@ from specbatch.models.blocks.config import (
     ConvolutionConfig,
     DominoConfig,
     HeadConfig,
+    LatticeConfig,
     MarkovConfig,
     RefinerConfig,
     SelectorConfig,
@@ -195,11 +196,11 @@ _EAGLE_HEADS: Mapping[str, tuple[EagleKind, bool]] = {
     "eagle3-32k": ("eagle3", True),
     "peagle": ("eagle3", False),
 }
-_PARALLEL_LAYERS = 4  # of random:peagle
+_PARALLEL_LAYERS = 4  # layers of random:peagle
 
 
 # Block drafters have 5 layers of the target's geometry and blocks of 16.
-_BLOCK_DRAFTERS = ("dflash", "dflash2", "dspark", "domino", "xpress")
+_BLOCK_DRAFTERS = ("dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress")
 _BLOCK_SIZE, _BLOCK_LAYERS, _BLOCK_RANK = 16, 5, 256
 
 
@@ -363,7 +364,7 @@ def open_random_eagle_head(
         draft_vocab_size = REDUCED_DRAFT_VOCAB if vocab_size > REDUCED_DRAFT_VOCAB else vocab_size // 2
     count = _PARALLEL_LAYERS if parallel else 1
     layer = replace(target.as_head(), num_layers=count, sliding_windows=(None,) * count)
-    mask = {"mask_token_id": vocab_size - 1} if parallel else {}
+    mask_token_id = vocab_size - 1 if parallel else None
     shapes = expected_eagle_tensors(
         EagleConfig(
             kind,
@@ -373,11 +374,11 @@ def open_random_eagle_head(
             has_fc_bias=False,
             has_embedding=False,
             has_vocab_map=is_reduced,
-            **mask,
+            mask_token_id=mask_token_id,
         )
     )
     # The same checks as for a head with files: a target with too few layers is refused here.
-    config = eagle_config(kind, layer, draft_vocab_size, shapes, target, aux_layers, **mask)
+    config = eagle_config(kind, layer, draft_vocab_size, shapes, target, aux_layers, mask_token_id=mask_token_id)
     maps = _vocab_maps(draft_vocab_size, vocab_size) if is_reduced else {}
     return EagleCheckpoint(config, RandomSource(shapes, dtype, device, maps))
 
@@ -399,6 +400,7 @@ def open_random_block_drafter(
         "dflash2": SelectorConfig(rank, min(16, target.vocab_size)),
         "dspark": MarkovConfig(rank),
         "domino": DominoConfig(rank, rank, 1),
+        "lilicorr": LatticeConfig(rank, 2, 4, 2 * rank, min(16, target.vocab_size), rank, 1e-4, 8.0, _BLOCK_SIZE),
         "xpress": RefinerConfig(rank, 2 * rank, 6, _BLOCK_SIZE),
     }
     last = max(1, target.num_layers - 2)  # the layers that z-lab's drafters read
@@ -412,7 +414,7 @@ def open_random_block_drafter(
         target.vocab_size,
         first=0 if name == "dspark" else 1,
         head=heads.get(name),
-        convolution=ConvolutionConfig(2, math.gcd(hidden, 16)) if name == "dflash2" else None,
+        convolution=ConvolutionConfig(2, math.gcd(hidden, 16)) if name in ("dflash2", "lilicorr") else None,
     )
     return BlockCheckpoint(block, RandomSource(expected_block_tensors(block), dtype, device), name)
 

@@ -47,7 +47,7 @@ from specbatch.setup.autotune_lanes import with_lanes_that_gain
 from specbatch.setup.backend import without_graphs
 from specbatch.setup.compile_ahead import compile_kernels, identity_of
 from specbatch.setup.memory import GIB, available_memory, sizes_to_try
-from specbatch.setup.resolve import HeadCheckpoint, ResolvedRun
+from specbatch.setup.resolve import ResolvedRun
 from specbatch.setup.round_parts import RoundParts
 from specbatch.setup.sizing import CardBudget, Sized, measured, planned
 from specbatch.setup.trial import TrialRunner
@@ -382,8 +382,9 @@ def _configs(run: ResolvedRun) -> list[ModelConfig]:
     """Return the configurations of the target and of the draft network: sampled texts depend on the bits of both."""
     if run.draft is None:
         return [run.target.config]
-    is_head = isinstance(run.draft, HeadCheckpoint)
-    return [run.target.config, run.draft.config.decoder if is_head else run.draft.config]
+    if isinstance(run.draft, EagleCheckpoint | BlockCheckpoint):
+        return [run.target.config, run.draft.config.decoder]
+    return [run.target.config, run.draft.config]
 
 
 def _eos_token_ids(run: ResolvedRun) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.float16: "float16",
     torch.float64: "float64",
 }
+# What no GPU has run yet, which is an error on CUDA, or is not done by default.
+NOT_RUN_ON_CUDA = {"speculation.method: suffix", "speculation.method: block", "speculation.method: peagle"}
 _AMPERE = (8, 0)  # the first with bfloat16 in its tensor cores
 # The oldest driver for each major version of CUDA (NVIDIA, minor version compatibility).
 _MIN_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -147,3 +149,9 @@ def resolve_dtype(
             hint="use model.dtype: auto (float16 there) or float32",
         )
     return next(dtype for dtype, known in DTYPE_NAMES.items() if known == name)
+
+
+def check_was_run(option: str, device: torch.device, instead: str) -> None:
+    """Raise ConfigError for an option on a GPU that none has run. `instead`: what to do, for the hint."""
+    if device.type == "cuda" and option in NOT_RUN_ON_CUDA:
+        raise ConfigError(f"{option} has not been run on a GPU yet", hint=instead)

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from specbatch.cache.cascade_costs import CascadeCosts
 from specbatch.config import Config, SpeculationSection
-from specbatch.draft import METHODS
 from specbatch.draft.earlier_results import read_texts
 from specbatch.engine.round import MAX_FORCED
 from specbatch.errors import ConfigError, ModelError
@@ -49,7 +48,7 @@ from specbatch.setup.cache import (
 )
 from specbatch.setup.cascade import resolve_cascade
 from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
-from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
+from specbatch.setup.device import DTYPE_NAMES, check_was_run, resolve_device, resolve_dtype
 from specbatch.setup.engine import EngineSettings, resolve_engine
 from specbatch.setup.expert_parallel import check_prompt_graphs, resolve_division
 from specbatch.setup.lanes import Job as LaneJob
@@ -141,11 +140,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled)
         earlier = _earlier_texts(speculation.section)
     device = resolve_device(config.engine.device, notes)
-    if device.type == "cuda" and wanted_method.method == "suffix":
-        raise ConfigError(
-            "speculation.method: suffix runs on a CPU only: no GPU has run it yet",
-            hint="set speculation.method: ngram",
-        )
+    check_was_run(f"speculation.method: {wanted_method.method}", device, "set speculation.method: ngram")
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = resolve_engine(config, device, dtype, notes)
     kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
@@ -327,8 +322,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         weights_as = weights_as.removesuffix(" dequantised")
     description = {"target": f"{config.model.target} ({target.config.model_type}, {weights_as})"}
     if draft is not None:
-        in_target = METHODS[speculation.method].in_target
-        ref = config.model.target if in_target else speculation.section.draft
+        ref = speculation.section.draft or config.model.target
         description["draft"] = f"{ref} ({speculation.method}{_random_weights(ref)})"
     return ResolvedRun(
         resolved,
@@ -405,6 +399,14 @@ def _open_draft(
     progress: Callable[[str, int, int], None] | None,
 ) -> Checkpoint | HeadCheckpoint | None:
     if speculation.method == "mtp":
+        if speculation.draft is not None and random_name(speculation.draft) is None:
+            return open_mtp(target, resolve_model(speculation.draft, progress=progress))
+        if speculation.draft is not None:
+            raise ConfigError(
+                f"speculation.draft is {speculation.draft}, and speculation.method mtp drafts with a layer of the "
+                "target",
+                hint="leave speculation.draft out, or name a folder that speculators has saved",
+            )
         return open_random_mtp(target.config, dtype, device) if target.path is None else open_mtp(target)
     if speculation.draft is None:
         return None

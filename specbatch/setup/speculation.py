@@ -96,14 +96,9 @@ def resolve_speculation(
             hint="leave speculation.aux_layers out, or set speculation.method to eagle3",
         )
     entry = METHODS[section.method]
-    if entry.in_target and section.draft is not None:
-        raise ConfigError(
-            f"speculation.draft is set, and speculation.method {section.method} drafts with a layer of the target",
-            hint="leave speculation.draft out",
-        )
-    if entry.net is None or entry.in_target:
+    if entry.net is None:
         section = replace(section, draft=None)
-    elif section.draft is None:
+    elif section.draft is None and not entry.in_target:
         raise ConfigError(
             f"speculation.method {section.method} needs speculation.draft",
             hint="name one (a directory, a hub id, a .gguf file or builtin:NAME), or use ngram, which needs none",
@@ -194,7 +189,7 @@ def low_acceptance(speculation: SpeculationSection, draft: object) -> str | None
     little in some texts, and random weights guess."""
     if METHODS[speculation.method].net is None or speculation.simulate_acceptance is not None:
         return None
-    if random_name(speculation.draft) is not None or METHODS[speculation.method].in_target:
+    if random_name(speculation.draft) is not None or speculation.method == "mtp":
         return None
     causes = ["the rows are sampled at a high temperature"]
     if speculation.method == "draft_model":

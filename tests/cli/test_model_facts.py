@@ -13,7 +13,10 @@ from typer.testing import CliRunner
 from specbatch.cli import app
 from specbatch.cli.model_facts import inspected
 from specbatch.errors import ModelError
+from tests.block_reference import random_tensors, write_drafter
+from tests.eagle_reference import E, head_tensors, random_target, write_head
 from tests.integer_checkpoints import AWQ, integer_checkpoint
+from tests.models.blocks.test_reference import CASES, described
 from tests.tiny_checkpoint import write_checkpoint
 
 
@@ -67,3 +70,36 @@ def test_a_model_that_does_not_run(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["models", "inspect", str(tmp_path)])
     assert done.exit_code == 0
     assert "native (llama)" in done.stdout
+
+
+def test_facts_of_draft_heads(tmp_path: Path) -> None:
+    """Their own files are enough; with a model, they say whether a head fits."""
+    blocks = write_drafter(
+        tmp_path / "block", random_tensors(described(CASES["speculators, DSpark"])), CASES["speculators, DSpark"].config
+    )
+    (tmp_path / "block" / "README.md").write_text("# A drafter\n\nTrained with thinking disabled.\n")
+    facts = facts_of(blocks)
+    assert facts["draft"] == f"block drafter (dspark), 2 layers of {E}, Markov head"
+    assert facts["use"] == f"speculation.method: block, speculation.draft: {blocks}"
+    assert facts["target"].startswith(
+        "org/target; a model of 32 with 12 tokens, of which it reads the inputs of layers 2, 5, 7"
+    )
+    assert facts["mode"] == "its README.md says: Trained with thinking disabled."
+    assert facts["block"] == "5 positions in one pass, up to 5 drafts a round"
+    assert facts["vocabulary"] == "drafts only 8 of 12 tokens"
+    assert "use its confidence head" in facts["does not"]
+    eagle = facts_of(write_head(tmp_path / "eagle", head_tensors("eagle3")))
+    assert eagle["draft"] == f"EAGLE-3 head, 1 layer of {E}"
+    assert "L - 3 of L" in eagle["target"]
+    assert "not said by its files" in eagle["mode"]
+    newer = head_tensors("eagle3", input_norms="each") | {"mask_hidden": torch.zeros(1, 1, 3 * E)}
+    parallel = facts_of(write_head(tmp_path / "peagle", newer, fc_norm=True, mask_token_id=3))
+    assert parallel["draft"] == f"P-EAGLE head, 1 layer of {E}"
+    random_target(tmp_path / "model").tensors.close()
+    model = tmp_path / "model"
+    assert facts_of(model, tmp_path / "eagle")["draft eagle"] == "speculation.method: eagle3"
+    assert facts_of(model, tmp_path / "peagle")["draft peagle"] == "speculation.method: peagle"
+    assert "vocabulary has 12 tokens, the target's 61" in facts_of(model, blocks)["draft block"]
+    done = CliRunner().invoke(app, ["models", "inspect", str(blocks)])
+    assert done.exit_code == 0
+    assert "block drafter (dspark)" in done.stdout

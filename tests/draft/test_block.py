@@ -11,6 +11,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.models.blocks.config import (
     ConvolutionConfig,
     DominoConfig,
+    LatticeConfig,
     MarkovConfig,
     RefinerConfig,
     SelectorConfig,
@@ -52,6 +53,7 @@ TRAITS: dict[str, dict[str, Any]] = {
     "selector": {"head": SelectorConfig(4, 3), "convolution": ConvolutionConfig(2, 4)},
     "domino": {"head": DominoConfig(6, 5, 2)},
     "refiner": {"head": RefinerConfig(4, 8, 3, BLOCK_SIZE)},
+    "lattice": {"head": LatticeConfig(8, 2, 2, 16, 3, 6, 1e-4, 8.0, BLOCK_SIZE)},
     "mask embedding": {"has_mask_embedding": True, "embedding_scale": 0.5, "logits_scale": 0.7, "logits_soft_cap": 2.0},
 }
 SETTINGS: dict[str, Any] = {"num_pages": 256, "vocab": VOCAB}
@@ -106,6 +108,20 @@ def test_all_heads_are_lossless(traits: str, prompts: list[list[int]], plain: di
         assert texts(found) == texts(plain[False])
         assert accepted(found) > 1
     assert [c.speculation for c in runs[0]] == [c.speculation for c in runs[1]]
+
+
+@pytest.mark.parametrize("traits", TRAITS)
+def test_drawn_drafts_do_not_depend_on_the_batch(traits: str, prompts: list[list[int]]) -> None:
+    """Drafts are drawn from the head's distribution, and are in the text. Both engines draw the same."""
+    settings = {**SETTINGS, **TRAITS[traits]}
+    runs = [
+        run(make("block", CHAIN, **settings, max_batch_size=size), prompts, SAMPLED)
+        for make, size in ((tiny_engine, 1), (tiny_engine, 6), (tiny_device_engine, 3))
+    ]
+    assert accepted(runs[0]) > 1
+    for found in runs[1:]:
+        assert texts(found) == texts(runs[0])
+        assert [c.speculation for c in found] == [c.speculation for c in runs[0]]
 
 
 ENGINES = (tiny_engine, tiny_device_engine)

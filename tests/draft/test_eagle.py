@@ -50,6 +50,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     layers: tuple[int, ...] = default_aux_layers(LAYERS)
     norm_before_residual: bool = False
+    norm_output: bool = False
 
 
 KINDS = {
@@ -60,6 +61,10 @@ KINDS = {
     "eagle3-map-of-all": Case("eagle3", {"draft_vocab": VOCAB, "vocab_map": True, "embedding": True}),
     "eagle3-normed-residual": Case("eagle3", {}, {"norm_before_residual": True}, norm_before_residual=True),
     "eagle3-other-layers": Case("eagle3", {}, {LAYER_IDS: [1, 3, 6]}, (1, 3, 6)),
+    "eagle3-two-features": Case("eagle3", {"num_features": 2}, {LAYER_IDS: [1, 6]}, (1, 6)),
+    "eagle3-three-layers": Case("eagle3", {"num_layers": 3, "qk_norm": True}, {"num_hidden_layers": 3}),
+    "eagle3-joined-norm": Case("eagle3", {"input_norms": "joined"}, {"norm_before_fc": True}),
+    "eagle3.1": Case("eagle3", {"input_norms": "each"}, {"fc_norm": True, "norm_output": True}, norm_output=True),
     "eagle3-nested-first-and-last": Case("eagle3", {}, {"eagle_config": {LAYER_IDS: [0, 3, LAYERS]}}, (0, 3, LAYERS)),
 }
 
@@ -99,7 +104,7 @@ def test_drafts_are_those_of_the_reference(
     path = write_head(tmp_path, tensors, made.options.get("draft_vocab"), **made.config)
     opened = open_eagle_head(path, made.kind, target)
     head, source = opened.config, opened.tensors
-    reference = Reference(made.kind, tensors, target, made.norm_before_residual)
+    reference = Reference(made.kind, tensors, target, made.norm_before_residual, made.norm_output)
     decoder = build_decoder(target.config, target.tensors, 300, torch.float64, CPU)
     model = EagleHead(head, WeightLoader(source, torch.float64, CPU), decoder, attention_of(head.decoder), 300)
     pool = PagePool(64, 4)

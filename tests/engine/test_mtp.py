@@ -141,6 +141,33 @@ def test_auto_drafts_with_it(model: Path, tmp_path: Path) -> None:
         open_mtp(open_checkpoint(other))
 
 
+def test_a_layer_that_speculators_has_saved(model: Path, tmp_path: Path) -> None:
+    """Its folder has the same tensors under other names: the drafts are the same."""
+    names = {
+        "mtp.fc.": "mtp_layers.0.input_proj.",
+        "mtp.norm.": "mtp_layers.0.final_layernorm.",
+        "mtp.pre_fc_norm_hidden.": "mtp_layers.0.hidden_layernorm.",
+        "mtp.pre_fc_norm_embedding.": "mtp_layers.0.token_layernorm.",
+        "mtp.layers.0.": "mtp_layers.0.",
+    }
+    tensors = {}
+    for name, value in load_file(model / "model.safetensors").items():
+        usual = next((one for one in names if name.startswith(one)), None)
+        if usual is not None:
+            tensors[names[usual] + name.removeprefix(usual)] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    target = open_checkpoint(model)
+    expected, found = open_mtp(target), open_mtp(target, tmp_path)
+    assert found.config == expected.config
+    assert found.tensors.shapes() == expected.tensors.shapes()
+    assert all(torch.equal(found.tensors.load(name), expected.tensors.load(name)) for name in found.tensors.shapes())
+    section = SpeculationSection(method="mtp", draft=str(tmp_path))
+    run_ = resolve(
+        Config(model=ModelSection(target=str(model)), speculation=section, engine=EngineSection(device="cpu"))
+    )
+    assert run_.description["draft"] == f"{tmp_path} (mtp)"
+
+
 def test_what_mtp_is_not_for(model: Path) -> None:
     def resolved(target: str, **speculation: object) -> object:
         section = SpeculationSection(**{"method": "mtp", **speculation})  # type: ignore[arg-type]

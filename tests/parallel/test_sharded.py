@@ -12,6 +12,7 @@ import torch
 from specbatch.batch import NO_TOKEN
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels import ops_for
+from specbatch.models.blocks.config import LatticeConfig
 from specbatch.models.config import MoeConfig
 from specbatch.models.linears.linear import Linear
 from specbatch.models.linears.sharded import GatheredLinear, ModelShard, VocabShare, local_config, part_of
@@ -22,6 +23,7 @@ from specbatch.types import Completion, SamplingParams
 from tests.coins import plain_logits
 from tests.parallel.threads import ThreadGroup, on_ranks
 from tests.tiny_models import (
+    BLOCK_SIZE,
     CPU,
     RandomTensors,
     random_prompts,
@@ -189,6 +191,27 @@ def test_families_on_ranks(family: str) -> None:
 
     for completions in on_ranks(2, work):
         assert outputs(completions) == outputs(expected)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("method", ["block", "peagle"])
+def test_drafters_of_blocks_on_ranks(method: str, kind: str) -> None:
+    """Each rank has all of a block drafter, and a part of a P-EAGLE head."""
+    settings: dict[str, Any] = {"num_pages": 256, "vocab": 7}
+    if method == "block":
+        settings["head"] = LatticeConfig(8, 2, 2, 16, 3, 6, 1e-4, 8.0, BLOCK_SIZE)
+    else:
+        settings |= {"decoder": tiny_config(2, vocab=7), "input_norms": "each"}
+    prompts = random_prompts(5, shared=6, vocab=7)
+    expected = run(ENGINES[kind](method, CHAIN, **settings), prompts, SAMPLED)
+    assert sum(c.speculation.accepted for c in expected) > 2
+
+    def work(group: Group) -> list[Completion]:
+        return run(ENGINES[kind](method, CHAIN, group=group, **settings), prompts, SAMPLED)
+
+    for completions in on_ranks(2, work):
+        assert outputs(completions) == outputs(expected)
+        assert [c.speculation for c in completions] == [c.speculation for c in expected]
 
 
 def test_more_ranks_than_an_expert_has_features() -> None:

@@ -137,6 +137,10 @@ def test_the_floor_counts_the_experts_that_tokens_choose(batch: int, nodes: int,
             ["speculation.method=draft_model", "speculation.draft=random:llama-3.2-1b", "speculation.num_steps=2"],
             [15.01, 2.47, 2.47],
         ),
+        # A head of 4 layers: one pass over committed tokens, one over all mask tokens.
+        (["speculation.method=peagle", "speculation.draft=random:peagle"], [15.01, 2.95, 2.85]),
+        # 5 layers of 0.44 GB and the target's LM head for a block; fc, queries, keys and values for committed tokens.
+        (["speculation.method=block", "speculation.draft=random:dflash"], [15.01, 3.23, 0.42]),
     ],
 )
 def test_passes_of_other_methods(sets: list[str], gigabytes: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,5 +155,5 @@ def test_no_gpu_and_no_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"speculation\.method: suffix does not run with a hybrid"):
         resolve(load_config(None, hybrid))
     monkeypatch.setattr("specbatch.setup.resolve.resolve_device", lambda name, notes: torch.device("cuda"))
-    with pytest.raises(ConfigError, match="suffix runs on a CPU only"):
+    with pytest.raises(ConfigError, match="suffix has not been run on a GPU yet"):
         resolve(load_config(None, ["model.target=random:tiny", "speculation.method=suffix"]))

@@ -100,7 +100,61 @@ class RefinerConfig:
         return shapes | {"refiner_head.mix_l": (r, self.block_size, self.block_size)}
 
 
-HeadConfig = MarkovConfig | SelectorConfig | DominoConfig | RefinerConfig
+@dataclass(frozen=True)
+class LatticeConfig:
+    """LiLiCorr: layers with attention over all candidates of a block give two vectors to each, one as predecessor and
+    one as successor. The product of two vectors is the logit of a pair of neighbours."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    inner_size: int
+    top_k: int
+    factor_size: int
+    vector_eps: float
+    logit_scale: float
+    block_size: int
+    name = "LiLiCorr"
+
+    def tensors(self, hidden: int, vocab: int, draft_vocab: int) -> dict[str, tuple[int, ...]]:
+        p, own, heads = "lilicorr.", self.hidden_size, self.num_heads
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{p}feature_mlp.0.weight": (NUM_FEATURES,),
+            f"{p}feature_mlp.0.bias": (NUM_FEATURES,),
+            f"{p}slot_embedding": (self.block_size - 1, own),
+            f"{p}rank_embedding": (self.top_k, own),
+            f"{p}relative_slot_bias": (heads, 2 * self.block_size - 1),
+            f"{p}same_slot_bias": (heads,),
+            f"{p}output_norm.weight": (own,),
+            f"{p}anchor_norm.weight": (own,),
+        }
+        linears = {
+            "feature_mlp.1": (own, NUM_FEATURES),
+            "feature_mlp.3": (own, own),
+            "pass_hidden_proj": (own, hidden),
+            "context_proj": (own, hidden),
+            "factor_input_proj": (own, 3 * own),
+            **dict.fromkeys(("out_head", "in_head", "anchor_out_head"), (self.factor_size, own)),
+        }
+        if own != hidden:
+            linears["token_proj"] = (own, hidden)
+        for layer in range(self.num_layers):
+            prefix = f"layers.{layer}."
+            shapes |= {f"{p}{prefix}{name}_norm.weight": (own,) for name in ("attn", "mlp")}
+            shapes[f"{p}{prefix}attn.in_proj_weight"] = (3 * own, own)
+            shapes[f"{p}{prefix}attn.in_proj_bias"] = (3 * own,)
+            linears |= {
+                f"{prefix}attn.out_proj": (own, own),
+                f"{prefix}mlp.0": (self.inner_size, own),
+                f"{prefix}mlp.2": (own, self.inner_size),
+            }
+        for name, (outputs, inputs) in linears.items():
+            shapes |= _linear(f"{p}{name}", outputs, inputs)
+        return shapes
+
+
+HeadConfig = MarkovConfig | SelectorConfig | DominoConfig | RefinerConfig | LatticeConfig
+NUM_FEATURES = 5  # numbers that say how likely a candidate of LiLiCorr is
 
 
 @dataclass(frozen=True)

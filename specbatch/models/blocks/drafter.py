@@ -59,7 +59,7 @@ class BlockDrafter(PagedModel):
         if block.has_vocab_map:
             ids = target_ids_of(weights.stored("d2t"), weights.stored("t2d"), c.vocab_size)
             self.target_ids = ids.to(self.device)
-        self.head: BlockHead = head_of(block.head, weights, self.embedded)
+        self.head: BlockHead = head_of(block, weights, self.embedded)
         self._seen_W = _words_of_ones(block.block_size, self.device)
 
     def features(self, aux_hidden_states: list[Tensor]) -> Tensor:
@@ -97,14 +97,21 @@ class BlockDrafter(PagedModel):
         return x_TE if self.block.embedding_scale == 1 else x_TE * self.block.embedding_scale
 
     def block_output(
-        self, root_B: Tensor, before_B: Tensor | None, batch: PagedBatch, cache: KVCache, num_drafts: int
+        self,
+        root_B: Tensor,
+        before_B: Tensor | None,
+        feature_BE: Tensor | None,
+        batch: PagedBatch,
+        cache: KVCache,
+        num_drafts: int,
     ) -> BlockOutput:
-        """Draft blocks, of which the first `num_drafts` drafts are wanted. `before_B`: the token before each root;
-        None: the head does not read it."""
+        """Draft blocks, of which the first `num_drafts` drafts are wanted. `before_B`, `feature_BE`: the token before
+        each root, and the feature of its position; None: the head does not read it."""
         hidden_BKE, first = self.hidden_states(root_B, batch, cache), self.block.first
-        drafted_TE = hidden_BKE[:, first : first + num_drafts].transpose(0, 1).reshape(-1, hidden_BKE.shape[-1])
-        logits_SBW = self.raw_logits(drafted_TE).view(num_drafts, len(root_B), -1)
-        return BlockOutput(hidden_BKE, logits_SBW, first, root_B, before_B, self.target_ids)
+        count = self.block.max_drafts if self.head.reads_all else num_drafts
+        drafted_TE = hidden_BKE[:, first : first + count].transpose(0, 1).reshape(-1, hidden_BKE.shape[-1])
+        logits_SBW = self.raw_logits(drafted_TE).view(count, len(root_B), -1)
+        return BlockOutput(hidden_BKE, logits_SBW, first, root_B, before_B, feature_BE, self.target_ids)
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Return draft logits (R, W) in the model's dtype, without the head's part."""

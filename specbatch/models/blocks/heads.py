@@ -17,7 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specbatch.models.blocks.config import DominoConfig, HeadConfig, MarkovConfig, RefinerConfig, SelectorConfig
+from specbatch.models.blocks.config import (
+    BlockConfig,
+    DominoConfig,
+    LatticeConfig,
+    MarkovConfig,
+    RefinerConfig,
+    SelectorConfig,
+)
+from specbatch.models.linears.linear import Linear
 from specbatch.models.weight_loader import WeightLoader
 
 
@@ -30,6 +38,7 @@ class BlockOutput:
     first: int
     root_B: Tensor  # int64
     before_B: Tensor | None  # int64, the token before the root; None: the head does not read it
+    feature_BE: Tensor | None  # the feature of the position before the root; None: the head does not read it
     target_ids_W: Tensor | None  # the target token of each draft token; None: the same vocabulary
 
     def hidden(self, draft: int) -> Tensor:
@@ -44,8 +53,9 @@ Steps = Callable[[int, Tensor], Tensor]
 class BlockHead(ABC):
     """A head of a block drafter."""
 
-    is_sequential = True  # False: the logits of a draft do not depend on the drafts that were drawn before it
     reads_before = False  # True: it reads the token before the root
+    reads_feature = False  # True: it reads the feature of the position before the root
+    reads_all = False  # True: it needs the logits of all positions, also if fewer drafts are wanted
 
     @abstractmethod
     def steps(self, block: BlockOutput) -> Steps:
@@ -54,8 +64,6 @@ class BlockHead(ABC):
 
 class NoHead(BlockHead):
     """DFlash: each draft is chosen alone."""
-
-    is_sequential = False
 
     def steps(self, block: BlockOutput) -> Steps:
         return lambda draft, before_B: block.logits_SBW[draft]
@@ -149,7 +157,6 @@ class DominoHead(BlockHead):
 class RefinerHead(BlockHead):
     """XPress's head, see `RefinerConfig`."""
 
-    is_sequential = False
     reads_before = True
 
     def __init__(self, config: RefinerConfig, weights: WeightLoader) -> None:
@@ -190,8 +197,123 @@ class RefinerHead(BlockHead):
         return self._linears[name](x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
-def head_of(config: HeadConfig | None, weights: WeightLoader, embedded: Callable[[Tensor], Tensor]) -> BlockHead:
-    """Make the head that `config` describes."""
+class LatticeHead(BlockHead):
+    """LiLiCorr's head, see `LatticeConfig`. All tokens but the candidates have the logit -inf. Shape suffixes: L = S *
+    C candidates of a block, H heads, D head dimension, F size of the vectors."""
+
+    reads_feature = True
+    reads_all = True
+
+    def __init__(
+        self,
+        config: LatticeConfig,
+        weights: WeightLoader,
+        embedded: Callable[[Tensor], Tensor],
+        hidden_size: int,
+        eps: float,
+    ) -> None:
+        self._config, self._embedded = config, embedded
+        p = "lilicorr."
+
+        def linear(name: str) -> Linear:
+            return weights.linear(f"{p}{name}", has_bias=True)
+
+        self._feature_norm = weights.tensor(f"{p}feature_mlp.0.weight"), weights.tensor(f"{p}feature_mlp.0.bias")
+        self._feature_linears = linear("feature_mlp.1"), linear("feature_mlp.3")
+        self._of_token = linear("token_proj") if config.hidden_size != hidden_size else None
+        self._of_position, self._of_context = linear("pass_hidden_proj"), linear("context_proj")
+        self._factors = linear("factor_input_proj")
+        self._outgoing, self._incoming, self._of_root = map(linear, ("out_head", "in_head", "anchor_out_head"))
+        self._output_norm, self._root_norm = (weights.norm(f"{p}{name}_norm", eps) for name in ("output", "anchor"))
+        slots_SE, ranks_CE = weights.tensor(f"{p}slot_embedding"), weights.tensor(f"{p}rank_embedding")
+        self._places_LE = (slots_SE[:, None] + ranks_CE).flatten(0, 1)
+        self._layers = [_LatticeLayer(config, weights, f"{p}layers.{i}.", eps) for i in range(config.num_layers)]
+        position_L = torch.arange(config.block_size - 1, device=weights.device).repeat_interleave(config.top_k)
+        relative_LL = position_L[:, None] - position_L
+        bias_HLL = weights.tensor(f"{p}relative_slot_bias")[:, relative_LL + config.block_size - 1]
+        same_H = weights.tensor(f"{p}same_slot_bias")
+        self._bias_HLL = bias_HLL + (relative_LL == 0) * same_H[:, None, None]
+
+    def steps(self, block: BlockOutput) -> Steps:
+        c, target_ids_W = self._config, block.target_ids_W
+        values_SBC, ids_SBC = block.logits_SBW.log_softmax(dim=-1).topk(c.top_k, dim=-1)
+        tokens_SBC = ids_SBC if target_ids_W is None else target_ids_W[ids_SBC]
+        first_BC, pairs_BSCC = self._scores(block, values_SBC.transpose(0, 1), tokens_SBC.transpose(0, 1))
+
+        def step(draft: int, before_B: Tensor) -> Tensor:
+            scores_BC = first_BC
+            if draft:
+                chosen_B = (tokens_SBC[draft - 1] == before_B[:, None]).int().argmax(dim=1)
+                index = chosen_B[:, None, None].expand(-1, 1, c.top_k)
+                scores_BC = pairs_BSCC[:, draft - 1].gather(1, index)[:, 0]
+            logits_BW = torch.full_like(block.logits_SBW[draft], -torch.inf)
+            return logits_BW.scatter_(1, ids_SBC[draft], scores_BC.to(logits_BW.dtype))
+
+        return step
+
+    def _scores(self, block: BlockOutput, values_BSC: Tensor, tokens_BSC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of the candidates of the first position (B, C), and of those of each other one after each
+        candidate before it (B, S - 1, C, C)."""
+        c, size = self._config, values_BSC.shape
+        embedded_TE = self._embedded(tokens_BSC.reshape(-1))
+        x_TE = embedded_TE if self._of_token is None else self._of_token(embedded_TE)
+        hidden_TE = block.hidden_BKE[:, block.first :].flatten(0, 1)
+        x_TE = x_TE + self._of_position(hidden_TE).repeat_interleave(c.top_k, dim=0)
+        x_TE = x_TE + self._of_likelihood(values_BSC)
+        x_BLE = x_TE.view(size[0], -1, c.hidden_size) + self._places_LE
+        for layer in self._layers:
+            x_BLE = layer.forward(x_BLE, self._bias_HLL)
+        assert block.feature_BE is not None
+        x_TE, root_BE = self._output_norm(x_BLE.flatten(0, 1)), self._root_norm(self._of_context(block.feature_BE))
+        root_TE = root_BE.repeat_interleave(x_BLE.shape[1], dim=0)
+        factors_TE = F.silu(self._factors(torch.cat((x_TE, root_TE, x_TE * root_TE), dim=-1)))
+        outgoing, incoming = (self._vectors(of, factors_TE).view(*size, -1) for of in (self._outgoing, self._incoming))
+        first_BC = (self._vectors(self._of_root, root_BE)[:, None] * incoming[:, 0]).sum(-1)
+        pairs_BSCC = outgoing[:, :-1] @ incoming[:, 1:].transpose(-1, -2)
+        return first_BC * c.logit_scale, pairs_BSCC * c.logit_scale
+
+    def _of_likelihood(self, values_BSC: Tensor) -> Tensor:
+        """Return what the log-probabilities of candidates add to their inputs, (T, E)."""
+        rank_C = torch.arange(self._config.top_k, device=values_BSC.device, dtype=values_BSC.dtype)
+        parts = (
+            values_BSC,
+            values_BSC.exp(),
+            values_BSC - values_BSC[..., :1],
+            (rank_C / max(1, self._config.top_k - 1)).expand_as(values_BSC),
+            (rank_C == 0).to(values_BSC.dtype).expand_as(values_BSC),
+        )
+        weight, bias = self._feature_norm
+        features = F.layer_norm(torch.stack(parts, dim=-1).to(weight.dtype).flatten(0, 2), weight.shape, weight, bias)
+        first, second = self._feature_linears
+        return second(F.silu(first(features)))
+
+    def _vectors(self, linear: Linear, x_TE: Tensor) -> Tensor:
+        return F.normalize(linear(x_TE), dim=-1, eps=self._config.vector_eps)
+
+
+class _LatticeLayer:
+    """A layer of LiLiCorr: attention with biases by the distance of two positions, and an MLP without a gate."""
+
+    def __init__(self, config: LatticeConfig, weights: WeightLoader, prefix: str, eps: float) -> None:
+        self._num_heads = config.num_heads
+        self._norms = [weights.norm(f"{prefix}{name}_norm", eps) for name in ("attn", "mlp")]
+        qkv = weights.tensor(f"{prefix}attn.in_proj_weight"), weights.tensor(f"{prefix}attn.in_proj_bias")
+        self._qkv = weights.new_linear(*qkv)
+        self._out, self._up, self._down = (
+            weights.linear(f"{prefix}{name}", has_bias=True) for name in ("attn.out_proj", "mlp.0", "mlp.2")
+        )
+
+    def forward(self, x_BLE: Tensor, bias_HLL: Tensor) -> Tensor:
+        shape, x_TE = x_BLE.shape, x_BLE.flatten(0, 1)
+        qkv = self._qkv(self._norms[0](x_TE)).view(*shape[:2], 3, self._num_heads, -1).permute(2, 0, 3, 1, 4)
+        attended_BHLD = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], attn_mask=bias_HLL[None])
+        x_TE = x_TE + self._out(attended_BHLD.transpose(1, 2).reshape(x_TE.shape))
+        return (x_TE + self._down(F.silu(self._up(self._norms[1](x_TE))))).view(shape)
+
+
+def head_of(block: BlockConfig, weights: WeightLoader, embedded: Callable[[Tensor], Tensor]) -> BlockHead:
+    """Make the head of a block drafter. `embedded`: the function from tokens to embeddings."""
+    config = block.head
     if config is None:
         return NoHead()
     if isinstance(config, MarkovConfig):
@@ -200,4 +322,6 @@ def head_of(config: HeadConfig | None, weights: WeightLoader, embedded: Callable
         return SelectorHead(config, weights)
     if isinstance(config, DominoConfig):
         return DominoHead(config, weights, embedded)
-    return RefinerHead(config, weights)
+    if isinstance(config, RefinerConfig):
+        return RefinerHead(config, weights)
+    return LatticeHead(config, weights, embedded, block.decoder.hidden_size, block.decoder.rms_norm_eps)

@@ -8,6 +8,7 @@ number a target's layers by their outputs, speculators by their inputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from specbatch.models.blocks.config import (
     ConvolutionConfig,
     DominoConfig,
     HeadConfig,
+    LatticeConfig,
     MarkovConfig,
     RefinerConfig,
     SelectorConfig,
@@ -47,9 +49,9 @@ _ARCHITECTURES = {
     "DSparkDraftModel": "dspark",
     "Qwen3DSparkModel": "dspark",
     "DominoDraftModel": "domino",
+    "LiLiCorrDraftModel": "lilicorr",
 }
 _REFUSED = {
-    "LiLiCorrDraftModel": "LiLiCorr",
     "DSparkV41DraftModel": "DSpark for DeepSeek-V4",
     "XPressDraftModel": "XPress",
 }
@@ -60,6 +62,8 @@ _READ = (
     *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     *("xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes"),
     *("projector_type", "emb_dim", "gru_hidden_dim", "pure_draft_prefix_len", "shift_label"),
+    *(f"lilicorr_{name}" for name in ("candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio")),
+    *("lilicorr_factor_dim", "lilicorr_vector_eps", "lilicorr_logit_scale", "lilicorr_enabled", "has_own_lm_head"),
     *("output_multiplier", "final_logit_softcapping", "input_embedding_scale"),
 )
 # Keys that change what is computed, with the one value that is supported.
@@ -73,6 +77,14 @@ _FIXED: Mapping[str, Any] = {
 }
 # Further keys of `dflash_config` that change nothing here.
 _HARMLESS = ("num_anchors", "num_target_layers", "layer_ids")
+# Names of LiLiCorr's parts in some files, and in the others.
+_LATTICE_NAMES = {
+    "feature_norm.": "feature_mlp.0.",
+    "feature_mlp.up_proj.": "feature_mlp.1.",
+    "feature_mlp.down_proj.": "feature_mlp.3.",
+    ".mlp.up_proj.": ".mlp.0.",
+    ".mlp.down_proj.": ".mlp.2.",
+}
 _HEAD_PREFIX = "logit_head."  # early files of SpecForge
 
 
@@ -82,7 +94,7 @@ class BlockCheckpoint:
 
     config: BlockConfig
     tensors: TensorSource
-    format: str  # dflash, dflash2, dspark, domino or xpress
+    format: str  # dflash, dflash2, dspark, domino, lilicorr or xpress
     trained_for: str | None = None  # the target that its file names
     notes: tuple[str, ...] = ()  # notes on how its config.json was read
 
@@ -97,6 +109,8 @@ def block_format(raw: Mapping[str, Any]) -> str | None:
     architecture = next((str(name) for name in names if name in _ARCHITECTURES or name in _REFUSED), None)
     section = raw.get("dflash_config")
     projector = section.get("projector_type") if isinstance(section, Mapping) else None
+    if isinstance(section, Mapping) and (projector == "lilicorr" or section.get("lilicorr_enabled")):
+        return "lilicorr"
     if architecture in _REFUSED or projector not in (None, "domino", "dflash", "dspark"):
         raise ModelError(f"{_FILE}: {_REFUSED.get(architecture or '', projector)} is not supported", hint=_OTHER)
     if architecture == "DSparkDraftModel" and "markov_rank" not in {**raw, **(section or {})}:
@@ -120,7 +134,7 @@ def open_block_drafter(path: Path, target: Checkpoint) -> BlockCheckpoint:
     if kind is None:
         raise ModelError(
             f"{path} is no block drafter that is known: architectures {shown(raw.get('architectures'))}",
-            hint="formats: DFlash, DFlash2, DSpark, Domino, XPress; for EAGLE heads set speculation.method: eagle3",
+            hint="known are DFlash, DFlash2, DSpark, Domino, LiLiCorr, XPress; EAGLE heads have methods of their own",
         )
     reader = _BlockJson(raw, kind)
     modelopt = path / "hf_quant_config.json"
@@ -194,7 +208,7 @@ class _BlockJson:
             raise ModelError(f"the block drafter has draft_vocab_size {draft_vocab_size}, and no tensor d2t")
         if draft_vocab_size != decoder.vocab_size and not has_lm_head:
             raise ModelError(f"the block drafter has draft_vocab_size {draft_vocab_size}, and no LM head for it")
-        head = self._head(size)
+        head = self._head(decoder.hidden_size, size)
         block = BlockConfig(
             decoder,
             size,
@@ -215,8 +229,8 @@ class _BlockJson:
             self._number("output_multiplier", 1.0),
             self._number("final_logit_softcapping", 0.0) or None,
         )
-        if isinstance(head, SelectorConfig) and not 1 <= head.top_k <= draft_vocab_size:
-            raise ModelError(f"{_FILE}: selector_top_k is {head.top_k}, and there are {draft_vocab_size} tokens")
+        if isinstance(head, SelectorConfig | LatticeConfig) and not 1 <= head.top_k <= draft_vocab_size:
+            raise ModelError(f"{_FILE}: the head has {head.top_k} candidates, and there are {draft_vocab_size} tokens")
         return block
 
     def _decoder(self, target: ModelConfig) -> tuple[ModelConfig, tuple[bool, ...]]:
@@ -257,7 +271,7 @@ class _BlockJson:
         key = "aux_hidden_state_layer_ids" if self._is_speculators else "target_layer_ids"
         ids = self._one(key)
         if not isinstance(ids, list) or not ids:
-            raise ModelError(f"{_FILE}: {key} must be a list of layers of the target, not {shown(ids)}")
+            raise ModelError(f"{_FILE}: {key} must be a list of layers of the target, not {shown(ids)}", hint=_OTHER)
         least, shift = (0, 0) if self._is_speculators else (-1, 1)
         layers = tuple(whole_number(one, f"{_FILE}: {key}", at_least=least) + shift for one in ids)
         if list(layers) != sorted(set(layers)) or layers[-1] > num_layers:
@@ -279,7 +293,7 @@ class _BlockJson:
             return 0 if self._flag("shift_label") else 1
         return 0 if self._kind == "dspark" else 1
 
-    def _head(self, block_size: int) -> HeadConfig | None:
+    def _head(self, hidden_size: int, block_size: int) -> HeadConfig | None:
         if self._kind == "dspark":
             rank = self._count("markov_rank", at_least=0, default=256 if self._is_speculators else None)
             kind = self._one("markov_head_type") or "vanilla"
@@ -292,16 +306,31 @@ class _BlockJson:
             skipped = self._count("pure_draft_prefix_len", at_least=0, default=0)
             first = self._first() + skipped
             return DominoConfig(self._count("emb_dim"), self._count("gru_hidden_dim"), first)
+        if self._kind == "lilicorr":
+            return self._lattice(hidden_size, block_size)
         if self._kind == "xpress":
             rank = self._count("xpress_rank", default=256)
             inner = rank * self._count("xpress_mlp_ratio", default=2)
             return RefinerConfig(rank, inner, self._count("num_jacobi_passes", default=6), block_size)
         return None
 
+    def _lattice(self, hidden_size: int, block_size: int) -> LatticeConfig:
+        p = "lilicorr_"
+        own = self._count(f"{p}hidden_size", at_least=0) or hidden_size
+        num_heads, inner = self._count(f"{p}num_heads"), int(own * self._number(f"{p}mlp_ratio"))
+        eps, scale = self._number(f"{p}vector_eps"), self._number(f"{p}logit_scale")
+        if own % num_heads or inner < 1 or not 0 < eps < 0.5 or scale <= 0 or self._first() != 1:
+            raise ModelError(f"{_FILE}: the sizes of its LiLiCorr head do not fit each other", hint=_OTHER)
+        top_k, factors = self._count(f"{p}candidate_topk"), self._count(f"{p}factor_dim")
+        num_layers = self._count(f"{p}num_layers")
+        return LatticeConfig(own, num_layers, num_heads, inner, top_k, factors, eps, scale, block_size)
+
     def _convolution(self, hidden_size: int, block_size: int) -> ConvolutionConfig | None:
-        if self._kind != "dflash2":
+        if self._kind not in ("dflash2", "lilicorr"):
             return None
-        taps = self._count("conv_kernel_size", default=2)
+        taps = self._count("conv_kernel_size", at_least=0, default=2 if self._kind == "dflash2" else 0)
+        if not taps:
+            return None
         group_size = self._count("conv_group_size", default=16)
         if taps > block_size or hidden_size % group_size:
             raise ModelError(
@@ -351,9 +380,11 @@ class _BlockJson:
             raise ModelError(f"{_FILE} has no {key}", hint=_OTHER)
         return whole_number(value, f"{_FILE}: {key}", at_least=at_least)
 
-    def _number(self, key: str, default: float) -> float:
+    def _number(self, key: str, default: float | None = None) -> float:
         value = self._one(key)
-        return default if value is None else number(value, f"{_FILE}: {key}")
+        if value is None and default is not None:
+            return default
+        return number(value, f"{_FILE}: {key}")
 
     def _flag(self, key: str, *, default: bool = False) -> bool:
         value = self._one(key)
@@ -373,6 +404,9 @@ class _BlockTensors:
             own = name.removeprefix("model.").removeprefix(_HEAD_PREFIX)
             if own.startswith("candidate_selector.") and own.endswith("codebook.weight"):
                 own = own.removesuffix(".weight")
+            if own.startswith("lilicorr."):
+                for named, numbered in _LATTICE_NAMES.items():
+                    own = own.replace(named, numbered)
             if own in self._names:
                 raise ModelError(f"the block drafter has {self._names[own]} and {name}, which are the same tensor")
             self._names[own] = name
@@ -381,8 +415,12 @@ class _BlockTensors:
             self._shapes.setdefault("t2d", (vocab_size,))
         else:
             self._shapes.pop("t2d", None)
+        # Some files have further dimensions of size 1.
         if len(self._shapes.get("mask_embedding", ())) > 1:
             self._shapes["mask_embedding"] = self._shapes["mask_embedding"][-1:]
+        for name in ("lilicorr.slot_embedding", "lilicorr.rank_embedding"):
+            if len(shape := self._shapes.get(name, ())) > 2:
+                self._shapes[name] = (math.prod(shape[:-1]), shape[-1])
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes

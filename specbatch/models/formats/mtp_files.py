@@ -1,12 +1,13 @@
 """The layer for multi-token prediction (MTP) in the checkpoint of a hybrid. It drafts: `hybrids/mtp_head.py`.
 
 Its tensors are named `mtp.*`. Those of its decoder layer get the names of a model's first layer, and are arranged as
-those of the target.
+those of the target. speculators saves a layer that was trained further in a folder of its own, under other names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -50,6 +51,16 @@ class Fp8AsFloats(RenamedSource):
         return (weight.float() * whole).to(torch.bfloat16)
 
 
+# Names of speculators, by those in the checkpoints of hybrids. Tensors of the decoder layer follow the last one.
+_SPECULATORS = {
+    "mtp.fc.": "mtp_layers.0.input_proj.",
+    "mtp.norm.": "mtp_layers.0.final_layernorm.",
+    "mtp.pre_fc_norm_hidden.": "mtp_layers.0.hidden_layernorm.",
+    "mtp.pre_fc_norm_embedding.": "mtp_layers.0.token_layernorm.",
+    _LAYER: "mtp_layers.0.",
+}
+
+
 def has_mtp(target: Checkpoint) -> bool:
     """Return whether the checkpoint of a hybrid has a layer for multi-token prediction."""
     if target.config.delta is None or not target.config.num_mtp_layers:
@@ -62,29 +73,39 @@ def has_mtp(target: Checkpoint) -> bool:
     return found
 
 
-def open_mtp(target: Checkpoint) -> EagleCheckpoint:
-    """Open and check the layer. Raise ModelError if there is none, or if it is another one than the engine computes."""
+def open_mtp(target: Checkpoint, path: Path | None = None) -> EagleCheckpoint:
+    """Open and check the layer. `path`: a folder of speculators; None: the layer of the target's checkpoint. Raise
+    ModelError if there is none, or if it is another one than the engine computes."""
     if target.config.delta is None:
         raise ModelError(
             f"speculation.method mtp is for hybrids such as Qwen3.5, and model.target is a {target.config.model_type}",
             hint="use another speculation.method",
         )
-    if not has_mtp(target):
+    if path is None and not has_mtp(target):
         raise ModelError("model.target has no layer for multi-token prediction (mtp.fc.weight)", hint=_NO_MTP)
-    assert target.path is not None, "random weights have no files"
+    folder = path or target.path
+    assert folder is not None, "random weights have no files"
     head, names = mtp_config(target.config), FAMILIES[target.config.model_type].names
     assert names is not None
-    opened = open_tensors(target.path)
-    own = [name for name in opened.shapes() if name.startswith("mtp.")]
-    files = Fp8AsFloats(opened, {name.replace(_LAYER, layer_prefix("mtp"), 1): name for name in own})
+    opened = open_tensors(folder)
+    own = {_usual(name): name for name in opened.shapes() if name.startswith(("mtp.", "mtp_layers."))}
+    files = Fp8AsFloats(opened, {name.replace(_LAYER, layer_prefix("mtp"), 1): stored for name, stored in own.items()})
     try:
         tensors = ArrangedSource(unstacked(files, head.decoder), head.decoder, names)
     except ModelError as error:
         files.close()
-        raise ModelError(f"{target.path}: {error.message}", hint=error.hint) from error
+        raise ModelError(f"{folder}: {error.message}", hint=error.hint) from error
     wrong = [f"{name} is {dtype}" for name, dtype in tensors.dtypes.items() if not dtype.endswith(("16", "32", "64"))]
     problems = tensor_problems(expected_eagle_tensors(head), tensors.shapes()) or ", ".join(wrong[:3])
     if problems:
         files.close()
-        raise ModelError(f"{target.path}: its layer for multi-token prediction does not fit: {problems}", hint=_NO_MTP)
+        raise ModelError(f"{folder}: its layer for multi-token prediction does not fit: {problems}", hint=_NO_MTP)
     return EagleCheckpoint(head, tensors)
+
+
+def _usual(name: str) -> str:
+    """Return the name that a tensor has in the checkpoints of hybrids."""
+    for usual, stored in _SPECULATORS.items():
+        if name.startswith(stored):
+            return usual + name.removeprefix(stored)
+    return name

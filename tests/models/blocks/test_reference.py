@@ -18,6 +18,7 @@ from specbatch.models.blocks.config import (
     BlockConfig,
     ConvolutionConfig,
     DominoConfig,
+    LatticeConfig,
     MarkovConfig,
     RefinerConfig,
     SelectorConfig,
@@ -101,6 +102,17 @@ def dflash(**keys: Any) -> dict[str, Any]:
 
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "use_sliding_window": True}
 _CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 3}
+# All tokens are candidates, because the test makes some drafts right.
+_LATTICE = {
+    "lilicorr_hidden_size": 8,
+    "lilicorr_num_layers": 2,
+    "lilicorr_num_heads": 2,
+    "lilicorr_mlp_ratio": 2,
+    "lilicorr_candidate_topk": VOCAB,
+    "lilicorr_factor_dim": 6,
+    "lilicorr_vector_eps": 1e-4,
+    "lilicorr_logit_scale": 8,
+}
 _DEEPSPEC = {
     "architectures": ["Qwen3DSparkModel"],
     "target_layer_ids": IDS,
@@ -152,6 +164,14 @@ CASES = {
     "Domino, shifted": Case(
         as_json(**dflash(projector_type="domino", emb_dim=6, gru_hidden_dim=5, shift_label=True)),
         {"head": DominoConfig(6, 5, 0), "first": 0},
+    ),
+    "LiLiCorr": Case(
+        as_json(**dflash(projector_type="lilicorr", **_LATTICE, conv_kernel_size=2, conv_group_size=8)),
+        {"head": LatticeConfig(8, 2, 2, 16, VOCAB, 6, 1e-4, 8.0, SIZE), "convolution": ConvolutionConfig(2, 8)},
+    ),
+    "LiLiCorr, as wide": Case(
+        as_json(architectures=["LiLiCorrDraftModel"], **dflash(**{**_LATTICE, "lilicorr_hidden_size": 0})),
+        {"head": LatticeConfig(E, 2, 2, 2 * E, VOCAB, 6, 1e-4, 8.0, SIZE)},
     ),
     "speculators, DFlash": Case(speculators("dflash", draft_vocab_size=8), {"draft_vocab_size": 8}),
     "speculators, DSpark": Case(
@@ -210,9 +230,15 @@ def test_logits_are_those_of_the_reference(
     real = BlockDrafter.block_output
 
     def recorded(
-        self: BlockDrafter, root_B: Tensor, before_B: Tensor | None, batch: PagedBatch, cache: KVCache, num_drafts: int
+        self: BlockDrafter,
+        root_B: Tensor,
+        before_B: Tensor | None,
+        feature_BE: Tensor | None,
+        batch: PagedBatch,
+        cache: KVCache,
+        num_drafts: int,
     ) -> BlockOutput:
-        output = real(self, root_B, before_B, batch, cache, num_drafts)
+        output = real(self, root_B, before_B, feature_BE, batch, cache, num_drafts)
         logits: list[Tensor] = []
         before: list[int] = []
         length, num_right = int(batch.starts_B[0]), len(passes) % 5

@@ -116,7 +116,7 @@ def test_logits_are_those_of_speculators(name: str, target: Checkpoint, tmp_path
     # A block writes over the context after its root.
     for root in sorted(expected, reverse=True):
         batch = batch_of([Span([0], root, size)], 64, CPU)
-        block = drafter.block_output(tokens[root : root + 1], tokens[root - 1 : root], batch, cache, num_drafts)
+        block = drafter.block_output(tokens[root : root + 1], tokens[root - 1 : root], None, batch, cache, num_drafts)
         steps = drafter.head.steps(block)
         found = torch.cat([steps(draft, tokens[root + draft : root + draft + 1]) for draft in range(num_drafts)])
         torch.testing.assert_close(found, expected[root], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,161 @@
+"""Block drafters that do not run are refused by name, before any weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specbatch.config_load import load_config
+from specbatch.errors import ConfigError, ModelError
+from specbatch.models.formats.block_files import block_format, open_block_drafter
+from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
+from specbatch.models.formats.tokenizer import byte_tokenizer
+from specbatch.setup.resolve import ResolvedRun, resolve
+from tests.block_reference import random_tensors, write_drafter
+from tests.eagle_reference import random_target
+from tests.models.blocks.test_reference import (
+    CASES,
+    IDS,
+    MASK,
+    SIZE,
+    VOCAB,
+    Case,
+    as_json,
+    described,
+    dflash,
+    speculators,
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    path = tmp_path_factory.mktemp("target")
+    random_target(path, vocab_size=VOCAB).tensors.close()
+    byte_tokenizer(264, (0,)).save_pretrained(path)
+    return open_checkpoint(path)
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no block size": (as_json(block_size=None), "has no block_size"),
+    "small block": (as_json(block_size=1), "a block has 2 tokens or more"),
+    "no layers": (as_json(dflash_config={"mask_token_id": MASK}), "target_layer_ids must be a list of layers"),
+    "falling layers": (as_json(**dflash(target_layer_ids=[4, 1])), "layers must rise"),
+    "last layer": (as_json(**dflash(target_layer_ids=[1, 7])), "the target's last layer"),
+    "too many layers": (speculators("dflash", aux_hidden_state_layer_ids=[2, 9]), "the target has 8"),
+    "mask token": (as_json(**dflash(mask_token_id=99)), "mask_token_id is 99"),
+    "hidden size": (as_json(hidden_size=64), "hidden size is 64, the target's 32"),
+    "vocabulary": (as_json(vocab_size=99), "vocabulary has 99 tokens, the target's 12"),
+    "quantised": (as_json(quantization_config={"quant_method": "fp8"}), "quantised"),
+    "sinks": (as_json(**dflash(attention_sink_bias=True)), "attention_sink_bias: True"),
+    "windows of all layers": (as_json(**dflash(use_swa=True)), "use_swa: True"),
+    "latent attention": (as_json(**dflash(attention_mode="mla")), "attention_mode: 'mla'"),
+    "mixed attention": (as_json(**dflash(attention_modes=["gqa", "kda"])), "attention_modes is not supported"),
+    "layer types": (as_json(layer_types=["full_attention", "linear"]), "layer type 'linear'"),
+    "projector": (as_json(**dflash(projector_type="other")), "other is not supported"),
+    "DeepSeek-V4": (
+        as_json(architectures=["DSparkDraftModel"], model_type="deepseek_v4"),
+        "DSparkDraftModel of model_type 'deepseek_v4'",
+    ),
+    "Markov head": (
+        as_json(architectures=["DSparkDraftModel"], markov_rank=4, markov_head_type="lstm"),
+        "markov_head_type 'lstm'",
+    ),
+    "convolution": (
+        as_json(
+            architectures=["DFlash2DraftModel"],
+            **dflash(conv_kernel_size=9, conv_group_size=8, selector_rank=4, selector_top_k=3),
+        ),
+        "conv_kernel_size 9",
+    ),
+    "candidates": (
+        as_json(
+            architectures=["DFlash2DraftModel"],
+            **dflash(conv_kernel_size=2, conv_group_size=8, selector_rank=4, selector_top_k=30),
+        ),
+        "30 candidates",
+    ),
+    "another kind": (speculators("medusa"), "no block drafter that is known"),
+    "an EAGLE head": (as_json(architectures=["LlamaForCausalLMEagle3"], dflash_config=None), "no block drafter"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_refused_by_name(fault: str, target: Checkpoint, tmp_path: Path) -> None:
+    config, match = FAULTS[fault]
+    config = {key: value for key, value in config.items() if value is not None}
+    path = write_drafter(tmp_path, random_tensors(described(CASES["DFlash"])), config)
+    with pytest.raises(ModelError, match=match) as caught:
+        open_block_drafter(path, target)
+    assert caught.value.hint or fault in ("small block", "mask token", "convolution", "candidates", "layers")
+
+
+def test_tensors_that_do_not_fit(target: Checkpoint, tmp_path: Path) -> None:
+    tensors = random_tensors(described(CASES["DFlash"]))
+    changed = {
+        "missing: fc.weight": {name: tensor for name, tensor in tensors.items() if name != "fc.weight"},
+        "unknown: extra.weight": {**tensors, "extra.weight": torch.zeros(3)},
+        r"norm\.weight is \[5\], expected \[32\]": {**tensors, "norm.weight": torch.zeros(5)},
+        "same tensor": {**tensors, "model.norm.weight": torch.ones(32)},
+        "in FP8": {**tensors, "fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn)},
+    }
+    for number, (match, other) in enumerate(changed.items()):
+        with pytest.raises(ModelError, match=match):
+            open_block_drafter(write_drafter(tmp_path / str(number), other, as_json()), target)
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        open_block_drafter(tmp_path / "nowhere", target)
+
+
+def test_the_two_meanings_of_dspark() -> None:
+    """The architecture is decided by the keys of its file."""
+    assert block_format(as_json(architectures=["DSparkDraftModel"], markov_rank=4)) == "dspark"
+    assert block_format(as_json(architectures=["DSparkDraftModel"], **dflash(markov_rank=4))) == "dspark"
+    with pytest.raises(ModelError, match="DSpark for DeepSeek-V4"):
+        block_format({"architectures": ["DSparkV41DraftModel"]})
+    assert block_format({"architectures": ["LlamaForCausalLM"]}) is None
+
+
+def resolved(target: Checkpoint, draft: object, *sets: str) -> ResolvedRun:
+    given = f"model.target={target.path}", "engine.device=cpu", "speculation.method=block", f"speculation.draft={draft}"
+    return resolve(load_config(None, [*given, *sets]))
+
+
+def test_the_number_of_drafts_is_that_of_the_block(target: Checkpoint, tmp_path: Path) -> None:
+    def written(name: str) -> Path:
+        case: Case = CASES[name]
+        return write_drafter(tmp_path / name, random_tensors(described(case)), case.config)
+
+    run = resolved(target, written("DFlash"))
+    assert (run.speculation.section.num_steps, run.speculation.section.num_draft_tokens) == (SIZE - 1, SIZE)
+    assert run.speculation.num_lookahead == SIZE
+    assert any("dflash, blocks of 5 with no head" in note for note in run.notes)
+    anchored = resolved(target, written("DSpark of DeepSpec"))
+    assert anchored.speculation.section.num_steps == SIZE
+    assert any("confidence head is not used" in note for note in anchored.notes)
+    short = resolved(target, tmp_path / "DFlash", "speculation.num_steps=2")
+    assert (short.speculation.section.num_draft_tokens, short.speculation.num_lookahead) == (3, SIZE)
+    with pytest.raises(ConfigError, match=r"num_steps is 7, and a block of this drafter has 4 drafts"):
+        resolved(target, tmp_path / "DFlash", "speculation.num_steps=7")
+    with pytest.raises(ConfigError, match="topk must be 1 for block"):
+        resolved(target, tmp_path / "DFlash", "speculation.topk=2")
+    with pytest.raises(ConfigError, match=r"needs speculation\.draft"):
+        resolve(load_config(None, ["speculation.method=block", "engine.device=cpu"]))
+    assert len(IDS) == 3
+
+
+@pytest.mark.parametrize("method", ["block", "peagle"])
+def test_what_no_gpu_has_run_is_an_error_there(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbatch.setup.resolve.resolve_device", lambda name, notes: torch.device("cuda"))
+    with pytest.raises(ConfigError, match=f"speculation.method: {method} has not been run on a GPU yet"):
+        resolve(load_config(None, ["model.target=random:tiny", f"speculation.method={method}", "speculation.draft=x"]))
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress"])
+def test_random_drafters(name: str) -> None:
+    sets = "model.target=random:tiny", "speculation.method=block", f"speculation.draft=random:{name}"
+    run = resolve(load_config(None, [*sets, "engine.device=cpu"]))
+    assert run.speculation.section.num_steps == (16 if name == "dspark" else 15)
+    with pytest.raises(ModelError, match="is a draft head, not a model"):
+        resolve(load_config(None, [f"model.target=random:{name}", "engine.device=cpu"]))
