@@ -9,9 +9,9 @@ speed.
     python scripts/check/check_vllm.py speed ids.json --engine ours --model TARGET --head HEAD -o speed-ours.json
 
 `eval.jsonl` are rows with `messages`, such as those that `specbatch train-draft` leaves in training/. `compare` says
-how far the acceptance lengths are apart, how many texts are equal, and by how much our target preferred its token to the second
-best where a text first differs: in bfloat16, two engines part at ties. `speed` runs GSM8K prompts, N at once,
-prompts included, twice each: the better run counts, as what is compiled or loaded first is in the other.
+how far the acceptance lengths are apart, how many texts are equal, and by how much our target preferred its token to
+the second best where a text first differs: in bfloat16, two engines part at ties. `speed` runs GSM8K prompts, N at
+once, prompts included, twice each: the better run counts, as what is compiled or loaded first is in the other.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def train_draft(
         str | None,
         typer.Option(
             metavar="WAYS",
-            help="What --eval measures: num_steps/topk/num_draft_tokens, DRAFT:3/1/4, ngram, none. Several: commas.",
+            help="What --eval measures: num_steps/topk/num_draft_tokens, METHOD=DRAFT:3/1/4, ngram, none.",
         ),
     ] = None,
     stage: Annotated[

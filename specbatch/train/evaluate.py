@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.config_load import dump_config
+from specbatch.draft import METHODS
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, InputError
 from specbatch.results.stats import RowTotals
@@ -25,11 +26,12 @@ _PLAIN = ("none", "ngram")
 
 @dataclass(frozen=True)
 class Way:
-    """A way to draft: with the drafter (`model` None), a draft model, or by one of `_PLAIN`."""
+    """A way to draft: with the drafter (`model` None), another one, or by one of `_PLAIN`."""
 
     name: str  # as the user wrote it
     shape: DraftShape | None
     model: str | None
+    method: str = "draft_model"  # how `model` drafts
 
     def sets(self, drafter: Path, method: str) -> list[str]:
         """Return the options for `specbatch generate`. `method`: that of the drafter. They include all options for
@@ -37,7 +39,7 @@ class Way:
         unset = ("draft", "schedule", "num_steps", "num_draft_tokens")
         options: dict[str, Any] = {"method": self.name, "topk": 1} | dict.fromkeys(unset, "null")
         if self.shape is not None:
-            name, draft = (method, drafter.resolve()) if self.model is None else ("draft_model", self.model)
+            name, draft = (method, drafter.resolve()) if self.model is None else (self.method, self.model)
             options |= {"method": name, "draft": draft} | {
                 name: getattr(self.shape, name) for name in ("num_steps", "topk", "num_draft_tokens")
             }
@@ -56,11 +58,15 @@ def parse_ways(text: str) -> list[Way]:
         try:
             steps, topk, tokens = map(int, shape_text.split("/"))
         except ValueError as error:
-            hint = "steps/topk/tokens, such as 3/1/4, DRAFT:3/1/4, ngram or none"
+            hint = "steps/topk/tokens, such as 3/1/4, DRAFT:3/1/4, eagle3=DRAFT:3/1/4, ngram or none"
             raise ConfigError(f"{part!r} is no draft shape", hint) from error
         shape = DraftShape(steps, topk, tokens)
         shape.check()
-        ways.append(Way(part, shape, model or None))
+        method, _, named = model.rpartition("=")
+        if method in METHODS:
+            ways.append(Way(part, shape, named, method))
+        else:
+            ways.append(Way(part, shape, model or None))
     return ways
 
 

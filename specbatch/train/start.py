@@ -1,4 +1,4 @@
-"""What `specbatch train-draft` is asked to do, and the checks that need no model."""
+"""The command line of `specbatch train-draft`, and the checks that need no model."""
 
 from __future__ import annotations
 

@@ -154,8 +154,8 @@ def test_ways_to_draft_do_not_mix_with_the_configuration(tmp_path: Path) -> None
 
     shape = DraftShape(2, 2, 5)
     wanted = [("none", None, None), ("ngram", None, DraftShape(5, 1, 6)), ("eagle3", str(tmp_path), shape)]
-    wanted += [("draft_model", "dir:x", shape)]
-    ways = parse_ways("none,ngram,2/2/5,dir:x:2/2/5")
+    wanted += [("draft_model", "dir:x", shape), ("eagle", "dir:x", shape)]
+    ways = parse_ways("none,ngram,2/2/5,dir:x:2/2/5,eagle=dir:x:2/2/5")
     for before in (["schedule=[{max_batch: 4, num_steps: 2, topk: 2}]"], ["num_steps=3", "topk=4", "draft=head"]):
         for way, (method, draft, decided) in zip(ways, wanted, strict=True):
             sets = [f"speculation.{option}" for option in before] + way.sets(tmp_path, "eagle3")

@@ -19,7 +19,7 @@ from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.train.block.attention import Attend
 from specbatch.train.layers import FeedForward, Norm, rotate
 
-_DEVIATION = 0.02  # of random weights, as in Llama
+_DEVIATION = 0.02  # the standard deviation of random weights, as in Llama
 Tables = tuple[Tensor, Tensor]  # cos and sin, (positions, D)
 
 
