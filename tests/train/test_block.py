@@ -105,7 +105,8 @@ def test_the_pass_over_many_blocks_is_what_drafting_does(markov_rank: int, tmp_p
                 model.features([s[:root] for s in states]), batch_of([Span([0], 0, root)], 64, CPU), cache
             )
             layout = batch_of([Span([0], root, SIZE)], 64, CPU)
-            steps = model.head.steps(model.block_output(tokens[root : root + 1], None, layout, cache, block.max_drafts))
+            output = model.block_output(tokens[root : root + 1], None, None, layout, cache, block.max_drafts)
+            steps = model.head.steps(output)
             for j in range(min(block.max_drafts, len(tokens) - 1 - root)):
                 row = steps(j, tokens[root + j : root + j + 1])[0]
                 expected[b * batch.tokens_BL.shape[1] + root - 1, j] = row
