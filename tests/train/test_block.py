@@ -347,3 +347,26 @@ def test_compiled_flex_attention_has_the_gradients_of_the_mask(size: int) -> Non
             found.append([out, *torch.autograd.grad((out.float() * weight).sum(), inputs)])
         for a, b in zip(*found, strict=True):
             assert torch.nn.functional.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) > 0.999
+
+
+@pytest.mark.gpu
+def test_training_on_cuda_goes_as_on_cpu(tmp_path: Path) -> None:
+    """The target in bfloat16, autocast, FlexAttention, the fused optimiser: losses near those of float32 on a CPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    examples, target = examples_of(24), target_checkpoint()
+    losses = []
+    for device, dtype in ((CPU, torch.float32), (torch.device("cuda"), torch.bfloat16)):
+        folder = tmp_path / device.type
+        folder.mkdir()
+        for _ in range(2):  # the second reads the checkpoint on the device, and has nothing to do
+            drafter = TrainedBlocks(config_of(4))
+            initialise(drafter, target, 0)
+            frozen = partial(FrozenTarget, target, drafter.block.aux_layers, None, 512, 64, dtype, device)
+            learner = BlockLearner(drafter.to(device), frozen, LOSS, 512, 64, 0, device)
+            settings = TrainSettings(100, 30, 1e-2, 0.1, 0.01, 512, 0)
+            arguments = (examples[4:], examples[:4], folder, device, lambda line: None)
+            records = Trainer(settings, learner, *arguments, save_seconds=0.0).run()
+            assert sum("loss" in r for r in records) == 30
+        losses.append(torch.tensor([r["loss"] for r in records if "loss" in r]))
+    assert (losses[0] - losses[1]).abs().max() < 0.05 * losses[0].max()
