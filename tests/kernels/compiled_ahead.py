@@ -215,6 +215,24 @@ def experts(gpu: FakeGpu) -> None:
         assert gpu.compiled.count("_one_shot") >= 2, "sums with and without a residual, or gathers and scatters"
 
 
+def drafters(gpu: FakeGpu) -> None:
+    """Rounds of all heads that draft a block in one pass: none reads what only the GPU has."""
+    kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
+    from specbatch.draft.shape import DraftShape
+    from specbatch.setup.compile_ahead import compile_kernels
+    from tests.draft.test_block import TRAITS
+
+    _follow_cuda()
+    heads = [("block", name, traits) for name, traits in TRAITS.items() if "decoder" not in traits]
+    for method, name, traits in (*heads, ("peagle", "a chain", {})):
+        parts = _parts(method, DraftShape(5, 1, 6), **traits)
+        del gpu.launched[:]  # P-EAGLE projects its learned feature when it is loaded
+        note = compile_kernels(parts, 4, 64, 100, f"{method}, {name}")
+        assert "kernels compiled ahead" in note, f"{name}: {note}"
+        assert "failed" not in note, f"{name}: {note}"
+        assert not gpu.launched, f"{name}: {gpu.launched}"
+
+
 def failed_rounds(gpu: FakeGpu) -> None:
     """A start in which a kernel failed, for want of space on the disk for instance, leaves no sign for the next one."""
     kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
@@ -262,6 +280,7 @@ def _parts(
     num_layers: int | None = None,
     division: Any = "tensors",
     moe: Any = None,
+    **traits: Any,
 ) -> Any:
     from specbatch.attention.triton import PagedAttention
     from specbatch.draft import DraftParts, make_method
@@ -280,7 +299,15 @@ def _parts(
     net = None
     if method != "none":
         net = tiny_draft_net(
-            method, target, 64, torch.bfloat16, draft_vocab=None, draft_seed=0, scale=0.25, attention=attention
+            method,
+            target,
+            64,
+            torch.bfloat16,
+            draft_vocab=None,
+            draft_seed=0,
+            scale=0.25,
+            attention=attention,
+            **traits,
         )
     made = make_method(method, shape, DraftParts(device, triton_ops, net))
     return RoundParts(target, ByBatch.always(made), torch.bfloat16, 16, (1,), fixed_shapes=True, group=group)
@@ -295,6 +322,5 @@ def _error(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    {check.__name__: check for check in (gemms, specialised, failures, rounds, ranks, experts, failed_rounds)}[
-        sys.argv[1]
-    ](FakeGpu())
+    checks = (gemms, specialised, failures, rounds, ranks, experts, drafters, failed_rounds)
+    {check.__name__: check for check in checks}[sys.argv[1]](FakeGpu())

@@ -20,6 +20,7 @@ _MAX_FMA_TOKENS = 2  # at 4 the tensor cores are faster
 _SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
 _MULTIPROCESSORS = 132  # the number of an H100 and an H200
 _WIDE = 8192  # a GEMM with more outputs has enough programs without splits
+_MIN_DOT = 16  # the fewest input features that tl.dot sums
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,7 @@ _MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
 
 def is_skinny(M: int, O: int, I: int, dtype: torch.dtype, is_hopper: bool = True) -> bool:  # noqa: E741
     """Return whether M x I times I x O runs here, and not in the library (F.linear)."""
-    if M <= 0 or O % 8 or I % 8 or dtype not in (torch.bfloat16, torch.float16):
+    if M <= 0 or O % 8 or I % 8 or I < _MIN_DOT or dtype not in (torch.bfloat16, torch.float16):
         return False
     if M > MAX_TOKENS:
         return is_hopper and dtype == torch.bfloat16 and _measured(M, O, I, None) is not None
