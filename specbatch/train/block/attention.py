@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,7 @@ def flex_attention_of(batch: BlockBatch, *, compiled: bool = True) -> Attend:
     mask = tile_mask(batch)
 
     def attend(q_HQD: Tensor, k_GSD: Tensor, v_GSD: Tensor, scale: float | None) -> Tensor:
-        function: Callable[..., Any] = _compiled() if compiled else flex_attention
+        function = _compiled() if compiled else cast(Callable[..., Any], flex_attention)
         k, v = (_repeated(x, len(q_HQD)) for x in (k_GSD, v_GSD))
         out: Tensor = function(q_HQD[None], k, v, block_mask=mask, scale=scale)
         return out[0]
