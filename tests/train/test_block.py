@@ -307,6 +307,8 @@ def test_layers_that_a_drafter_reads() -> None:
     for num_layers, count in ((7, 4), (4, 1)):
         with pytest.raises(ConfigError, match=f"cannot read {count} layers"):
             feature_layers(num_layers, count)
+    with pytest.raises(ConfigError, match="has a bias"):
+        block_config(replace(tiny_config(LAYERS), lm_head_bias=True), BlockSizes(1, SIZE, 3, 0, None), MASK)
 
 
 def test_a_drafter_begins_as_the_last_layers_of_its_target() -> None:

@@ -25,8 +25,12 @@ def block_config(target: ModelConfig, sizes: BlockSizes, mask_token_id: int) -> 
     """Return the description of a drafter with the target's sizes, embeddings and LM head.
 
     As published, a drafter with a Markov head (DSpark) drafts from the root on, and one without (DFlash) from the first
-    mask on. Raise ConfigError for a target with too few layers.
+    mask on. Raise ConfigError for a target with too few layers, or with a bias of the LM head, which training lacks.
     """
+    if target.lm_head_bias:
+        raise ConfigError(
+            f"a block drafter has the target's LM head, and that of {target.model_type} has a bias", "use --kind eagle3"
+        )
     inner = sizes.intermediate_size or target.intermediate_size
     decoder = replace(
         layer_config(target),
