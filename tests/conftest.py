@@ -92,6 +92,6 @@ def scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = Path(specbatch.__file__).resolve().parent.parent / "scripts"
     if not folder.is_dir():
         pytest.skip("no checkout")
-    for name in ("bench", "check", "train_draft"):
+    for name in ("bench", "check"):
         monkeypatch.syspath_prepend(str(folder / name))
     monkeypatch.chdir(tmp_path)  # ./specbatch.yaml of a developer must not matter

@@ -8,10 +8,10 @@ speed.
     python scripts/check/check_vllm.py speed ids.json --engine vllm --model HF_DIRECTORY --head HEAD -o speed-vllm.json
     python scripts/check/check_vllm.py speed ids.json --engine ours --model TARGET --head HEAD -o speed-ours.json
 
-`eval.jsonl` are rows with `messages`, such as those that train_draft.py leaves in training/. `compare` says how far the
-acceptance lengths are apart, how many texts are equal, and by how much our target preferred its token to the second
-best where a text first differs: in bfloat16, two engines part at ties. `speed` runs GSM8K prompts, N at once,
-prompts included, twice each: the better run counts, as what is compiled or loaded first is in the other.
+`eval.jsonl` are rows with `messages`, such as those that `specbatch train-draft` leaves in training/. `compare` says
+how far the acceptance lengths are apart, how many texts are equal, and by how much our target preferred its token to
+the second best where a text first differs: in bfloat16, two engines part at ties. `speed` runs GSM8K prompts, N at
+once, prompts included, twice each: the better run counts, as what is compiled or loaded first is in the other.
 """
 
 from __future__ import annotations
@@ -63,12 +63,11 @@ def main() -> None:
 
 def prepare(args: argparse.Namespace) -> dict[str, Any]:
     """Return the prompts as our engine encodes them, by the file that they come from."""
-    from drafttrain.prompts import read_lines
-
     from specbatch.config_load import load_config
     from specbatch.rows.row import Row
     from specbatch.rows.tokenizer import TextProcessor
     from specbatch.setup.resolve import resolve
+    from specbatch.train.prompts import read_lines
     from specbatch.types import EngineLimits
 
     plan = resolve(load_config(None, [f"model.target={args.model}", "speculation.method=none"]))

@@ -5,7 +5,7 @@ disk or memory, 3 an internal error (with a traceback; finished rows are kept), 
 allow (finished rows are kept), 130 interrupted.
 """
 
-from specbatch.cli import estimate, models, report
+from specbatch.cli import estimate, models, report, train_draft
 from specbatch.cli.commands import app, main
 
-__all__ = ["app", "estimate", "main", "models", "report"]  # the modules add their commands
+__all__ = ["app", "estimate", "main", "models", "report", "train_draft"]  # the modules add their commands

@@ -237,7 +237,7 @@ def evaluate(
         from specbatch.evals.command import evaluate as evaluate_tasks
 
         config = given.load()
-        _note_one_engine(config, console)
+        note_one_engine(config, console)
         prepare_libraries()
         names = [item.partition("=")[0].strip() for item in given.sets]
         options = EvalOptions(
@@ -282,7 +282,7 @@ def serve_batches(
         from specbatch.serve.command import ServeOptions, serve
 
         config = given.load()
-        _note_one_engine(config, console)
+        note_one_engine(config, console)
         prepare_libraries()
         serve(ServeOptions(folder, host, port, api_key), config, startup.runtime(console), console)
 
@@ -308,7 +308,7 @@ def tune(
         from specbatch.tune.start import TuneOptions, example_rows, open_input, seconds_of
 
         config = given.load()
-        _note_one_engine(config, console)
+        note_one_engine(config, console)
         prepare_libraries()
         data = example_rows(console) if data is None else data
         options = TuneOptions(data, output, rows, seconds_of(budget), given.config)
@@ -335,7 +335,7 @@ def tune(
         write_tuned(tuned, config, opened.output, made_by, console)
 
 
-def _note_one_engine(config: Config, console: Console) -> None:
+def note_one_engine(config: Config, console: Console) -> None:
     if config.cluster.workers is not None:
         console.print("cluster.workers is for generate: this command runs one engine", soft_wrap=True)
 

@@ -58,7 +58,7 @@ def test_every_help_ends_with_examples_that_parse(path: tuple[str, ...]) -> None
 
 def test_the_commands_are_those_of_the_readme() -> None:
     names = {path[0] for path in PATHS if len(path) == 1}
-    others = {"merge", "tune", "eval", "estimate", "report", "serve-batches", "config", "init", "models"}
+    others = {"merge", "tune", "train-draft", "eval", "estimate", "report", "serve-batches", "config", "init", "models"}
     assert names == {"generate", *others}
     readme = ROOT / "README.md"
     if not readme.is_file():

@@ -20,7 +20,7 @@ LAYERS = [
     ["ray_data"],
     ["api"],
     ["startup"],
-    ["evals", "tune", "report", "serve"],
+    ["evals", "tune", "train", "report", "serve"],
     ["scaleout"],
     ["job"],
     ["results"],
@@ -58,6 +58,7 @@ CONFIG_READERS = (
     "tune.command",
     "tune.output",
     "tune.start",
+    "train",
     "setup",
     "config_load",
 )
@@ -152,7 +153,7 @@ def forbidden(name: str, imported: str) -> str | None:
     folders = {part.split(".")[1] for part in (name, imported) if part.startswith("kernels.")}
     if RANK[top] > RANK[lower]:
         return "which is above it"
-    if top != lower and {top, lower} <= {"evals", "tune", "report"}:
+    if top != lower and {top, lower} <= {"evals", "tune", "train", "report"}:
         return "and neither uses the other"
     if folders == {"torch", "triton"}:
         return "and each is written without the other"

@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.answers import run_rows
-from drafttrain.prompts import Messages, read_lines, write_job
 from specbatch.errors import ConfigError, RowError
 from specbatch.rows.tokenizer import TextProcessor
+from specbatch.train.answers import Pipeline, run_rows
+from specbatch.train.prompts import Messages, read_lines, write_job
 
 _MARK = "\u2042specbatch\u2042"  # a placeholder for the user's words
 _TEMPERATURE, _TOP_P = 1.0, 0.95  # a wide choice, without the unlikely tokens after which small models write nonsense
@@ -55,8 +55,7 @@ def invent(
     tokenizer: PreTrainedTokenizerBase,
     texts: TextProcessor,
     folder: Path,
-    sets: Sequence[str],
-    config: Path | None,
+    pipeline: Pipeline,
     *,
     overwrite: bool = False,
 ) -> list[Messages]:
@@ -72,7 +71,7 @@ def invent(
     rows, results = folder / "invent.jsonl", folder / "invented.jsonl"
     write_job(rows, [{"id": i, **row, "seed": seed + i} for i in range(count)], results, overwrite=overwrite)
     how = ["speculation.method=none", f"sampling.temperature={_TEMPERATURE}", "data.prompts_as_chat=false"]
-    run_rows(rows, results, [*sets, *how], config, overwrite=overwrite)
+    run_rows(rows, results, how, pipeline, overwrite=overwrite)
     return sensible([r["text"] for r in read_lines(results) if r["finish_reason"] == "stop"], tokenizer)
 
 

@@ -4,13 +4,15 @@ sequences.
 It is the project's Decoder with an attention for training: every sequence starts at 0 and is computed once. So only the
 keys and values of one layer are kept, and torch's fused causal attention runs on any device.
 
-Shape suffixes: B sequences, L padded length, T = B * L, Q rows to learn, F = 3 * E features, E hidden size, V
+Shape suffixes: B sequences, L padded length, T = B * L, Q rows to learn, F features, E hidden size, V
 vocabulary, W draft vocabulary, H query heads, K key/value heads, D head dimension, S slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +24,6 @@ from specbatch.cache.pages import KVCache
 from specbatch.errors import ModelError
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.eagle_config import default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.weight_loader import WeightLoader
 
@@ -34,8 +35,7 @@ class PaddedAttention:
     real token sees it."""
 
     def __init__(self, config: ModelConfig) -> None:
-        if config.attention_sinks or config.attention_soft_cap is not None:
-            raise ModelError(f"heads cannot be trained for {config.model_type}: its attention has sinks or soft caps")
+        check_target(config)
         self._num_heads, self._head_dim, self._scale = config.num_heads, config.head_dim, config.attention_scale
 
     def plan(self, batch: PagedBatch) -> tuple[int, int]:
@@ -61,6 +61,12 @@ class PaddedAttention:
         return out.transpose(1, 2).reshape(batch * length, self._num_heads, self._head_dim)
 
 
+def check_target(config: ModelConfig) -> None:
+    """Raise ModelError for a target that this attention does not compute."""
+    if config.attention_sinks or config.attention_soft_cap is not None:
+        raise ModelError(f"drafters cannot be trained for {config.model_type}: its attention has sinks or soft caps")
+
+
 class OneLayerCache(KVCache):
     """A cache whose layers share the same memory, because a layer is read before the next one writes."""
 
@@ -80,34 +86,45 @@ class TargetRows:
 
 
 class FrozenTarget:
-    """The frozen target. `max_tokens`: the most tokens of a batch, padding included. `draft_ids_W`: the target ids of
-    the draft vocabulary."""
+    """The frozen target. `max_tokens`: the most tokens of a batch, padding included. `aux_layers`: the layers whose
+    inputs the drafter reads. `draft_ids_W`: the target ids of the draft vocabulary; None: it is the whole one."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        draft_ids_W: Tensor,
+        aux_layers: Sequence[int],
+        draft_ids_W: Tensor | None,
         max_tokens: int,
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.config = c = checkpoint.config
+        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
         weights = WeightLoader(checkpoint.tensors, dtype, device)
         self._decoder = Decoder(c, weights, PaddedAttention(c), max_length)
         self._cache = OneLayerCache(1, max_tokens, c.num_kv_heads, c.head_dim, dtype, device)
-        self._aux_layers = default_aux_layers(c.num_layers)
-        self._draft_ids_W = draft_ids_W.to(device)
-        self._draft_of_V = torch.full((c.vocab_size,), -1, dtype=torch.int64, device=device)
-        self._draft_of_V[self._draft_ids_W] = torch.arange(draft_ids_W.shape[0], device=device)
+        self._aux_layers = tuple(aux_layers)
+        self._draft_ids_W = None if draft_ids_W is None else draft_ids_W.to(device)
+        self._draft_of_V = torch.arange(c.vocab_size, device=device)
+        if self._draft_ids_W is not None:
+            self._draft_of_V = torch.full_like(self._draft_of_V, -1)
+            self._draft_of_V[self._draft_ids_W] = torch.arange(len(self._draft_ids_W), device=device)
 
     @property
     def embedding_VE(self) -> Tensor:
         return self._decoder.embedding_VE
 
+    @cached_property
+    def lm_head_VE(self) -> Tensor:
+        """The matrix of the LM head, with which gradients can be computed."""
+        if self.config.tie_word_embeddings:
+            return self.embedding_VE
+        return self._checkpoint.tensors.load("lm_head.weight").to(self._device, self._dtype)
+
     @torch.no_grad()
     def features(self, tokens_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute low, middle and high features (B, L, F) and the last hidden states (T, E)."""
+        """Compute the features (B, L, F) of all `aux_layers` and the last hidden states (T, E)."""
         batch, length = tokens_BL.shape
         assert batch * length <= self._cache.num_slots, (tokens_BL.shape, self._cache.num_slots)
         device = tokens_BL.device
@@ -128,5 +145,5 @@ class FrozenTarget:
         for rows in rows_Q.split(size):
             logits = self._decoder.raw_logits(hidden_TE[rows])
             best.append(self._draft_of_V[logits.argmax(dim=-1)])
-            parts.append(logits[:, self._draft_ids_W])
+            parts.append(logits if self._draft_ids_W is None else logits[:, self._draft_ids_W])
         return TargetRows(torch.cat(parts), torch.cat(best))

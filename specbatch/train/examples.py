@@ -1,6 +1,6 @@
-"""The examples of a training run: token sequences from answers, the draft vocabulary, and batches.
+"""The examples of a training run: token sequences from answers, the draft vocabulary, and which form a batch.
 
-Shape suffixes: B sequences, L padded length, W draft vocabulary, R rows to learn, Q rows of the target.
+Shape suffix: W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from drafttrain.unroll import StepRows
 from specbatch.config import DataSection
 from specbatch.errors import InputError, RowError
 from specbatch.rows.row import Row
@@ -44,24 +43,6 @@ class Example:
     def num_chains(self) -> int:
         """The number of rows that learn at step 0: roots in the answer whose next token is also in it."""
         return max(len(self.tokens) - self.prompt_length - 1, 0)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Right-padded sequences, and the rows that learn from them. All tensors are made on the CPU."""
-
-    tokens_BL: Tensor
-    target_rows_Q: Tensor  # the rows of (B * L) at which the target predicts
-    steps: list[StepRows]
-
-    def to(self, device: torch.device) -> Batch:
-        """Return a copy on `device`, without waiting for it."""
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-        steps = [StepRows(move(s.rows_R), move(s.target_R)) for s in self.steps]
-        return Batch(move(self.tokens_BL), move(self.target_rows_Q), steps)
 
 
 def make_examples(
@@ -140,30 +121,6 @@ def draft_vocabulary(
     ids = sorted(order[:size])
     covered = sum(counts[t] for t in ids) / max(sum(counts.values()), 1)
     return torch.tensor(ids, dtype=torch.int64), covered
-
-
-def collate(examples: Sequence[Example], num_steps: int) -> Batch:
-    """Pad the examples to a batch, and number the rows that learn. A chain whose tokens are past the end at a step is
-    left out of that step."""
-    length = padded_length(max(len(e.tokens) for e in examples))
-    tokens_BL = torch.zeros(len(examples), length, dtype=torch.int64)
-    wanted: list[Tensor] = []
-    rows: list[list[Tensor]] = [[] for _ in range(num_steps)]
-    targets: list[list[Tensor]] = [[] for _ in range(num_steps)]
-    num_wanted = 0
-    for b, e in enumerate(examples):
-        tokens_BL[b, : len(e.tokens)] = torch.tensor(e.tokens)
-        # Position p of the target predicts token p + 1; wanted are predictions of answer tokens but the first, which no
-        # chain drafts. Chain t at step j is taught by position t + 1 + j.
-        wanted.append(b * length + torch.arange(e.prompt_length, len(e.tokens) - 1))
-        for j in range(min(num_steps, e.num_chains)):
-            count = e.num_chains - j
-            rows[j].append(b * length + e.prompt_length - 1 + torch.arange(count))
-            targets[j].append(num_wanted + j + torch.arange(count))
-        num_wanted += e.num_chains
-    none = torch.zeros(0, dtype=torch.int64)
-    steps = [StepRows(torch.cat([none, *r]), torch.cat([none, *t])) for r, t in zip(rows, targets, strict=True)]
-    return Batch(tokens_BL, torch.cat(wanted), steps)
 
 
 def padded_length(length: int) -> int:

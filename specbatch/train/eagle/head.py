@@ -2,32 +2,18 @@
 `specbatch.models.eagle_head`, as a torch module.
 
 Shape suffixes: B sequences, L padded length, E hidden size, F = 3 * E features, W draft vocabulary, H query heads, K
-key/value heads, D head dimension, P positions.
+key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_config import EagleConfig, default_aux_layers
 from specbatch.models.formats.checkpoint import Checkpoint
-from specbatch.models.rope import RopeConfig
-
-
-class Norm(nn.Module):
-    """RMS norm in float32 at least; the result has the width of the weight (float32 in training)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.to(torch.promote_types(x.dtype, self.weight.dtype))
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+from specbatch.train.layers import FeedForward, Norm, layer_config, rotate
 
 
 class SelfAttention(nn.Module):
@@ -40,19 +26,6 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(width, kv, bias=False)
         self.v_proj = nn.Linear(width, kv, bias=False)
         self.o_proj = nn.Linear(q, config.hidden_size, bias=False)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020)."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class MidLayer(nn.Module):
@@ -98,46 +71,10 @@ class DraftHead(nn.Module):
 
 
 def head_config(target: ModelConfig, draft_vocab_size: int) -> EagleConfig:
-    """Return the config of a head with the target's sizes.
-
-    Its rope has the target's base and no scaling, because scaling changes positions far beyond the lengths of training.
-    """
-    layer = ModelConfig(
-        model_type="llama",
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_layers=1,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=RopeConfig(theta=target.rope.theta),
-        max_position_embeddings=target.max_position_embeddings,
-        tie_word_embeddings=False,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sliding_windows=(None,),
-        eos_token_ids=target.eos_token_ids,
-    )
+    """Return the config of a head with the target's sizes."""
     layers = default_aux_layers(target.num_layers)
+    layer = layer_config(target)
     return EagleConfig("eagle3", layer, target.hidden_size, draft_vocab_size, False, False, True, aux_layers=layers)
-
-
-def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin (P, D) in float32; the sin has the sign of rotate-half."""
-    inverse, factor = config.rope.inverse_frequencies(config.head_dim)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inverse)
-    cos, sin = angles.cos() * factor, angles.sin() * factor
-    return torch.cat((cos, cos), dim=-1).to(device), torch.cat((-sin, sin), dim=-1).to(device)
-
-
-def rotate(x: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021) to x, (..., L, D), in x's dtype."""
-    cos, sin = cos_LD.to(x.dtype), sin_LD.to(x.dtype)
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 def initialise(head: DraftHead, target: Checkpoint, draft_ids_W: Tensor, seed: int) -> None:

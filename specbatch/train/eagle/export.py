@@ -3,16 +3,14 @@ with `LlamaForCausalLMEagle3`, model.safetensors with d2t and t2d, no embedding.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_config import EagleConfig
+from specbatch.train.checkpoint import stored
 
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -25,7 +23,7 @@ def vocabulary_maps(draft_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
     return {"d2t": draft_ids_W - torch.arange(draft_ids_W.shape[0]), "t2d": t2d_V}
 
 
-def config_json(head: EagleConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+def config_json(head: EagleConfig, target: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, object]:
     """Return the config.json of a head, which other engines read. `target` gives the tokens that end a text."""
     c = head.decoder
     ends = list(target.eos_token_ids)
@@ -55,22 +53,8 @@ def config_json(head: EagleConfig, target: ModelConfig, dtype: torch.dtype) -> d
     }
 
 
-def export(
-    folder: Path,
-    head: EagleConfig,
-    weights: Mapping[str, Tensor],
-    draft_ids_W: Tensor,
-    target: ModelConfig,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Path:
-    """Write the checkpoint into `folder`, weights first and by rename. So a folder with a config.json is complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
-    tensors |= vocabulary_maps(draft_ids_W, head.decoder.vocab_size)
-    path = folder / "model.safetensors"
-    temporary = folder / "model.safetensors.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.replace(path)
-    text = json.dumps(config_json(head, target, dtype), indent=2) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    return path
+def checkpoint_tensors(
+    weights: Mapping[str, Tensor], draft_ids_W: Tensor, vocab_size: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Tensor]:
+    """Return the tensors of the checkpoint: the weights in `dtype`, and the maps of the vocabulary."""
+    return stored(weights, dtype) | vocabulary_maps(draft_ids_W, vocab_size)

@@ -1,4 +1,4 @@
-"""The acceptance length of a finished head: held-out rows run through the engine with several ways to draft.
+"""The acceptance length of a finished drafter: held-out rows run through the engine with several ways to draft.
 
 All rows run together, once for each way. The figures of each file come from its result rows.
 """
@@ -8,43 +8,46 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drafttrain.answers import run_rows
-from drafttrain.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
+from specbatch.config_load import dump_config
+from specbatch.draft import METHODS
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, InputError
 from specbatch.results.stats import RowTotals
+from specbatch.train.answers import Pipeline, run_rows
+from specbatch.train.prompts import PromptFile, read_lines, read_prompts, rows_of, write_lines
 
 _PLAIN = ("none", "ngram")
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to draft: with the head (`model` None), a draft model, or by one of `_PLAIN`."""
+    """A way to draft: with the drafter (`model` None), another one, or by one of `_PLAIN`."""
 
     name: str  # as the user wrote it
     shape: DraftShape | None
     model: str | None
+    method: str = "draft_model"  # how `model` drafts
 
-    def sets(self, head: Path) -> list[str]:
-        """Return the options for `specbatch generate`. They include all options for drafting, because a configuration
-        may hold a schedule, or sizes that n-gram drafting cannot have."""
+    def sets(self, drafter: Path, method: str) -> list[str]:
+        """Return the options for `specbatch generate`. `method`: that of the drafter. They include all options for
+        drafting, because a configuration may hold a schedule, or sizes that n-gram drafting cannot have."""
         unset = ("draft", "schedule", "num_steps", "num_draft_tokens")
         options: dict[str, Any] = {"method": self.name, "topk": 1} | dict.fromkeys(unset, "null")
         if self.shape is not None:
-            method, draft = ("eagle3", head.resolve()) if self.model is None else ("draft_model", self.model)
-            options |= {"method": method, "draft": draft} | {
+            name, draft = (method, drafter.resolve()) if self.model is None else (self.method, self.model)
+            options |= {"method": name, "draft": draft} | {
                 name: getattr(self.shape, name) for name in ("num_steps", "topk", "num_draft_tokens")
             }
         return [f"speculation.{key}={value}" for key, value in options.items()]
 
 
 def parse_ways(text: str) -> list[Way]:
-    """Parse `none,ngram,3/1/4,DRAFT:5/4/8`: plain decoding, n-grams, and steps/topk/tokens of the head or of a draft
+    """Parse `none,ngram,3/1/4,DRAFT:5/4/8`: plain decoding, n-grams, and steps/topk/tokens of the drafter or of a draft
     model. It raises ConfigError."""
     ways = []
     for part in text.split(","):
@@ -55,11 +58,15 @@ def parse_ways(text: str) -> list[Way]:
         try:
             steps, topk, tokens = map(int, shape_text.split("/"))
         except ValueError as error:
-            hint = "steps/topk/tokens, such as 3/1/4, DRAFT:3/1/4, ngram or none"
+            hint = "steps/topk/tokens, such as 3/1/4, DRAFT:3/1/4, eagle3=DRAFT:3/1/4, ngram or none"
             raise ConfigError(f"{part!r} is no draft shape", hint) from error
         shape = DraftShape(steps, topk, tokens)
         shape.check()
-        ways.append(Way(part, shape, model or None))
+        method, _, named = model.rpartition("=")
+        if method in METHODS:
+            ways.append(Way(part, shape, named, method))
+        else:
+            ways.append(Way(part, shape, model or None))
     return ways
 
 
@@ -80,27 +87,27 @@ def held_out_rows(files: Sequence[PromptFile], as_text: bool) -> list[dict[str, 
 
 
 def evaluate(
-    head: Path,
+    drafter: Path,
+    method: str,
     rows: Sequence[Mapping[str, Any]],
     ways: Sequence[Way],
-    sets: Sequence[str],
-    config: Path | None,
+    pipeline: Pipeline,
     report_path: Path,
-    say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run the ways that `report_path` does not hold yet for this head and these `held_out_rows`. Return the report.
+    """Run the ways that `report_path` does not hold yet for this drafter and these `held_out_rows`. Return the report.
 
     The acceptance length is tokens per round, the bonus token included; all answers are greedy. It raises
-    SpecbatchError, for example if there is no head.
+    SpecbatchError, for example if there is no drafter.
     """
-    if not (head / "model.safetensors").is_file():
-        raise InputError(f"there is no head in {head}", "run the stage training first")
-    rows_path = head / "training" / "eval.jsonl"
+    weights = drafter / "model.safetensors"
+    if not weights.is_file():
+        raise InputError(f"there is no drafter in {drafter}", "run the stage training first")
+    rows_path = drafter / "training" / "eval.jsonl"
     write_lines(rows_path, rows)
     made_by = {
-        "head": hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest()[:16],
+        "drafter": hashlib.sha256(weights.read_bytes()).hexdigest()[:16],
         "rows": hashlib.sha256(rows_path.read_bytes()).hexdigest()[:16],
-        "settings": [*sets, *([] if config is None else [config.read_text(encoding="utf-8")])],
+        "settings": dump_config(pipeline.config()),
     }
     report: dict[str, Any] = {}
     if report_path.is_file():
@@ -110,9 +117,9 @@ def evaluate(
     for way in ways:
         if any(run["way"] == way.name for run in report["runs"]):
             continue
-        say(f"evaluation: {way.name}")
+        pipeline.say(f"evaluation: {way.name}")
         output = rows_path.with_name(f"eval.{len(report['runs'])}.results.jsonl")
-        stats = run_rows(rows_path, output, [*sets, *way.sets(head)], config, overwrite=True)
+        stats = run_rows(rows_path, output, way.sets(drafter, method), pipeline, overwrite=True)
         totals = {row["metadata"]["file"]: RowTotals() for row in rows}
         for result in read_lines(output):
             totals[result["metadata"]["file"]].add(result)

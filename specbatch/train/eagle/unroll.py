@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from drafttrain.head import DraftHead
-from drafttrain.target import TargetRows
+from specbatch.train.eagle.head import DraftHead
+from specbatch.train.learner import Losses
+from specbatch.train.target import TargetRows
 
 STEP_DECAY = 0.8  # the weight of step j's loss is 0.8 ** j, as in the authors' code
 _KEPT_LOGITS = 2**30  # float32 elements of logits that are kept for the backward pass; others are computed again
@@ -33,13 +34,6 @@ class StepRows:
 
     rows_R: Tensor
     target_R: Tensor
-
-
-@dataclass(frozen=True)
-class Losses:
-    total: Tensor  # scalar
-    steps: list[Tensor]  # scalars, one a step: cross entropy in nats
-    hits: list[Tensor]  # (R,) bool, one a step: the draft's best token is the target's
 
 
 def unroll(
@@ -89,6 +83,11 @@ def attend(q_BHLD: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> 
     return F.scaled_dot_product_attention(q_BHLD, k, v, mask)
 
 
+def step_weights(num_steps: int) -> list[float]:
+    """Return the weight of each step's loss."""
+    return [STEP_DECAY**j for j in range(num_steps)]
+
+
 def losses(head: DraftHead, hidden: Sequence[Tensor], rows: Sequence[StepRows], target: TargetRows) -> Losses:
     """Compute the cross entropy of every step against the target's distribution over the draft vocabulary, and the
     weighted mean of the steps.
@@ -107,7 +106,7 @@ def losses(head: DraftHead, hidden: Sequence[Tensor], rows: Sequence[StepRows], 
             loss, hit_R = checkpoint(_step_loss, head, hidden_RE, target_RW, best_R, use_reentrant=False)
         steps.append(loss)
         hits.append(hit_R)
-    weights = [STEP_DECAY**j for j in range(len(steps))]
+    weights = step_weights(len(steps))
     total = torch.stack([w * loss for w, loss in zip(weights, steps, strict=True)]).sum() / sum(weights)
     return Losses(total, steps, hits)
 

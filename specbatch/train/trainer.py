@@ -1,6 +1,6 @@
 """The training loop: AdamW with warm-up and cosine, checkpoints to resume from, metrics, validation.
 
-Parameters are float32 and products run in bfloat16 (autocast) on CUDA: a head is small, so master copies apart from
+Parameters are float32 and products run in bfloat16 (autocast) on CUDA: a drafter is small, so master copies apart from
 bfloat16 weights would save little, and float32 parameters keep small updates. On CPU everything is float32.
 """
 
@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
-from drafttrain.acceptance import Acceptance
-from drafttrain.examples import Batch, Example, batches, collate, padded_length
-from drafttrain.head import DraftHead, rotary_tables
-from drafttrain.target import FrozenTarget
-from drafttrain.unroll import Losses, losses, unroll
 from specbatch.errors import InputError
+from specbatch.train.acceptance import Acceptance
+from specbatch.train.examples import Example, batches
+from specbatch.train.learner import Learner, Losses
 
 _BETAS, _CLIP, _MIN_LR_SHARE = (0.9, 0.95), 0.5, 0.05
 _LOGS, _VALIDATIONS = 400, 20  # about this number of records in a whole run
@@ -37,7 +35,6 @@ class TrainSettings:
     """The settings on which the weights depend in addition to the examples. A checkpoint of other settings is
     refused."""
 
-    num_steps: int  # unrolled draft steps
     epochs: int
     max_steps: int | None  # the most steps of the optimiser; None: all epochs
     lr: float
@@ -48,14 +45,12 @@ class TrainSettings:
 
 
 class Trainer:
-    """One training run in `folder` (checkpoint.pt, metrics.jsonl). `head` holds the initial weights; `load_target` is
-    called once there is something to train, and not before."""
+    """One training run in `folder` (checkpoint.pt, metrics.jsonl). The module of `learner` has the initial weights."""
 
     def __init__(
         self,
         settings: TrainSettings,
-        head: DraftHead,
-        load_target: Callable[[], FrozenTarget],
+        learner: Learner,
         train: Sequence[Example],
         validation: Sequence[Example],
         folder: Path,
@@ -63,20 +58,16 @@ class Trainer:
         say: Callable[[str], None],
         *,
         save_seconds: float = 60.0,
-        compile_steps: bool = False,
     ) -> None:
-        self._settings, self._head, self._load_target = settings, head, load_target
+        self._settings, self._learner, self.module = settings, learner, learner.module
         self._train, self._validation = train, validation
         self._folder, self._device, self._say = folder, device, say
         self._save_seconds = save_seconds
         self._plan = _plan(train, settings)
-        self._fingerprint = _fingerprint(settings, head, train, validation)
-        longest = padded_length(max(len(e.tokens) for e in [*train, *validation]))
-        self._tables = rotary_tables(head.config, longest + settings.num_steps, device)
+        self._fingerprint = _fingerprint(settings, learner, train, validation)
         self._optimizer = torch.optim.AdamW(
-            _groups(head, settings.weight_decay), settings.lr, _BETAS, fused=device.type == "cuda"
+            _groups(self.module, settings.weight_decay), settings.lr, _BETAS, fused=device.type == "cuda"
         )
-        self._unroll = torch.compile(unroll, dynamic=True) if compile_steps else unroll
         self._step = 0
         self._seconds = 0.0  # the time of training, over all sessions
 
@@ -103,7 +94,7 @@ class Trainer:
         if self._step == self.num_steps:
             self._say(f"training: all {self.num_steps:,} steps are done")
             return records
-        self._target = self._load_target()
+        self._learner.load_target()
         if self._step:
             self._say(f"resuming training at step {self._step:,} of {self.num_steps:,}")
         began = saved = shown = time.monotonic()
@@ -154,26 +145,16 @@ class Trainer:
         rate = self._rate(self._step)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        found = self._losses(collate(examples, self._settings.num_steps).to(self._device))
+        found = self._losses(self._learner.batch(examples, self._step))
         self._optimizer.zero_grad(set_to_none=True)
         found.total.backward()
-        torch.nn.utils.clip_grad_norm_(self._head.parameters(), _CLIP)
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP)
         self._optimizer.step()
         return Losses(found.total.detach(), [x.detach() for x in found.steps], found.hits)
 
-    def _losses(self, batch: Batch) -> Losses:
-        features_BLF, hidden_TE = self._target.features(batch.tokens_BL)
-        target = self._target.rows(hidden_TE, batch.target_rows_Q)
+    def _losses(self, batch: Any) -> Losses:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-            hidden = self._unroll(
-                self._head,
-                self._target.embedding_VE,
-                batch.tokens_BL,
-                features_BLF,
-                self._tables,
-                self._settings.num_steps,
-            )
-            return losses(self._head, hidden, batch.steps, target)
+            return self._learner.losses(batch.to(self._device))
 
     def _rate(self, step: int) -> float:
         """Compute the learning rate: linear warm-up, then half a cosine down to a twentieth."""
@@ -186,11 +167,10 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> dict[str, Any]:
-        found = Acceptance(self._settings.num_steps)
+        found = Acceptance(self._learner.weights)
         for indices in self._validation_plan():
             examples = [self._validation[i] for i in indices]
-            batch = collate(examples, self._settings.num_steps)
-            found.add(examples, batch, self._losses(batch.to(self._device)))
+            found.add(examples, ((batch, self._losses(batch)) for batch in self._learner.whole(examples)))
         return found.summary()
 
     def _validation_plan(self) -> list[list[int]]:
@@ -199,7 +179,7 @@ class Trainer:
 
     def _summary(self, pending: Sequence[Losses]) -> dict[str, Any]:
         """Return one record for the steps since the last record."""
-        num = self._settings.num_steps
+        num = len(self._learner.weights)
         hits = [torch.stack([p.hits[j].sum() for p in pending]).sum().item() for j in range(num)]
         rows = [sum(p.hits[j].shape[0] for p in pending) for j in range(num)]
         return {
@@ -219,7 +199,7 @@ class Trainer:
             "fingerprint": self._fingerprint,
             "step": self._step,
             "seconds": self._seconds,
-            "head": self._head.state_dict(),
+            "module": self.module.state_dict(),
             "optimizer": self._optimizer.state_dict(),
         }
         temporary = self.checkpoint.with_suffix(".tmp")
@@ -236,7 +216,7 @@ class Trainer:
                 f"{self.checkpoint} belongs to another training: {'; '.join(changed)}",
                 "--overwrite starts again; -o DIR trains elsewhere",
             )
-        self._head.load_state_dict(state["head"])
+        self.module.load_state_dict(state["module"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._step, self._seconds = state["step"], state["seconds"]
 
@@ -269,21 +249,25 @@ def _plan(train: Sequence[Example], settings: TrainSettings) -> list[list[int]]:
     return plan
 
 
-def _groups(head: DraftHead, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the optimiser's groups of parameters. Norm weights do not decay."""
-    matrices = [p for p in head.parameters() if p.dim() > 1]
-    norms = [p for p in head.parameters() if p.dim() <= 1]
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    norms = [p for p in module.parameters() if p.dim() <= 1]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": norms, "weight_decay": 0.0}]
 
 
 def _fingerprint(
-    settings: TrainSettings, head: DraftHead, train: Sequence[Example], validation: Sequence[Example]
+    settings: TrainSettings, learner: Learner, train: Sequence[Example], validation: Sequence[Example]
 ) -> dict[str, Any]:
     digest = hashlib.sha256()
     for e in (*train, *validation):
         digest.update(torch.tensor([e.prompt_length, *e.tokens, -1]).numpy().tobytes())
     initial = hashlib.sha256()
-    tensor: Tensor
-    for tensor in (head.fc.weight, head.lm_head.weight):
+    for tensor in learner.module.state_dict().values():
         initial.update(tensor.detach().float().cpu().numpy().tobytes())
-    return {**dataclasses.asdict(settings), "examples": digest.hexdigest()[:16], "initial": initial.hexdigest()[:16]}
+    return {
+        **dataclasses.asdict(settings),
+        **learner.settings(),
+        "examples": digest.hexdigest()[:16],
+        "initial": initial.hexdigest()[:16],
+    }

@@ -5,37 +5,48 @@ Shape suffixes: B sequences, L padded length, J steps, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafttrain.examples import Batch, Example
-from drafttrain.unroll import STEP_DECAY, Losses
+from specbatch.train.examples import Example
+from specbatch.train.learner import LearnedBatch, Losses
 
-CHAINS = (3, 5, 7)  # lengths of the chains that are simulated, if that number of steps is unrolled
+CHAINS = (3, 5, 7)  # lengths of the chains that are simulated, and that of all steps
 
 
 class Acceptance:
     """Sums over batches of held-out sequences."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, weights: Sequence[float]) -> None:
+        """Begin with nothing. `weights`: the share of each step in the loss."""
+        num_steps = len(weights)
+        self._weights = weights
         self._losses = [0.0] * num_steps
         self._hits, self._rows = [0] * num_steps, [0] * num_steps
-        self._chains = {steps: [0, 0] for steps in CHAINS if steps <= num_steps}  # tokens, rounds: of greedy answers
-        self._sampled = {steps: [0, 0] for steps in self._chains}
+        # Tokens and rounds by the length of chains, of greedy answers and of sampled ones.
+        chains = sorted({min(steps, num_steps) for steps in CHAINS} | {num_steps})
+        self._chains = {steps: [0, 0] for steps in chains}
+        self._sampled = {steps: [0, 0] for steps in chains}
 
-    def add(self, examples: Sequence[Example], batch: Batch, found: Losses) -> None:
-        """Add a batch, which is on the CPU. Losses are weighted by rows."""
-        hits_TJ = torch.zeros(batch.tokens_BL.numel(), len(self._losses), dtype=torch.bool)
-        for j, (loss, hit_R, step) in enumerate(zip(found.steps, found.hits, batch.steps, strict=True)):
-            hit_R = hit_R.cpu()
-            hits_TJ[step.rows_R, j] = hit_R
-            self._losses[j] += float(loss) * len(hit_R)
-            self._hits[j] += int(hit_R.sum())
-            self._rows[j] += len(hit_R)
-        hits_BLJ = hits_TJ.view(*batch.tokens_BL.shape, -1)
+    def add(self, examples: Sequence[Example], parts: Iterable[tuple[LearnedBatch, Losses]]) -> None:
+        """Add examples. `parts`: batches of them on the CPU, in which each chain is once, with their losses. Losses are
+        weighted by chains."""
+        hits_TJ = torch.zeros(0, len(self._losses), dtype=torch.bool)
+        shape = (0, 0)
+        for batch, found in parts:
+            if not len(hits_TJ):
+                shape = batch.tokens_BL.shape[0], batch.tokens_BL.shape[1]
+                hits_TJ = torch.zeros(batch.tokens_BL.numel(), len(self._losses), dtype=torch.bool)
+            for j, (loss, hit_R, rows_R) in enumerate(zip(found.steps, found.hits, batch.rows, strict=True)):
+                hit_R = hit_R.cpu()
+                hits_TJ[rows_R, j] = hit_R
+                self._losses[j] += float(loss) * len(hit_R)
+                self._hits[j] += int(hit_R.sum())
+                self._rows[j] += len(hit_R)
+        hits_BLJ = hits_TJ.view(*shape, -1)
         for b, example in enumerate(examples):
             sums = self._chains if example.greedy else self._sampled
             for steps, total in sums.items():
@@ -48,7 +59,7 @@ class Acceptance:
         tokens. `tokens_per_round`, by number of steps: the engine's acceptance length of greedy answers that are
         drafted as chains (of sampled answers, if none is greedy)."""
         losses = [loss / max(rows, 1) for loss, rows in zip(self._losses, self._rows, strict=True)]
-        weights = [STEP_DECAY**j for j in range(len(losses))]
+        weights = self._weights
         chains = self._chains if any(rounds for _, rounds in self._chains.values()) else self._sampled
         return {
             "loss": round(sum(w * x for w, x in zip(weights, losses, strict=True)) / sum(weights), 5),

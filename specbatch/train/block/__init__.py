@@ -1,0 +1,1 @@
+"""Block drafters that can be trained."""

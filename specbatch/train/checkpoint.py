@@ -1,0 +1,28 @@
+"""Writes the checkpoint of a drafter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def stored(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Return copies of weights as they are stored."""
+    return {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
+
+
+def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> Path:
+    """Write the checkpoint into `folder`, weights first and by rename. So a folder with a config.json is complete.
+    Return the path of the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "model.safetensors"
+    temporary = folder / "model.safetensors.tmp"
+    save_file(dict(tensors), temporary, metadata={"format": "pt"})
+    temporary.replace(path)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,94 @@
+"""The command line of `specbatch train-draft`, and the checks that need no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+from specbatch.errors import ConfigError
+
+Kind = Literal["eagle3", "block"]  # the method that will draft with it
+KINDS: tuple[str, ...] = get_args(Kind)
+STAGES = ("answers", "training", "evaluation")
+_EAGLE_ONLY = ("draft_vocab", "unroll", "compile")
+_BLOCK_ONLY = ("block_size", "layers", "intermediate_size", "features", "markov_rank", "variation")
+_AT_LEAST = {
+    **dict.fromkeys(("epochs", "max_steps", "batch_tokens", "draft_vocab", "unroll", "layers", "features"), 1),
+    **{"intermediate_size": 1, "block_size": 2, "max_length": 4, "invent": 0, "markov_rank": 0},
+}
+
+
+@dataclass(frozen=True)
+class TrainDraftOptions:
+    """The command line. None: the default, which can depend on the target."""
+
+    data: tuple[str, ...]  # FILE or FILE:ROWS
+    output: Path
+    kind: Kind = "eagle3"
+    held_out: tuple[str, ...] = ()  # FILE or FILE:ROWS
+    invent: int = 0
+    stages: tuple[str, ...] = STAGES
+    overwrite: bool = False
+    temperatures: str = "0,0.8"
+    shapes: str | None = None
+    # An EAGLE-3 head.
+    draft_vocab: int | None = None
+    unroll: int | None = None
+    compile: bool | None = None
+    # A block drafter.
+    block_size: int | None = None
+    layers: int | None = None
+    intermediate_size: int | None = None
+    features: int | None = None
+    markov_rank: int | None = None
+    variation: float | None = None
+    # The training.
+    epochs: int = 4
+    max_steps: int | None = None
+    lr: float | None = None
+    warmup: float = 0.05
+    batch_tokens: int | None = None
+    max_length: int = 1024
+    validation: float = 0.02
+
+    def check(self) -> None:
+        """Raise ConfigError for a value that is not legal, or an option of another kind of drafter."""
+        if self.kind not in KINDS:
+            raise ConfigError(f"--kind {self.kind} is not known", f"kinds: {', '.join(KINDS)}")
+        if unknown := set(self.stages) - set(STAGES):
+            raise ConfigError(f"--stage {min(unknown)} is not known", f"stages: {', '.join(STAGES)}")
+        if "answers" in self.stages and not self.data and not self.invent:
+            raise ConfigError("there are no prompts", "give files of prompts, --invent N or both")
+        others = _BLOCK_ONLY if self.kind == "eagle3" else _EAGLE_ONLY
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if name in others and value is not None:
+                other = "block" if self.kind == "eagle3" else "eagle3"
+                raise ConfigError(f"{flag_of(name)} is for --kind {other}", "leave it out, or change --kind")
+            if name in _AT_LEAST and value is not None and value < _AT_LEAST[name]:
+                raise ConfigError(f"{flag_of(name)} must be at least {_AT_LEAST[name]}, got {value}")
+        if not 0 < self.validation < 1:
+            raise ConfigError("--validation is a share, above 0 and below 1")
+        if self.variation is not None and not 0 <= self.variation <= 1:
+            raise ConfigError("--variation is a share, from 0 to 1")
+        if not 0 <= self.warmup <= 1:
+            raise ConfigError("--warmup is a share, from 0 to 1")
+        if self.lr is not None and not self.lr > 0:
+            raise ConfigError("--lr must be above 0")
+        self.numbers()
+
+    def numbers(self) -> list[float]:
+        """Return the temperatures. Raise ConfigError for text that is no number."""
+        found = []
+        for part in self.temperatures.split(","):
+            try:
+                found.append(float(part))
+            except ValueError as error:
+                raise ConfigError(f"--temperatures: {part!r} is no number") from error
+        return found
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
+    return f"--{name.replace('_', '-')}"
