@@ -165,8 +165,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
         engine.start_bytes["prompt_graphs"] = piece_runner.bytes
     engine.start_seconds = clock.seconds
     if on_cuda:
-        times = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
-        run.notes.append(f"engine: ready in {sum(clock.seconds.values()):.1f} s ({times})")
+        run.notes.append(f"engine: {clock.in_words()}")
     return Built(engine, run.config.speculation.method, parts)
 
 
@@ -394,3 +393,7 @@ class StartClock:
     def passed(self, part: str) -> None:
         now = time.perf_counter()
         self.seconds[part], self._last = now - self._last, now
+
+    def in_words(self) -> str:
+        times = ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
+        return f"ready in {sum(self.seconds.values()):.1f} s ({times})"

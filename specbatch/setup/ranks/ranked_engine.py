@@ -30,7 +30,7 @@ from specbatch.engine.engine import Engine
 from specbatch.engine.sequence import check_prompt
 from specbatch.errors import ModelError, SpecbatchError
 from specbatch.parallel.group import Group
-from specbatch.setup.build import build
+from specbatch.setup.build import StartClock, build
 from specbatch.setup.ranks.process import RankStart, end_process, end_without_gpu, open_group
 from specbatch.setup.resolve import ResolvedRun
 from specbatch.types import Completion, EngineLimits, Request, StopCheck
@@ -250,6 +250,11 @@ class RankedEngine:
         self._is_sound = True
 
     @property
+    def start_seconds(self) -> dict[str, float]:
+        """The seconds of each part of the start, and of the parts of this rank's engine, which is one of them."""
+        return self._engine.start_seconds
+
+    @property
     def limits(self) -> EngineLimits:
         return self._engine.limits
 
@@ -445,13 +450,18 @@ def build_ranked(
     with this process."""
     size = run.config.engine.tensor_parallel
     on_progress(f"starting {size - 1} more ranks")
+    clock = StartClock()
     others, is_built = OtherRanks(run, start), False
+    clock.passed("ranks started")
     try:
         with others.shared():
             own, group = open_group(run, 0, str(others.meeting))
+            clock.passed("ranks connected")
             engine = build(own, on_progress, group).engine
             is_built = True
+            clock.passed("engine built")
         others.wait_ready()
+        clock.passed("other ranks ready")
     except BaseException as error:
         lost = error if is_built and isinstance(error, ModelError) else None
         if isinstance(error, RuntimeError):  # Gloo or NCCL raises it if the other side of a connection is gone.
@@ -462,5 +472,8 @@ def build_ranked(
         if lost is None or lost is error:
             raise
         raise lost from error
+    engine.start_seconds = clock.seconds | engine.start_seconds
+    if run.on_cuda:
+        run.notes.append(f"engine.tensor_parallel: {size} ranks, {clock.in_words()}")
     made = DividedEngine if run.division == "requests" else RankedEngine
     return made(engine, others, group)
