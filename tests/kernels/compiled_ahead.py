@@ -210,6 +210,32 @@ def experts(gpu: FakeGpu) -> None:
         assert gpu.compiled.count("_one_shot") >= 2, "sums with and without a residual, or gathers and scatters"
 
 
+def deterministic(gpu: FakeGpu) -> None:
+    """Rounds and prompts of engine.deterministic. Large GEMMs are kernels of a library, so nothing is compiled."""
+    kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
+    from specbatch.attention.invariant import InvariantAttention
+    from specbatch.models.linears import invariant
+    from specbatch.models.weight_loader import WeightLoader
+    from specbatch.setup.compile_ahead import compile_kernels
+    from tests import tiny_models
+
+    _follow_cuda()
+    invariant.CublasLt = lambda *args, **rest: None  # type: ignore[assignment, misc]
+    invariant.InvariantGemm.check = lambda *args: None  # type: ignore[assignment, method-assign]
+    gemm = invariant.InvariantGemm(torch.device("cpu"), torch.bfloat16)
+
+    def loader(*args: Any, **rest: Any) -> WeightLoader:
+        return WeightLoader(*args, gemm=gemm, **rest)
+
+    tiny_models.WeightLoader = loader  # type: ignore[assignment, misc]
+    parts = _parts("none", None, attention_class=InvariantAttention)
+    note = compile_kernels(parts, 4, 512, 600, "deterministic")
+    assert "kernels compiled ahead" in note, note
+    assert "failed" not in note, note
+    assert not gpu.launched
+    assert {"_attend", "dot_kernel", "_act_mul"} <= set(gpu.compiled), gpu.compiled
+
+
 def failed_rounds(gpu: FakeGpu) -> None:
     """A start in which a kernel failed, for want of space on the disk for instance, leaves no sign for the next one."""
     kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
@@ -257,6 +283,7 @@ def _parts(
     num_layers: int | None = None,
     division: Any = "tensors",
     moe: Any = None,
+    attention_class: Any = None,
 ) -> Any:
     from specbatch.attention.triton import PagedAttention
     from specbatch.draft import DraftParts, make_method
@@ -265,7 +292,8 @@ def _parts(
     from tests.tiny_models import num_target_layers, tiny_config, tiny_decoder, tiny_draft_net
 
     def attention(config: Any, device: torch.device) -> Any:
-        return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
+        made = attention_class or PagedAttention
+        return made(config.num_heads, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
 
     config = tiny_config(num_layers or num_target_layers(method), hidden, head_dim=16, moe=moe)
     device = torch.device("cpu")
@@ -290,6 +318,5 @@ def _error(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    {check.__name__: check for check in (gemms, specialised, failures, rounds, ranks, experts, failed_rounds)}[
-        sys.argv[1]
-    ](FakeGpu())
+    checks = (gemms, specialised, failures, rounds, ranks, experts, deterministic, failed_rounds)
+    {check.__name__: check for check in checks}[sys.argv[1]](FakeGpu())

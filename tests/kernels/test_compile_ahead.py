@@ -36,7 +36,7 @@ def test_kernels_are_compiled_and_not_launched(check: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["rounds", "ranks", "experts", "failed_rounds"])
+@pytest.mark.parametrize("check", ["rounds", "ranks", "experts", "deterministic", "failed_rounds"])
 def test_the_rounds_of_an_engine(check: str, tmp_path: Path) -> None:
     run(check, tmp_path)
 
