@@ -429,8 +429,8 @@ class ClusterSection:
     )
     gpus_per_worker: float | None = option(
         None,
-        "GPUs of a worker; 0.5: two workers share one. null: 1 if there are GPUs and `engine.device` allows them, "
-        "else 0.",
+        "GPUs of a worker; 0.5: two workers share one. null: `engine.tensor_parallel`, which is 1 by default, if there "
+        "are GPUs and `engine.device` allows them, else 0.",
         Range(">= 0", lambda v: v >= 0),
     )
     cpus_per_worker: int | None = option(

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 from specbatch.counts import EngineStats
 from specbatch.engine.engine import Engine
 from specbatch.engine.sequence import check_prompt
-from specbatch.errors import ModelError, SpecbatchError
+from specbatch.errors import ModelError, RankDied, SpecbatchError
 from specbatch.parallel.group import Group
 from specbatch.setup.build import StartClock, build
 from specbatch.setup.ranks.process import RankStart, end_process, end_without_gpu, open_group
@@ -138,7 +138,7 @@ class OtherRanks:
             message: tuple[Any, ...] = rank.connection.recv()
         except (EOFError, OSError):
             raise self.failure() or _ended(number, None, None) from None
-        if message[0] == "failed":
+        if message[0] in ("failed", "died"):
             raise _ended(number, None, message)
         return message
 
@@ -186,12 +186,15 @@ def _last_word(rank: _Rank) -> Any:
 
 
 def _ended(number: int, code: int | None, message: Any) -> ModelError:
-    """`message`: ("failed", message, hint) of a rank that could say why."""
-    if isinstance(message, tuple) and message[0] == "failed":
+    """`message`: the last one of the rank, which can be ("failed", message, hint) of an error that users can mend, or
+    ("died", reason) of another one."""
+    name = message[0] if isinstance(message, tuple) else None
+    if name == "failed":
         return ModelError(f"rank {number} of engine.tensor_parallel: {message[1]}", message[2])
     how = "" if code is None else f" with exit code {code}" if code >= 0 else f" by signal {-code}"
-    return ModelError(
-        f"rank {number} of engine.tensor_parallel ended{how}",
+    why = f": {message[1]}" if name == "died" else f" ended{how}"
+    return RankDied(
+        f"rank {number} of engine.tensor_parallel{why}",
         "finished rows are kept: run the same command again to go on",
     )
 
