@@ -221,6 +221,7 @@ def main() -> int:
                 ready = time.perf_counter()
                 results: list[dict[str, Any]] = [*llm.generate(rows)]
                 length = llm.stats.speculation.acceptance_length
+                notes = [note for note in llm.notes if "ready in" in note or "compiled" in note]
         except Exception as error:  # the other variants run all the same
             add(name, {"error": f"{type(error).__name__}: {error}"})
             failed = True
@@ -251,6 +252,7 @@ def main() -> int:
             "outputs_of_repeats": repeats,
             "acceptance_length": length,
             "start_seconds": round(ready - start, 1),
+            "start": notes,
             "seconds": round(time.perf_counter() - start, 1),
         }
         add(name, found)
