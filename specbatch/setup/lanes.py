@@ -71,28 +71,28 @@ def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, note
         return None
     if mode == "on" or device.type == "cpu":
         return LaneLimits(MIN_LANE, prompt_tokens)
-    if num_ranks == 1:
-        if job.has_groups:
-            return None
-        if job.target_bytes > _SMALL_MODEL or job.max_batch_size > _MAX_ROWS:
-            why = f"on one GPU two lanes gain only with models below 1 GB and at most {_MAX_ROWS} rows at once"
-            notes.append(f"engine.two_batch_overlap: off ({why})")
-            return None
-        return LaneLimits(MIN_LANE, NEVER)  # no sum of prompts can be hidden, and as graphs they are faster
-    if (why := _loss_of_ranks(num_ranks, job)) is not None:
+    if num_ranks == 1 and job.has_groups:
+        return None
+    if (why := _loss_on_gpus(num_ranks, job)) is not None:
         notes.append(f"engine.two_batch_overlap: off ({why})")
         return None
+    if num_ranks == 1:
+        return LaneLimits(MIN_LANE, NEVER)  # no sum of prompts can be hidden, and as graphs they are faster
     least = max(MIN_LANE, -(-_TOKENS_OF_RANKS // (8 * job.num_nodes)) * 8)
     has_rounds = 2 * least <= job.max_batch_size and not job.has_groups
     return LaneLimits(least if has_rounds else None, prompt_tokens)
 
 
-def _loss_of_ranks(num_ranks: int, job: Job) -> str | None:
-    """Return the reason why two lanes of GPUs cannot gain, or None.
+def _loss_on_gpus(num_ranks: int, job: Job) -> str | None:
+    """Return the reason why two lanes cannot gain on one GPU or on several, or None.
 
     Qwen3-30B-A3B on two H200s: an exchange takes 7 of about 115 ms of a prompt chunk, and 0.9 of 9 ms of a round, so
     no more could be hidden. But half of the tokens use nearly all experts: two lanes reached 0.43 to 0.73 of the speed
     of one. See docs/bench/2026-11-27-h200x2-experts.json."""
+    if num_ranks == 1:
+        is_small = job.target_bytes <= _SMALL_MODEL and job.max_batch_size <= _MAX_ROWS
+        why = f"on one GPU two lanes gain only with models below 1 GB and at most {_MAX_ROWS} rows at once"
+        return None if is_small else why
     if job.has_experts:
         return "each lane would read all experts, which takes longer than what it could hide"
     if num_ranks > 2:
