@@ -104,7 +104,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int) -> None:
-    """Run the trial, and the rounds of all sizes that are captured after it."""
+    """Run the checks of a deterministic run, the trial, and the rounds of all sizes that are captured after it."""
+    parts.checks.launch()
     size = parts.page_size
     rounds = parts.make(max_batch_size, max_length, (-(-prefill_chunk_tokens // size) + 2) * size).items
     table, sizes = rounds.items[0].state, padded_sizes(rounds, max_batch_size)

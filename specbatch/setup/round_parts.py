@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from specbatch.engine.overlap.lanes import LaneLimits, LaneSizes
 from specbatch.engine.overlap.two_lanes import TwoLanes
 from specbatch.engine.round import MAX_FORCED, Round
 from specbatch.kernels import ops_for
+from specbatch.kernels.card_checks import CardChecks
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import CausalModel, Decoder
 from specbatch.models.stages import TwoPasses
@@ -44,7 +45,7 @@ class RoundParts:
     `simulate`, `fixed_shapes`: see `Round`. `group`: the ranks that share the target. `first_part`: the sizes of the
     part that the first of them holds. `lanes`: the sizes from which there are two lanes; None: there is one everywhere.
     `cascade`: see `RequestTable`; rounds with two lanes have none. `num_checkpoints`: checkpoints of states, for a
-    hybrid."""
+    hybrid. `checks`: those of a deterministic run, which have not run yet."""
 
     target: CausalModel
     methods: ByBatch[DraftMethod]
@@ -58,6 +59,7 @@ class RoundParts:
     group: Group | None = None
     first_part: ModelConfig | None = None
     num_checkpoints: int = 0
+    checks: CardChecks = field(default_factory=CardChecks)
 
     @property
     def largest_part(self) -> ModelConfig:

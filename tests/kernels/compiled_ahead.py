@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,7 +212,8 @@ def experts(gpu: FakeGpu) -> None:
 
 
 def deterministic(gpu: FakeGpu) -> None:
-    """Rounds and prompts of engine.deterministic. Large GEMMs are kernels of a library, so nothing is compiled."""
+    """Rounds and prompts of engine.deterministic, and its checks of the card. Large GEMMs are kernels of a library, so
+    nothing is compiled for them."""
     kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
     from specbatch.attention.invariant import InvariantAttention
     from specbatch.models.linears import invariant
@@ -219,21 +221,36 @@ def deterministic(gpu: FakeGpu) -> None:
     from specbatch.setup.compile_ahead import compile_kernels
     from tests import tiny_models
 
+    class Library:
+        def algorithms(self, *size: int) -> list[None]:
+            return [None]
+
+        def multiply(self, algorithm: None, x_MI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+            return x_MI.new_zeros(len(x_MI), len(weight_OI))
+
     _follow_cuda()
-    invariant.CublasLt = lambda *args, **rest: None  # type: ignore[assignment, misc]
-    invariant.InvariantGemm.check = lambda *args: None  # type: ignore[assignment, method-assign]
+    invariant.CublasLt = lambda *args, **rest: Library()  # type: ignore[assignment, misc]
     gemm = invariant.InvariantGemm(torch.device("cpu"), torch.bfloat16)
 
     def loader(*args: Any, **rest: Any) -> WeightLoader:
         return WeightLoader(*args, gemm=gemm, **rest)
 
+    def attention(*sizes: Any) -> InvariantAttention:
+        made = InvariantAttention(*sizes)
+        made.check_later(gemm.checks)
+        return made
+
     tiny_models.WeightLoader = loader  # type: ignore[assignment, misc]
-    parts = _parts("none", None, attention_class=InvariantAttention)
+    parts = replace(_parts("none", None, attention_class=attention), checks=gemm.checks)
     note = compile_kernels(parts, 4, 512, 600, "deterministic")
     assert "kernels compiled ahead" in note, note
     assert "failed" not in note, note
     assert not gpu.launched
-    assert {"_attend", "dot_kernel", "_act_mul"} <= set(gpu.compiled), gpu.compiled
+    assert {"_attend", "dot_kernel", "_act_mul", "_tree_paths"} <= set(gpu.compiled), gpu.compiled
+    count = len(gpu.compiled)
+    gemm.checks.launch()
+    assert len(gpu.launched) > 30
+    assert len(gpu.compiled) == count, gpu.compiled[count:]
 
 
 def failed_rounds(gpu: FakeGpu) -> None:
