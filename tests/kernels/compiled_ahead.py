@@ -15,7 +15,7 @@ from triton.runtime._async_compile import active_mode
 
 from specbatch import kernels
 from specbatch.kernels import triton as triton_ops
-from specbatch.kernels.triton.compile_ahead import compile_ahead
+from specbatch.kernels.triton.compile_ahead import Share, compile_ahead
 from specbatch.kernels.triton.parts.launch import launch
 from specbatch.kernels.triton.skinny import ops
 from specbatch.kernels.triton.skinny.tile import GemmTile
@@ -53,6 +53,31 @@ def gemms(gpu: FakeGpu) -> None:
     run()
     assert sorted(gpu.launched) == expected, gpu.launched
     assert len(gpu.compiled) == 5, gpu.compiled
+
+
+def shares(gpu: FakeGpu) -> None:
+    """A rank compiles its share, waits for the others, and compiles what they have not. If its function raises, the
+    others do not wait for ever."""
+    met: list[int] = []
+    share = Share(1, 2, lambda: met.append(len(gpu.compiled)))
+
+    def numbers() -> None:
+        for block in (8, 16, 32, 64, 128, 256):
+            launch(_add, (1,), torch.zeros(256), 1, BLOCK=block)
+
+    assert compile_ahead(numbers, 2, share) == (6, 0)
+    assert len(met) == 1
+    assert 0 < met[0] < 6, "both ranks have some"
+    numbers()
+    assert (len(gpu.launched), len(gpu.compiled)) == (6, 6)
+    assert "wrong" in _error(lambda: compile_ahead(lambda: _raise("wrong"), 2, share))
+    assert len(met) == 2
+    keys = [f"key {i}" for i in range(100)]
+    assert all(sum(Share(rank, 3, list).has(key) for rank in range(3)) == 1 for key in keys)
+
+
+def _raise(text: str) -> None:
+    raise ValueError(text)
 
 
 def specialised(gpu: FakeGpu) -> None:
@@ -167,12 +192,16 @@ def ranks(gpu: FakeGpu) -> None:
     GatheredLinear.best = counted  # type: ignore[method-assign]
     _follow_cuda()
     group = CudaGroup(1, 2, torch.device("cpu"), Alone(), fixed_order=False)
+    group.least = lambda value: value  # type: ignore[method-assign]
     parts = _parts("none", None, group, hidden=2048, num_layers=4)
     note = compile_kernels(parts, 4, 64, 100, "a rank")
     assert "kernels compiled ahead" in note, note
     assert not gpu.launched
     assert {"_one_shot", "_one_shot_norm"} <= set(gpu.compiled), gpu.compiled
     assert {1, 2, 4} <= set(found), "rounds exchanged no best tokens"
+    assert "by an earlier start" in compile_kernels(parts, 4, 64, 100, "a rank")
+    group.least = lambda value: 0  # type: ignore[method-assign]
+    assert "engine: 0 kernels" in compile_kernels(parts, 4, 64, 100, "a rank"), "another rank has to compile"
     compile_ahead.outlined = lambda decoder: decoder
     assert "engine: 0 kernels" in compile_kernels(parts, 4, 64, 100, "all layers"), "layers left out have others"
 
@@ -202,6 +231,7 @@ def experts(gpu: FakeGpu) -> None:
     for division in ("experts", "requests"):
         group = CudaGroup(1, 2, torch.device("cpu"), Alone(), fixed_order=False)
         group._host = group  # type: ignore[assignment]
+        group.least = lambda value: value  # type: ignore[method-assign]
         del gpu.compiled[:]
         parts = _parts("none", None, group, hidden=512, num_layers=4, division=division, moe=moe)
         note = compile_kernels(parts, 32, 64, 100, division)
@@ -335,5 +365,5 @@ def _error(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    checks = (gemms, specialised, failures, rounds, ranks, experts, deterministic, failed_rounds)
+    checks = (gemms, shares, specialised, failures, rounds, ranks, experts, deterministic, failed_rounds)
     {check.__name__: check for check in checks}[sys.argv[1]](FakeGpu())
