@@ -302,9 +302,9 @@ class EngineSection:
         "`on`: a round of at least 16 requests, or a prompt chunk of at least 256 tokens (2,048 on CUDA), is computed "
         "as two halves at the same time, so that one computes while the other waits for memory or for another process. "
         "On CUDA it needs `engine.attention: triton`, and does not run with `engine.deterministic`. `auto`: it is "
-        "measured at the start, and is on where it gains: with `engine.tensor_parallel`, for prompts and for rounds of "
-        "at least 512 tokens (of any size on a CPU); on one GPU, for models below 1 GB with at most 64 rows at once. "
-        "Else it is off.",
+        "measured at the start, and is on where it gains: with `engine.tensor_parallel: 2` and a target without "
+        "experts, for prompts and for rounds of at least 512 tokens; on one GPU, for models below 1 GB with at most 64 "
+        "rows at once; with ranks on a CPU, for all sizes. Else it is off.",
         read=read_switch,
     )
     deterministic: bool = option(
@@ -459,8 +459,8 @@ class ClusterSection:
     )
     gpus_per_worker: float | None = option(
         None,
-        "GPUs of a worker; 0.5: two workers share one. null: 1 if there are GPUs and `engine.device` allows them, "
-        "else 0.",
+        "GPUs of a worker; 0.5: two workers share one. null: `engine.tensor_parallel`, which is 1 by default, if there "
+        "are GPUs and `engine.device` allows them, else 0.",
         Range(">= 0", lambda v: v >= 0),
     )
     cpus_per_worker: int | None = option(

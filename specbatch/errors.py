@@ -45,8 +45,13 @@ class FieldError(ConfigError):
 
 
 class ModelError(SpecbatchError):
-    """A model's files are missing, inconsistent or unsupported, or it does not fit: raised before rows run. Or a rank
-    that computes a part of it has ended; finished rows are kept. Exit code 2."""
+    """A model's files are missing, inconsistent or unsupported, or it does not fit: raised before rows run; exit code
+    2."""
+
+
+class RankDied(ModelError):
+    """A rank that computes a part of the model has ended. Finished rows are kept. One of several workers is replaced; a
+    job without workers ends with exit code 2."""
 
 
 class InputError(SpecbatchError):

@@ -28,7 +28,7 @@ from specbatch.results.stats import commit, device_name, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
-_SHOWN = re.compile(r"engine: ready|engine: .*compiled (ahead|by)|engine\.cuda_graphs: \d|prefill\.graphs: \w+,")
+_SHOWN = re.compile(r"engine.*: .*ready in|engine: .*compiled (ahead|by)|engine\.cuda_graphs: \d|prefill\.graphs: \w+,")
 
 
 def main() -> None:

@@ -3,6 +3,8 @@ bit.
 
     python scripts/check/check_deterministic.py --target random:qwen2.5-1.5b --draft random:eagle3-32k   # a GPU
     python scripts/check/check_deterministic.py --target random:tiny --rows 12 --repeats 3 --longest 60     # a CPU
+    python scripts/check/check_deterministic.py --target random:qwen3-8b --rows 100 --repeats 300 --only first \
+        --set tensor_parallel=4 --set kv_cache_tokens=200000                       # four GPUs, one way of running
 
 Rows are token ids from a generator with a seed: greedy and sampled ones, short and long, some with a common beginning.
 Texts, tokens, log-probabilities and usage must be equal; the field `speculation` is left out, for it says how the
@@ -173,7 +175,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=125, help="of each of the 8 repeated rows")
     parser.add_argument("--longest", type=int, default=4097, help="tokens of the longest repeated row")
     parser.add_argument("--fast", action="store_true", help="without engine.deterministic: how many rows differ then")
-    parser.add_argument("--only", default="", help="variants whose names hold one of these (A;B), and the first")
+    parser.add_argument(
+        "--only", default="", help="variants whose names hold one of these (A;B), and the first in each case"
+    )
     parser.add_argument("--keep", type=Path, help="a file for the results of the first variant")
     parser.add_argument("--expect", type=Path, help="such a file, waited for: the first variant is not run")
     parser.add_argument("--set", action="append", default=[], dest="options", help="NAME=JSON, of each variant")
@@ -214,8 +218,10 @@ def main() -> int:
                 certificate=True,
                 **({"generation_config": "none"} | common | options),
             ) as llm:
+                ready = time.perf_counter()
                 results: list[dict[str, Any]] = [*llm.generate(rows)]
                 length = llm.stats.speculation.acceptance_length
+                notes = [note for note in llm.notes if "ready in" in note or "compiled" in note]
         except Exception as error:  # the other variants run all the same
             add(name, {"error": f"{type(error).__name__}: {error}"})
             failed = True
@@ -245,6 +251,8 @@ def main() -> int:
             "some_of_them": [one["id"] for one in differ[:5]],
             "outputs_of_repeats": repeats,
             "acceptance_length": length,
+            "start_seconds": round(ready - start, 1),
+            "start": notes,
             "seconds": round(time.perf_counter() - start, 1),
         }
         add(name, found)

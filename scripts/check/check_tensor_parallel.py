@@ -18,6 +18,7 @@ runs; each has processes of its own.
   batch on a GPU.
 - `memory`: the memory for the KV cache, and the number of GPUs that each known geometry needs.
 - `sums` (CUDA): microseconds of each algorithm by bytes: `LIMITS` in specbatch/parallel/algorithms.py follows from it.
+- `exchanges` (CUDA): the same of gathers, and of scatters of sums, by the bytes that each GPU sends to each other one.
 - `best` (CUDA): microseconds to find the best tokens of a batch, from all logits and from the best token of each part
   of the vocabulary: `_GATHERED_BYTES` in specbatch/models/linears/sharded.py follows from it.
 - `norms` (CUDA): microseconds of a sum with the norm after it, in two kernels and in one.
@@ -54,6 +55,7 @@ from specbatch.models.linears.linear import Linear
 from specbatch.models.linears.sharded import GatheredLinear, VocabShare, local_config
 from specbatch.models.random_weights import geometries
 from specbatch.parallel.algorithms import buffer_bytes, limits_for
+from specbatch.parallel.group import in_order
 from specbatch.parallel.shares import even_shares
 from specbatch.setup.memory import GIB
 
@@ -86,7 +88,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", help="of `tokens`; with bfloat16, --margin 0.1 or so")
     parser.add_argument("--margin", type=float, default=1e-4)
     parser.add_argument("--lanes", action="store_true", help="of `kill`: two lanes, and prompts that are long enough")
-    parser.add_argument("--only", default="sums,best,norms,tokens,deterministic,kill,memory")
+    parser.add_argument("--only", default="sums,exchanges,best,norms,tokens,deterministic,kill,memory")
     parser.add_argument("--time-limit", type=float, default=540.0, metavar="SECONDS", help="start nothing after that")
     parser.add_argument("--case-limit", type=float, default=120.0, metavar="SECONDS", help="of one run of rows")
     parser.add_argument("-o", "--output", type=Path)
@@ -96,6 +98,7 @@ def main() -> int:
         return run_rows(args.run)
     checks: dict[str, Callable[[argparse.Namespace, Path], Iterator[Line]]] = {
         "sums": partial(check_gpus, time_sums),
+        "exchanges": partial(check_gpus, time_exchanges),
         "best": partial(check_gpus, time_best),
         "norms": partial(check_gpus, time_norms),
         "tokens": check_tokens,
@@ -436,19 +439,38 @@ def time_sums(group: CudaGroup) -> list[Line]:
     for num_bytes in _SUMS:
         generators = [torch.Generator().manual_seed(i) for i in range(size)]
         parts = [torch.randn(num_bytes // 2, generator=one).bfloat16() for one in generators]
-        x, expected = parts[rank].to(device), parts[0]
-        for part in parts[1:]:
-            expected = expected + part
+        x, expected = parts[rank].to(device), in_order(torch.stack(parts).float()).bfloat16()
         times: dict[str, float] = {}
         wrong = []
         for name in ("one_shot", "two_shot", "nccl", "gather"):
             if (name == "two_shot" and num_bytes > buffer_bytes(limits)) or (name == "one_shot" and limits is None):
                 continue
             total = group.added(x, name)  # type: ignore[arg-type]
-            if not torch.equal(total.cpu(), expected) and name != "nccl":
+            if name in ("one_shot", "gather") and not torch.equal(total.cpu(), expected):
                 wrong.append(name)
             times[name] = round(graph_micros(partial(group.added, x, name)), 2)
         lines.append({"bytes": num_bytes, "ranks": size, "microseconds": times, "other_bits": wrong, "ok": not wrong})
+    return lines
+
+
+def time_exchanges(group: CudaGroup) -> list[Line]:
+    size, device, lines = group.size, group.device, []
+    for num_bytes in _SUMS[::2]:
+        generator = torch.Generator(device).manual_seed(group.rank)
+        parts = torch.randn(size, num_bytes // 2, generator=generator, device=device).bfloat16()
+        gathered, scattered = torch.empty_like(parts), torch.empty_like(parts[0])
+        times: dict[str, dict[str, float]] = {"gather": {}, "scatter": {}}
+        found: list[torch.Tensor] = []
+        for name in ("nccl", *["one_shot"] * (limits_for(size, two_passes=False) is not None)):
+            ways: dict[str, Callable[[], Any]] = {
+                "gather": partial(group.gathered, parts[0], gathered, name),  # type: ignore[arg-type]
+                "scatter": partial(group.scattered, parts, None, scattered, name),  # type: ignore[arg-type]
+            }
+            for what, way in ways.items():
+                times[what][name] = round(graph_micros(way), 2)
+            found += [gathered.clone(), scattered.clone()]
+        ok = all(map(torch.equal, found[2:], found[:2]))
+        lines.append({"bytes": num_bytes, "ranks": size, "microseconds": times, "ok": ok})
     return lines
 
 

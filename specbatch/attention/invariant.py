@@ -6,6 +6,7 @@ no bit.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache, KVScales
-from specbatch.errors import ModelError
+from specbatch.kernels.card_checks import CardChecks, Pair
 
 if TYPE_CHECKING:
     from specbatch.kernels.triton.parts.attention_tile import Tile
@@ -83,9 +84,12 @@ class InvariantAttention:
         )  # fmt: skip
         return out
 
-    def check(self) -> None:
-        """Check on this card that tokens have the same bits in launches of several kinds. It raises ModelError if they
-        have not."""
+    def check_later(self, checks: CardChecks) -> None:
+        """Have `checks` compare tokens of launches of several kinds."""
+        sizes = self._num_kv_heads, self._group, self._head_dim, self._dtype, self._kv_dtype, self._soft_cap
+        checks.add(sizes, self._pairs)
+
+    def _pairs(self) -> Iterator[Pair]:
         heads, kv_heads, total, page = self._num_kv_heads * self._group, self._num_kv_heads, 600, 64
         device = self._bounds.device
         generator = torch.Generator(device).manual_seed(0)
@@ -119,12 +123,8 @@ class InvariantAttention:
             ("of a prompt's end", [200], 400, False),
         ):
             tokens = torch.cat([torch.arange(start, start + count, device=device) for start in starts])
-            if not torch.equal(attend(*starts, count=count, tree=tree), expected[tokens]):
-                raise ModelError(
-                    f"attention {name} differs from that of a whole prompt for {heads} heads of {self._head_dim}: this "
-                    "GPU cannot run deterministically",
-                    "engine.deterministic: false",
-                )
+            differs = f"attention {name} differs from that of a whole prompt for {heads} heads of {self._head_dim}"
+            yield Pair(attend(*starts, count=count, tree=tree), expected[tokens], differs)
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,7 @@ class WeightLoader:
             is_invariant = self._gemm is not None
             if self._gemm is not None:  # The ranks do not take part, because their parts may have other sizes to check.
                 alone = ScaledLinear(joined, bias, self._ops, self.dtype, invariant=is_invariant)
-                self._gemm.check(joined.values_OI, alone)
+                self._gemm.check_later(joined.values_OI, alone)
             return ScaledLinear(joined, bias, self._ops, self.dtype, invariant=is_invariant, input_ranks=input_ranks)
         return Fp8Linear(joined, bias, self._wide_linear, input_ranks)
 

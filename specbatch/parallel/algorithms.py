@@ -21,10 +21,12 @@ Algorithm = Literal["one_shot", "copied", "two_shot", "nccl", "gather"]
 
 
 class Limits(NamedTuple):
-    """The largest tensor, in bytes, that each algorithm adds."""
+    """The largest tensor, in bytes, that each algorithm adds. `exchange`: the largest part that `one_shot` sends to
+    each other GPU in a gather, or in a scatter of sums."""
 
     one_shot: int
     two_shot: int
+    exchange: int
     copied: int = 0
 
 
@@ -33,16 +35,17 @@ _KIB, _MIB = 1024, 1024**2
 # one_shot takes half the time of nccl up to 4 MiB, and 0.8 of it at 64 MiB. Those for four and eight are not measured:
 # they are the sizes at which other engines change the algorithm on one host with NVLink. Other numbers of GPUs have no
 # limits: there torch's two-shot kernel adds in an order that differs from rank to rank, so ranks would get different
-# bits.
+# bits. An exchange sends each GPU only what it needs, whatever their number, so one piece of an inbox goes by one_shot.
 LIMITS = {
-    1: Limits(128 * _MIB, 128 * _MIB),  # only tests use one GPU; torch has no two-shot sum for it
-    2: Limits(128 * _MIB, 128 * _MIB),
-    4: Limits(256 * _KIB, 4096 * _KIB),
-    8: Limits(128 * _KIB, 2048 * _KIB),
+    1: Limits(128 * _MIB, 128 * _MIB, 128 * _MIB),  # only tests use one GPU; torch has no two-shot sum for it
+    2: Limits(128 * _MIB, 128 * _MIB, 128 * _MIB),
+    4: Limits(256 * _KIB, 4096 * _KIB, 8 * _MIB),
+    8: Limits(128 * _KIB, 2048 * _KIB, 4 * _MIB),
 }
 _TWO_PASSES_ONE_SHOT = 512 * _KIB
 _ANY = sys.maxsize
-_INBOX = 16 * _MIB  # larger tensors are added in pieces; a GPU has room for two such pieces from each GPU
+# Larger tensors are sent in pieces. A GPU has room for two pieces from each GPU, which are 64 MiB in all.
+_LARGEST_PIECE, _INBOX = 16 * _MIB, 64 * _MIB
 MAILBOX = 64 * _MIB  # the largest piece of `copied`; a GPU has room for one
 _DTYPES = (torch.bfloat16, torch.float32)  # the dtypes that the kernels add
 ALIGNMENT = 16  # bytes: the kernels' widest load. Torch's kernels refuse less than 4, and are slow below 16
@@ -58,13 +61,13 @@ def limits_for(size: int, *, two_passes: bool) -> Limits | None:
         return limits
     one_shot = min(limits.one_shot, _TWO_PASSES_ONE_SHOT)
     two_shot = one_shot if limits.two_shot == limits.one_shot else limits.two_shot
-    return Limits(one_shot, two_shot, _ANY if size == 2 else 0)
+    return Limits(one_shot, two_shot, min(limits.exchange, _TWO_PASSES_ONE_SHOT), _ANY if size == 2 else 0)
 
 
 def algorithm_for(num_bytes: int, dtype: torch.dtype, limits: Limits | None, *, fixed_order: bool) -> Algorithm:
     """Choose the algorithm for a tensor. `limits`: the limits of the group, see `limits_for`. `fixed_order`: the bits
     of an element must not depend on the tensor's size, so `one_shot` also adds large tensors, in pieces."""
-    if limits is None or dtype not in _DTYPES or num_bytes % ALIGNMENT:
+    if limits is None or not _is_added_by_kernels(num_bytes, dtype):
         return "gather" if fixed_order else "nccl"
     if fixed_order or num_bytes <= limits.one_shot:
         return "one_shot"
@@ -73,9 +76,23 @@ def algorithm_for(num_bytes: int, dtype: torch.dtype, limits: Limits | None, *, 
     return "copied" if num_bytes <= limits.copied else "nccl"
 
 
-def inbox_capacity(limits: Limits | None) -> int:
-    """Return the bytes of the largest tensor that `one_shot` adds in one piece."""
-    return 0 if limits is None else min(limits.one_shot, _INBOX)
+def exchange_for(num_bytes: int, dtype: torch.dtype, limits: Limits | None) -> Algorithm:
+    """Choose the algorithm for an exchange in which each rank sends a part of `num_bytes` to each other one. All of
+    them give the same bits."""
+    if limits is None or not _is_added_by_kernels(num_bytes, dtype):
+        return "nccl"
+    if num_bytes <= limits.exchange:
+        return "one_shot"
+    return "copied" if num_bytes <= limits.copied else "nccl"
+
+
+def _is_added_by_kernels(num_bytes: int, dtype: torch.dtype) -> bool:
+    return dtype in _DTYPES and num_bytes % ALIGNMENT == 0
+
+
+def inbox_capacity(size: int) -> int:
+    """Return the bytes of the largest tensor that `one_shot` sends in one piece, in a group of `size` GPUs."""
+    return min(_LARGEST_PIECE, _INBOX // (2 * size)) if size in LIMITS else 0
 
 
 def buffer_bytes(limits: Limits | None) -> int:

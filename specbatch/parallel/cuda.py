@@ -28,6 +28,7 @@ from specbatch.parallel.algorithms import (
     Algorithm,
     algorithm_for,
     buffer_bytes,
+    exchange_for,
     inbox_capacity,
     limits_for,
 )
@@ -144,7 +145,7 @@ class CudaGroup(Group):
             copies, of_two = False, of_two._replace(copied=0)
         # The index is the number of the pass; the last limits are for a pass that is alone (-1).
         self._limits = (of_two, of_two, alone) if two_passes else (alone,) * 3
-        capacity, num_bytes, passes = inbox_capacity(alone), buffer_bytes(alone), range(1 + two_passes)
+        capacity, num_bytes, passes = inbox_capacity(size), buffer_bytes(alone), range(1 + two_passes)
         self._inboxes = [collectives.new_inbox(capacity) for _ in passes] if capacity else []
         self._buffers = [collectives.new_buffer(num_bytes) for _ in passes] if num_bytes else []
         self._mailboxes = [collectives.new_mailbox(MAILBOX) for _ in passes] if copies else []
@@ -180,7 +181,7 @@ class CudaGroup(Group):
         parts = x.new_empty((self.size, *x.shape))
         if x.numel():
             with marked("communication"):
-                self.gathered(_aligned(x), parts, self._exchange_for(x))
+                self.gathered(_aligned(x), parts, exchange_for(x.nbytes, x.dtype, self._limits[self._pass]))
         return lambda: parts
 
     def start_scatter_sum(self, parts: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
@@ -188,7 +189,8 @@ class CudaGroup(Group):
         out = torch.empty_like(parts[0])
         if parts.numel():
             with marked("communication"):
-                self.scattered(parts, residual, out, self._exchange_for(out))
+                algorithm = exchange_for(out.nbytes, out.dtype, self._limits[self._pass])
+                self.scattered(parts, residual, out, algorithm)
         elif residual is not None:
             out.copy_(residual)
         return lambda: out
@@ -198,13 +200,6 @@ class CudaGroup(Group):
         if _is_fake(torch.empty(0)):
             return [list(values)] * self.size
         return self._host.agree(values)
-
-    def _exchange_for(self, part: Tensor) -> Algorithm:
-        """Return the algorithm for an exchange in which each rank sends such a part to each other one. All algorithms
-        give the same bits."""
-        limits = self._limits[self._pass]
-        algorithm = algorithm_for(part.nbytes, part.dtype, limits, fixed_order=False)
-        return algorithm if algorithm in ("one_shot", "copied") else "nccl"
 
     def gathered(self, x: Tensor, parts: Tensor, algorithm: Algorithm) -> None:
         """Write the x of each rank to `parts`, (size, *x.shape), by one of the algorithms."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from specbatch.config import ClusterSection, Config
+from specbatch.config import ClusterSection, Config, EngineSection
 from specbatch.errors import ConfigError
 from specbatch.job.worker import Worker
 from specbatch.scaleout.pool import Pool
@@ -34,7 +34,7 @@ def open_pool(config: Config, new_worker: Callable[[], Worker], log: Callable[[s
     section = config.cluster
     assert section.workers is not None
     cores = num_cores()
-    check_section(section, config.engine.device, cores)
+    check_section(section, config.engine, cores)
     transport = cast(Transport, _Deferred(lambda: _open_transport(config, new_worker, cores, log)))
     limits = PoolLimits(section.max_deaths, section.stuck_seconds, section.start_seconds)
     return Pool(transport, section.workers, limits, log=log)
@@ -49,7 +49,7 @@ def _open_transport(
     section = config.cluster
     session = RaySession(section.address, num_cpus=max(cores, (section.workers or 1) * (section.cpus_per_worker or 1)))
     try:
-        plan = plan_workers(section, config.engine.device, session.nodes())
+        plan = plan_workers(section, config.engine, session.nodes())
         return RayTransport(session, MakeWorker(new_worker, plan.memory_share, uuid.uuid4().hex), plan.needs, log)
     except BaseException:
         session.close()
@@ -74,10 +74,15 @@ class _Deferred:
             self._transport.close()
 
 
-def check_section(section: ClusterSection, device: str, cores: int) -> None:
-    """Check the values that are wrong for every cluster. `device`: engine.device; `cores`: the number of cores of this
-    host. Raises ConfigError."""
-    gpus, cpus = section.gpus_per_worker, section.cpus_per_worker
+def check_section(section: ClusterSection, engine: EngineSection, cores: int) -> None:
+    """Check the values that are wrong for every cluster. `cores`: the number of cores of this host. Raises
+    ConfigError."""
+    gpus, cpus, device, num_ranks = (
+        section.gpus_per_worker,
+        section.cpus_per_worker,
+        engine.device,
+        engine.tensor_parallel,
+    )
     if ":" in device:
         raise ConfigError(
             f"engine.device: {device} names one GPU, and Ray gives each of cluster.workers its own",
@@ -95,6 +100,12 @@ def check_section(section: ClusterSection, device: str, cores: int) -> None:
         raise ConfigError(
             f"cluster.gpus_per_worker is 0, but engine.device is {device}", "workers without GPUs: engine.device: cpu"
         )
+    if gpus and num_ranks > 1 and gpus < num_ranks:
+        raise ConfigError(
+            f"cluster.gpus_per_worker is {gpus:g}, and with engine.tensor_parallel: {num_ranks} a worker has "
+            f"{num_ranks} processes, each with a GPU of its own",
+            "leave cluster.gpus_per_worker out",
+        )
     if section.address is None and section.resources:
         raise ConfigError(
             "cluster.resources are of a Ray cluster, and cluster.address is not set", "use cluster.address: auto"
@@ -109,29 +120,31 @@ def check_section(section: ClusterSection, device: str, cores: int) -> None:
 
 def plan_workers(
     section: ClusterSection,
-    device: str,
+    engine: EngineSection,
     nodes: Sequence[Mapping[str, float]],
     environment: Mapping[str, str] = os.environ,
 ) -> WorkerPlan:
-    """Plan the workers. `device`: engine.device. `nodes`: the resources of each node, by Ray's names.
+    """Plan the workers. `nodes`: the resources of each node, by Ray's names. Each rank of a worker has a GPU. Ray gives
+    a worker those of one node, and its process sees no others (CUDA_VISIBLE_DEVICES).
 
     It raises ConfigError if this host alone has too few GPUs. A cluster can grow.
     """
     assert section.workers is not None
+    device, num_ranks = engine.device, engine.tensor_parallel
     all_gpus = [int(node.get("GPU", 0)) for node in nodes]
     gpus = section.gpus_per_worker
     if gpus is None:
-        gpus = 1.0 if device != "cpu" and (any(all_gpus) or device == "cuda") else 0.0
+        gpus = float(num_ranks) if device != "cpu" and (any(all_gpus) or device == "cuda") else 0.0
     per_gpu = int(1 / gpus + 1e-9) if 0 < gpus < 1 else 1  # workers
     if section.address is None and gpus:
         room = sum(all_gpus) * per_gpu if gpus < 1 else int(sum(all_gpus) / gpus)
         if section.workers > room:
             has = f"{sum(all_gpus)} GPU{'' if sum(all_gpus) == 1 else 's'}"
+            fewer = f"use at most {room} worker{'' if room == 1 else 's'}, or "
+            other = "lower engine.tensor_parallel" if num_ranks > 1 else "share GPUs: cluster.gpus_per_worker: 0.5"
             raise ConfigError(
                 f"cluster.workers is {section.workers}, but this host has {has}, and a worker needs {gpus:g}",
-                f"use at most {room} workers, or share GPUs: cluster.gpus_per_worker: 0.5"
-                if room
-                else "use engine.device: cpu",
+                (fewer if room else "") + other if any(all_gpus) else "use engine.device: cpu",
             )
     cpus = section.cpus_per_worker or 1
     threads = environment.get("OMP_NUM_THREADS") or None

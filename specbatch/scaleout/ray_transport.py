@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specbatch.errors import SpecbatchError
+from specbatch.errors import RankDied, SpecbatchError
 from specbatch.scaleout.ray_session import RaySession, ray
 from specbatch.scaleout.transport import Broken, Died, Event, Placed, Refused, Reply, WorkerId, WorkerNeeds, amounts
 
@@ -124,6 +124,8 @@ class RayTransport:
             process.pid, node = value
             return Placed(worker, node)
         event: Event = pickle.loads(value)
+        if isinstance(event, Died):  # one of its ranks has, and it is of no use without
+            self.kill(worker)
         return event
 
     def _death(self, worker: WorkerId, process: _Process, error: Exception) -> Event:
@@ -202,6 +204,8 @@ class _Actor:
                 self._worker = pickle.loads(self._make_worker)()
             method, arguments = pickle.loads(call)
             return pickle.dumps(Reply(self._id, getattr(self._worker, method)(*arguments)), _PICKLE)
+        except RankDied as error:
+            return pickle.dumps(Died(self._id, error.message), _PICKLE)
         except SpecbatchError as error:
             return pickle.dumps(Refused(self._id, error.message, error.hint), _PICKLE)
         except Exception:

@@ -31,6 +31,7 @@ from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.errors import ConfigError, ModelError
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels import ops_for
+from specbatch.kernels.card_checks import CardChecks
 from specbatch.kernels.out_of_memory import is_out_of_memory
 from specbatch.models.blocks.drafter import BlockDrafter
 from specbatch.models.config import ModelConfig
@@ -130,6 +131,9 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
             # Lanes have streams, which fake tensors have not, and nearly the same kernels.
             run.notes.append(compile_kernels(replace(rounds, lanes=None), *sizes, run.cache.capacity, identity))
             clock.passed("kernels compiled ahead")
+        if run.config.engine.deterministic:
+            rounds.checks.run()
+            clock.passed("bits checked")
         on_progress("compiling kernels, trial run")
         sized = _measured(run, rounds, pieces, available, group)
         pieces = pieces if sized.in_pieces else None
@@ -188,8 +192,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
         engine.start_bytes["prompt_graphs"] = piece_runner.bytes
     engine.start_seconds = clock.seconds
     if on_cuda:
-        times = ", ".join(f"{name} {value:.1f}" for name, value in clock.seconds.items())
-        run.notes.append(f"engine: ready in {sum(clock.seconds.values()):.1f} s ({times})")
+        run.notes.append(f"engine: {clock.in_words()}")
     return Built(engine, run.config.speculation.method, parts)
 
 
@@ -265,6 +268,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         first_part=None if group is None else local_config(run.target.config, 0, group.size, run.division),
         num_checkpoints=run.num_checkpoints,
         budget=run.verify_budget,
+        checks=CardChecks() if gemm is None else gemm.checks,
     )
 
 
@@ -373,14 +377,11 @@ def build_decoder(
     if not config.is_native:
         from specbatch.models.fallback.decoder import transformers_decoder  # its imports take a second
 
-        backend = _attention(config, dtype, device, attention, kv_dtype, deterministic=False)
+        backend = _attention(config, dtype, device, attention, kv_dtype)
         return transformers_decoder(config, tensors, dtype, device, backend, num_positions)
     config = config if shard is None else shard.config
     weights = WeightLoader(tensors, dtype, device, gemm, shard, quantization, mxfp4=mxfp4)
-    backends = [
-        _attention(config, dtype, device, attention, kv_dtype, deterministic=gemm is not None)
-        for _ in range(1 + two_lanes)
-    ]
+    backends = [_attention(config, dtype, device, attention, kv_dtype, gemm) for _ in range(1 + two_lanes)]
     return Decoder(config, weights, backends[0], num_positions, backends[-1], kv_scales)
 
 
@@ -390,14 +391,13 @@ def _attention(
     device: torch.device,
     name: AttentionName,
     kv_dtype: torch.dtype | None,
-    *,
-    deterministic: bool,
+    gemm: InvariantGemm | None = None,
 ) -> AttentionBackend:
     sizes = config.num_heads, config.num_kv_heads, config.head_dim
     scale, soft_cap = config.attention_scale, config.attention_soft_cap
-    if name == "triton" and deterministic:
+    if name == "triton" and gemm is not None:
         backend = InvariantAttention(*sizes, dtype, device, kv_dtype, scale=scale, soft_cap=soft_cap)
-        backend.check()
+        backend.check_later(gemm.checks)
         return backend
     if name == "triton":
         return PagedAttention(*sizes, dtype, device, scale=scale, soft_cap=soft_cap)
@@ -419,7 +419,7 @@ def _build_net(
         if (shard := ModelShard.of_head(head.decoder, of_head)) is not None:
             head = replace(head, decoder=shard.config)
         weights = WeightLoader(tensors, run.dtype, run.device, gemm, shard)
-        attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)
+        attention = _attention(head.decoder, run.dtype, run.device, name, run.kv_dtype, gemm)
         made = MtpHead if head.kind == "mtp" else EagleHead
         model = made(head, weights, target, attention, num_positions)
         return EagleNet(model, model.new_cache(run.engine.page_size, run.kv_dtype))
@@ -468,3 +468,7 @@ class StartClock:
     def passed(self, part: str) -> None:
         now = time.perf_counter()
         self.seconds[part], self._last = now - self._last, now
+
+    def in_words(self) -> str:
+        times = ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
+        return f"ready in {sum(self.seconds.values()):.1f} s ({times})"

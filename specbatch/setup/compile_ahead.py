@@ -36,19 +36,24 @@ def compile_kernels(
 ) -> str:
     """Compile all kernels of rounds and prompt chunks; return a note on it. `max_length`: the length of the longest
     row. `identity`: a name of the run; two runs with the same name need the same kernels. A failure here is only
-    reported: the kernels are then compiled at their first launch. Ranks share the cores."""
-    from specbatch.kernels.triton.compile_ahead import compile_ahead  # Triton need not exist where CUDA does not
+    reported: the kernels are then compiled at their first launch. Ranks share the cores and the kernels."""
+    # Triton need not exist where CUDA does not.
+    from specbatch.kernels.triton.compile_ahead import ALONE, Share, compile_ahead
 
-    num_ranks = 1 if parts.group is None else parts.group.size
+    group = parts.group
+    num_ranks = 1 if group is None else group.size
     began, num_threads = time.perf_counter(), max(1, min(_MAX_THREADS, int(usable_cores()) // num_ranks))
     done = _sign_of(f"{identity} {max_batch_size} {prefill_chunk_tokens} {max_length}")
-    if _is_left(done):
+    is_left = _is_left(done)
+    # Ranks meet while they compile, so that all of them compile, or none.
+    if is_left if group is None else group.least(int(is_left)):
         return "engine: kernels were compiled by an earlier start"
     assert isinstance(parts.target, Decoder), "other models compile no kernels ahead"
     short = replace(parts, target=outlined(parts.target))
+    share = ALONE if group is None else Share(group.rank, group.size, lambda: group.least(0))
     try:
         count, failed = compile_ahead(
-            lambda: _run(short, max_batch_size, prefill_chunk_tokens, max_length), num_threads
+            lambda: _run(short, max_batch_size, prefill_chunk_tokens, max_length), num_threads, share
         )
     except Exception as error:
         return f"engine: kernels were not compiled ahead ({type(error).__name__}: {_first_line(error)})"
@@ -104,7 +109,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_length: int) -> None:
-    """Run the trial, and the rounds of all sizes that are captured after it."""
+    """Run the checks of a deterministic run, the trial, and the rounds of all sizes that are captured after it."""
+    parts.checks.launch()
     size = parts.page_size
     rounds = parts.make(max_batch_size, max_length, (-(-prefill_chunk_tokens // size) + 2) * size).items
     table, sizes = rounds.items[0].state, padded_sizes(rounds, max_batch_size)

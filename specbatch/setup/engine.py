@@ -95,7 +95,7 @@ def resolve_engine(config: Config, device: torch.device, dtype: torch.dtype, not
         resolve_prompt_graphs(config.prefill.graphs, section, on_cuda, attention, graph_mode),
         section.compile == "auto",
         resolve_mode(section, device, attention, notes),
-        compiles_ahead=resolve_compile_ahead(section, device, attention),
+        compiles_ahead=resolve_compile_ahead(device, attention),
         left_open=frozenset(
             name for name in ("max_batch_size", "prefill_chunk_tokens") if getattr(section, name) is None
         ),
@@ -143,7 +143,7 @@ def resolve_prompt_graphs(
     return wanted
 
 
-def resolve_compile_ahead(section: EngineSection, device: torch.device, attention: str) -> bool:
-    """Return whether kernels are compiled at the start. Only what runs over fake tensors can be: kernels that other
-    libraries launch (FlashInfer, cuBLASLt) cannot."""
-    return device.type == "cuda" and attention == "triton" and not section.deterministic
+def resolve_compile_ahead(device: torch.device, attention: str) -> bool:
+    """Return whether kernels are compiled at the start. Only what runs over fake tensors can be: kernels of FlashInfer
+    cannot."""
+    return device.type == "cuda" and attention == "triton"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from specbatch.engine.overlap.lanes import MIN_LANE, MIN_PROMPT_LANE, NEVER, Lan
 from specbatch.errors import ConfigError
 
 # What `auto` measures on CUDA. Elsewhere two lanes were slower in each case that was measured (docs/measured.md), and
-# measuring takes time at each start. Ranks: lanes of at least this many tokens. With less, a round takes the time to
+# measuring takes time at each start. Two GPUs: lanes of at least this many tokens. With less, a round takes the time to
 # read the weights, and each lane reads them. One GPU: a model and a batch that do not fill it.
 _TOKENS_OF_RANKS = 256
 _SMALL_MODEL = 10**9  # bytes
@@ -23,14 +22,14 @@ Mode = Literal["off", "on", "auto"]
 
 class Job(NamedTuple):
     """The facts by which `auto` decides. `num_nodes`: the tokens of a request in a round. `has_groups`: rounds read the
-    keys that requests share once, and lanes would divide these groups. `active_share`: the share of the weights of the
-    target's layers that a token is multiplied with, which is less than 1 with experts."""
+    keys that requests share once, and lanes would divide these groups. `has_experts`: each lane of the target would
+    read the same experts."""
 
     max_batch_size: int
     num_nodes: int
     target_bytes: int
     has_groups: bool
-    active_share: float = 1.0
+    has_experts: bool = False
 
 
 def resolve_mode(section: EngineSection, device: torch.device, attention: str, notes: list[str]) -> Mode:
@@ -72,15 +71,30 @@ def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, note
         return None
     if mode == "on" or device.type == "cpu":
         return LaneLimits(MIN_LANE, prompt_tokens)
+    if num_ranks == 1 and job.has_groups:
+        return None
+    if (why := _loss_on_gpus(num_ranks, job)) is not None:
+        notes.append(f"engine.two_batch_overlap: off ({why})")
+        return None
     if num_ranks == 1:
-        if job.has_groups:
-            return None
-        if job.target_bytes > _SMALL_MODEL or job.max_batch_size > _MAX_ROWS:
-            why = f"on one GPU two lanes gain only with models below 1 GB and at most {_MAX_ROWS} rows at once"
-            notes.append(f"engine.two_batch_overlap: off ({why})")
-            return None
         return LaneLimits(MIN_LANE, NEVER)  # no sum of prompts can be hidden, and as graphs they are faster
-    tokens = math.ceil(_TOKENS_OF_RANKS / job.active_share)
-    least = max(MIN_LANE, -(-tokens // (8 * job.num_nodes)) * 8)
+    least = max(MIN_LANE, -(-_TOKENS_OF_RANKS // (8 * job.num_nodes)) * 8)
     has_rounds = 2 * least <= job.max_batch_size and not job.has_groups
     return LaneLimits(least if has_rounds else None, prompt_tokens)
+
+
+def _loss_on_gpus(num_ranks: int, job: Job) -> str | None:
+    """Return the reason why two lanes cannot gain on one GPU or on several, or None.
+
+    Qwen3-30B-A3B on two H200s: an exchange takes 7 of about 115 ms of a prompt chunk, and 0.9 of 9 ms of a round, so
+    no more could be hidden. But half of the tokens use nearly all experts: two lanes reached 0.43 to 0.73 of the speed
+    of one. See docs/bench/2026-11-27-h200x2-experts.json."""
+    if num_ranks == 1:
+        is_small = job.target_bytes <= _SMALL_MODEL and job.max_batch_size <= _MAX_ROWS
+        why = f"on one GPU two lanes gain only with models below 1 GB and at most {_MAX_ROWS} rows at once"
+        return None if is_small else why
+    if job.has_experts:
+        return "each lane would read all experts, which takes longer than what it could hide"
+    if num_ranks > 2:
+        return "only two GPUs send by copy engines; what others send would wait for the GEMMs of the other lane"
+    return None

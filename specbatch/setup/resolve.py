@@ -290,15 +290,8 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         config.engine, engine.attention, costs, heads.sliding_windows, num_nodes, engine.max_batch_size, notes
     )
     target_bytes = models[0].num_parameters() * dtype.itemsize
-    layers = PassWeights.of_layers(held)
-    job = LaneJob(
-        engine.max_batch_size,
-        num_nodes,
-        target_bytes,
-        has_groups=limits is not None,
-        # The experts of a rank get the tokens of all ranks.
-        active_share=min(1.0, layers.active / layers.total * (num_ranks if division == "requests" else 1)),
-    )
+    has_groups, has_experts = limits is not None, target.config.moe is not None
+    job = LaneJob(engine.max_batch_size, num_nodes, target_bytes, has_groups, has_experts)
     engine = replace(engine, cascade=limits, lanes=lane_limits(engine.lane_mode, num_ranks, device, job, notes))
     if engine.attention == "flashinfer":
         for shape in shapes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from specbatch.engine.overlap.two_lanes import TwoLanes
 from specbatch.engine.round import MAX_FORCED, Round
 from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.kernels import ops_for
+from specbatch.kernels.card_checks import CardChecks
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import CausalModel, Decoder
 from specbatch.models.stages import TwoPasses
@@ -45,7 +46,8 @@ class RoundParts:
     `simulate`, `fixed_shapes`: see `Round`. `group`: the ranks that share the target. `first_part`: the sizes of the
     part that the first of them holds. `lanes`: the sizes from which there are two lanes; None: there is one everywhere.
     `cascade`: see `RequestTable`; rounds with two lanes have none. `num_checkpoints`: checkpoints of states, for a
-    hybrid. `budget`: the nodes that rounds verify; None: all."""
+    hybrid. `budget`: the nodes that rounds verify; None: all. `checks`: those of a deterministic run, which have not
+    run yet."""
 
     target: CausalModel
     methods: ByBatch[DraftMethod]
@@ -60,6 +62,7 @@ class RoundParts:
     first_part: ModelConfig | None = None
     num_checkpoints: int = 0
     budget: VerifyBudget | None = None
+    checks: CardChecks = field(default_factory=CardChecks)
 
     @property
     def largest_part(self) -> ModelConfig:

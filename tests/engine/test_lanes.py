@@ -393,8 +393,9 @@ def test_where_lanes_are_measured(sets: list[str], device: str, attention: str, 
         (2, Job(256, 7, 10**11, has_groups=False), LaneLimits(40, 1024)),
         (2, Job(256, 4, 10**11, has_groups=True), LaneLimits(None, 1024)),
         (2, Job(64, 64, 10**11, has_groups=False), LaneLimits(8, 1024)),
-        (2, Job(512, 4, 10**11, has_groups=False, active_share=0.1), LaneLimits(None, 1024)),
-        (2, Job(512, 16, 10**11, has_groups=False, active_share=0.1), LaneLimits(160, 1024)),
+        (2, Job(512, 16, 10**11, has_groups=False, has_experts=True), None),
+        (4, Job(512, 16, 10**11, has_groups=False), None),
+        (8, Job(512, 16, 10**11, has_groups=True, has_experts=True), None),
     ],
 )
 def test_what_auto_measures_on_cuda(num_ranks: int, job: Job, expected: LaneLimits | None) -> None:

@@ -15,7 +15,7 @@ from triton.runtime._async_compile import active_mode
 
 from specbatch import kernels
 from specbatch.kernels import triton as triton_ops
-from specbatch.kernels.triton.compile_ahead import compile_ahead
+from specbatch.kernels.triton.compile_ahead import Share, compile_ahead
 from specbatch.kernels.triton.parts.launch import launch
 from specbatch.kernels.triton.skinny import ops
 from specbatch.kernels.triton.skinny.tile import GemmTile
@@ -53,6 +53,31 @@ def gemms(gpu: FakeGpu) -> None:
     run()
     assert sorted(gpu.launched) == expected, gpu.launched
     assert len(gpu.compiled) == 5, gpu.compiled
+
+
+def shares(gpu: FakeGpu) -> None:
+    """A rank compiles its share, waits for the others, and compiles what they have not. If its function raises, the
+    others do not wait for ever."""
+    met: list[int] = []
+    share = Share(1, 2, lambda: met.append(len(gpu.compiled)))
+
+    def numbers() -> None:
+        for block in (8, 16, 32, 64, 128, 256):
+            launch(_add, (1,), torch.zeros(256), 1, BLOCK=block)
+
+    assert compile_ahead(numbers, 2, share) == (6, 0)
+    assert len(met) == 1
+    assert 0 < met[0] < 6, "both ranks have some"
+    numbers()
+    assert (len(gpu.launched), len(gpu.compiled)) == (6, 6)
+    assert "wrong" in _error(lambda: compile_ahead(lambda: _raise("wrong"), 2, share))
+    assert len(met) == 2
+    keys = [f"key {i}" for i in range(100)]
+    assert all(sum(Share(rank, 3, list).has(key) for rank in range(3)) == 1 for key in keys)
+
+
+def _raise(text: str) -> None:
+    raise ValueError(text)
 
 
 def specialised(gpu: FakeGpu) -> None:
@@ -193,12 +218,16 @@ def ranks(gpu: FakeGpu) -> None:
     GatheredLinear.best = counted  # type: ignore[method-assign]
     _follow_cuda()
     group = CudaGroup(1, 2, torch.device("cpu"), Alone(), fixed_order=False)
+    group.least = lambda value: value  # type: ignore[method-assign]
     parts = _parts("none", None, group, hidden=2048, num_layers=4)
     note = compile_kernels(parts, 4, 64, 100, "a rank")
     assert "kernels compiled ahead" in note, note
     assert not gpu.launched
     assert {"_one_shot", "_one_shot_norm"} <= set(gpu.compiled), gpu.compiled
     assert {1, 2, 4} <= set(found), "rounds exchanged no best tokens"
+    assert "by an earlier start" in compile_kernels(parts, 4, 64, 100, "a rank")
+    group.least = lambda value: 0  # type: ignore[method-assign]
+    assert "engine: 0 kernels" in compile_kernels(parts, 4, 64, 100, "a rank"), "another rank has to compile"
     compile_ahead.outlined = lambda decoder: decoder
     assert "engine: 0 kernels" in compile_kernels(parts, 4, 64, 100, "all layers"), "layers left out have others"
 
@@ -228,6 +257,7 @@ def experts(gpu: FakeGpu) -> None:
     for division in ("experts", "requests"):
         group = CudaGroup(1, 2, torch.device("cpu"), Alone(), fixed_order=False)
         group._host = group  # type: ignore[assignment]
+        group.least = lambda value: value  # type: ignore[method-assign]
         del gpu.compiled[:]
         parts = _parts("none", None, group, hidden=512, num_layers=4, division=division, moe=moe)
         note = compile_kernels(parts, 32, 64, 100, division)
@@ -253,6 +283,48 @@ def drafters(gpu: FakeGpu) -> None:
         assert "kernels compiled ahead" in note, f"{name}: {note}"
         assert "failed" not in note, f"{name}: {note}"
         assert not gpu.launched, f"{name}: {gpu.launched}"
+
+
+def deterministic(gpu: FakeGpu) -> None:
+    """Rounds and prompts of engine.deterministic, and its checks of the card. Large GEMMs are kernels of a library, so
+    nothing is compiled for them."""
+    kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
+    from specbatch.attention.invariant import InvariantAttention
+    from specbatch.models.linears import invariant
+    from specbatch.models.weight_loader import WeightLoader
+    from specbatch.setup.compile_ahead import compile_kernels
+    from tests import tiny_models
+
+    class Library:
+        def algorithms(self, *size: int) -> list[None]:
+            return [None]
+
+        def multiply(self, algorithm: None, x_MI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+            return x_MI.new_zeros(len(x_MI), len(weight_OI))
+
+    _follow_cuda()
+    invariant.CublasLt = lambda *args, **rest: Library()  # type: ignore[assignment, misc]
+    gemm = invariant.InvariantGemm(torch.device("cpu"), torch.bfloat16)
+
+    def loader(*args: Any, **rest: Any) -> WeightLoader:
+        return WeightLoader(*args, gemm=gemm, **rest)
+
+    def attention(*sizes: Any) -> InvariantAttention:
+        made = InvariantAttention(*sizes)
+        made.check_later(gemm.checks)
+        return made
+
+    tiny_models.WeightLoader = loader  # type: ignore[assignment, misc]
+    parts = replace(_parts("none", None, attention_class=attention), checks=gemm.checks)
+    note = compile_kernels(parts, 4, 512, 600, "deterministic")
+    assert "kernels compiled ahead" in note, note
+    assert "failed" not in note, note
+    assert not gpu.launched
+    assert {"_attend", "dot_kernel", "_act_mul", "_tree_paths"} <= set(gpu.compiled), gpu.compiled
+    count = len(gpu.compiled)
+    gemm.checks.launch()
+    assert len(gpu.launched) > 30
+    assert len(gpu.compiled) == count, gpu.compiled[count:]
 
 
 def failed_rounds(gpu: FakeGpu) -> None:
@@ -302,6 +374,7 @@ def _parts(
     num_layers: int | None = None,
     division: Any = "tensors",
     moe: Any = None,
+    attention_class: Any = None,
     **traits: Any,
 ) -> Any:
     from specbatch.attention.triton import PagedAttention
@@ -312,7 +385,8 @@ def _parts(
     from tests.tiny_models import num_target_layers, tiny_config, tiny_decoder, tiny_draft_net
 
     def attention(config: Any, device: torch.device) -> Any:
-        return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
+        made = attention_class or PagedAttention
+        return made(config.num_heads, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
 
     config = tiny_config(num_layers or num_target_layers(method), hidden, head_dim=16, moe=moe)
     device = torch.device("cpu")
@@ -346,5 +420,17 @@ def _error(function: Any) -> str:
 
 
 if __name__ == "__main__":
-    checks = (gemms, specialised, failures, rounds, budgets, ranks, experts, drafters, failed_rounds)
+    checks = (
+        gemms,
+        shares,
+        specialised,
+        failures,
+        rounds,
+        budgets,
+        ranks,
+        experts,
+        drafters,
+        deterministic,
+        failed_rounds,
+    )
     {check.__name__: check for check in checks}[sys.argv[1]](FakeGpu())

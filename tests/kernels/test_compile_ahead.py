@@ -28,7 +28,7 @@ def run(check: str, folder: Path) -> None:
     "check",
     [
         pytest.param("gemms", marks=pytest.mark.slow),
-        *[pytest.param(check, marks=pytest.mark.wide) for check in ("specialised", "failures")],
+        *[pytest.param(check, marks=pytest.mark.wide) for check in ("shares", "specialised", "failures")],
     ],
 )
 def test_kernels_are_compiled_and_not_launched(check: str, tmp_path: Path) -> None:
@@ -36,7 +36,9 @@ def test_kernels_are_compiled_and_not_launched(check: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["rounds", "budgets", "ranks", "experts", "drafters", "failed_rounds"])
+@pytest.mark.parametrize(
+    "check", ["rounds", "budgets", "ranks", "experts", "drafters", "deterministic", "failed_rounds"]
+)
 def test_the_rounds_of_an_engine(check: str, tmp_path: Path) -> None:
     run(check, tmp_path)
 

@@ -21,6 +21,7 @@ from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVScales
 from specbatch.errors import ModelError
 from specbatch.kernels import torch as reference
+from specbatch.kernels.card_checks import CardChecks
 from specbatch.kernels.triton.invariant_attention import attend
 from specbatch.kernels.triton.parts import attention_splits
 from specbatch.kernels.triton.parts.attention_splits import (
@@ -338,10 +339,12 @@ def test_keys_in_fp8(form: Fp8Form, dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(not CUDA, reason="8 s in the interpreter")
 def test_the_check_at_load_finds_a_card_whose_rows_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = InvariantAttention(1, 1, 64, DTYPES[0], DEVICE)
-    backend.check()
+    backend, checks = InvariantAttention(1, 1, 64, DTYPES[0], DEVICE), CardChecks()
+    backend.check_later(checks)
+    checks.run()
+    backend.check_later(checks)
     attend = backend._attend
     monkeypatch.setattr(backend, "_attend", lambda tile, q, *rest: attend(tile, q, *rest) + len(q))
     monkeypatch.setattr(torch, "randn", lambda shape, **options: torch.zeros(shape, device=DEVICE))
     with pytest.raises(ModelError, match="attention of one token differs"):
-        backend.check()
+        checks.run()

@@ -140,25 +140,30 @@ class FakeCollectives:
 
 @pytest.mark.parametrize("two_passes", [False, True])
 @pytest.mark.parametrize(
-    ("count", "dtype", "calls"),
+    ("size", "count", "dtype", "calls"),
     [
-        (1 << 10, torch.bfloat16, ("one_shot", "one_shot")),
-        (5 << 20, torch.float32, ("one_shot", "copied")),  # of one pass in two pieces
-        ((1 << 10) + 1, torch.bfloat16, ("nccl", "nccl")),
-        (1 << 10, torch.float64, ("nccl", "nccl")),
+        (2, 1 << 10, torch.bfloat16, ("one_shot", "one_shot")),
+        (2, 5 << 20, torch.float32, ("one_shot", "copied")),  # of one pass in two pieces
+        (2, (1 << 10) + 1, torch.bfloat16, ("nccl", "nccl")),
+        (2, 1 << 10, torch.float64, ("nccl", "nccl")),
+        (4, 1 << 20, torch.float32, ("one_shot", "nccl")),  # larger than a one-shot sum of four
+        (4, 5 << 20, torch.float32, ("nccl", "nccl")),
+        (3, 1 << 10, torch.bfloat16, ("nccl", "nccl")),
     ],
 )
-def test_exchanges_of_all_sizes(count: int, dtype: torch.dtype, calls: tuple[str, str], two_passes: bool) -> None:
+def test_exchanges_of_all_sizes(
+    size: int, count: int, dtype: torch.dtype, calls: tuple[str, str], two_passes: bool
+) -> None:
     def work(group: Group) -> list[str]:
         ranks, fake = cuda_group(group, two_passes=two_passes)
         fake.calls.clear()  # the ranks have agreed on what they can do
         x = torch.full((count,), group.rank + 1.0, dtype=dtype)
         with ranks.one_of_two_passes(1) if two_passes else contextlib.nullcontext():
             assert torch.equal(ranks.start_dispatch(x)(), group.gather(x))
-            parts = torch.stack((x, 3 * x))
+            parts = torch.stack([(1 + 2 * i) * x for i in range(size)])
             found = ranks.start_scatter_sum(parts, x)()
-        assert torch.equal(found, x + (1 + 2) * (1, 3)[group.rank])
-        assert ranks.start_dispatch(x[:0])().shape == (2, 0)
+        assert torch.equal(found, x + sum(range(1, size + 1)) * (1 + 2 * group.rank))
+        assert ranks.start_dispatch(x[:0])().shape == (size, 0)
         assert ranks.start_scatter_sum(parts[:, :0])().shape == (0,)
         return fake.calls
 
@@ -166,9 +171,9 @@ def test_exchanges_of_all_sizes(count: int, dtype: torch.dtype, calls: tuple[str
     ends = {"nccl": ["gather", "exchange"], "copied": ["copied gather", "copied scatter"]}
     suffix = " of two" if two_passes else ""
     expected = ends.get(wanted, [f"one_shot gather{suffix}", f"one_shot scatter{suffix}"])
-    for found in on_ranks(2, work):
+    for found in on_ranks(size, work):
         assert list(dict.fromkeys(found)) == expected
-        assert len(found) == (4 if count == 5 << 20 and not two_passes else 2)
+        assert len(found) == (4 if (size, count) == (2, 5 << 20) and not two_passes else 2)
 
 
 def test_hosts_agree_without_their_gpus() -> None:
@@ -189,7 +194,8 @@ def test_the_algorithm_follows_the_size(two_passes: bool) -> None:
         limits = limits_for(size, two_passes=two_passes)
         assert limits is not None
         assert (limits == found_limits) or two_passes
-        assert 0 < inbox_capacity(limits) <= limits.one_shot
+        assert 2 * size * inbox_capacity(size) <= 64 << 20, "the inbox of a GPU"
+        assert min(limits.one_shot, limits.exchange, 16 << 20) <= inbox_capacity(size)
         has_two_shot = limits.one_shot < limits.two_shot
         assert buffer_bytes(limits) == (limits.two_shot if has_two_shot else 0)
         sizes = (16, limits.one_shot, *[limits.one_shot + 16, limits.two_shot] * has_two_shot, limits.two_shot + 16)
@@ -208,14 +214,14 @@ def test_the_algorithm_follows_the_size(two_passes: bool) -> None:
         assert algorithm_for(*what, fixed_order=False) == "nccl"
         assert algorithm_for(*what, fixed_order=True) == "gather"
     assert limits_for(3, two_passes=two_passes) is None
-    assert buffer_bytes(None) == inbox_capacity(None) == 0
+    assert buffer_bytes(None) == inbox_capacity(3) == 0
 
 
 @pytest.mark.parametrize("fixed_order", [False, True])
 def test_norms_that_come_with_sums(fixed_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tensors that a one-shot sum adds in one piece, while no other sum runs."""
-    monkeypatch.setattr(algorithms, "_INBOX", 1024)
-    monkeypatch.setitem(LIMITS, 2, Limits(one_shot=2048, two_shot=2048))
+    monkeypatch.setattr(algorithms, "_LARGEST_PIECE", 1024)
+    monkeypatch.setitem(LIMITS, 2, Limits(one_shot=2048, two_shot=2048, exchange=2048))
 
     def work(group: Group) -> None:
         mine, fake = cuda_group(group, fixed_order=fixed_order, two_passes=True)
@@ -256,7 +262,8 @@ def test_norms_that_come_with_sums(fixed_order: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("fixed_order", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_of_all_sizes(size: int, fixed_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = Limits(one_shot=64, two_shot=256)
+    limit = Limits(one_shot=64, two_shot=256, exchange=64)
+    monkeypatch.setattr(algorithms, "_LARGEST_PIECE", 64)
     if size in LIMITS:
         monkeypatch.setitem(LIMITS, size, limit)
     counts = [1, 4, limit.one_shot // 4, limit.two_shot // 4 - 4, limit.two_shot // 4 + 8]

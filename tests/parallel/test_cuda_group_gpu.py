@@ -331,23 +331,42 @@ def _four_gpus(rank: int, meeting: str) -> None:
     device = torch.device("cuda", rank)
     group = CudaGroup(rank, 4, device, TorchCollectives(rank, 4, meeting, device), fixed_order=False)
     _exchanges(group, device)
+    for dtype in (torch.bfloat16, torch.float32):
+        _a_sum_and_its_norm(group, (8, 8192), dtype)
+        for count in (8, 8 * 577, (1 << 20) + 8, 9 << 20):  # the last in pieces
+            of_ranks = [torch.randn(count, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(4)]
+            x, total = of_ranks[rank].to(device), in_order(torch.stack(of_ranks).float())
+            for algorithm in ("one_shot", "gather"):
+                assert torch.equal(group.added(x, algorithm).cpu(), total.to(dtype)), (dtype, count, algorithm)  # type: ignore[arg-type]
+            for algorithm in (
+                "nccl",
+                algorithms.algorithm_for(x.nbytes, dtype, algorithms.LIMITS[4], fixed_order=False),
+            ):
+                found = group.added(x, algorithm).float().cpu()  # type: ignore[arg-type]
+                torch.testing.assert_close(found, total, rtol=0.02, atol=0.05 if dtype == torch.bfloat16 else 1e-4)
     torch.cuda.synchronize()
     group.close()
 
 
 @pytest.mark.gpu
 @needs_four
-def test_four_gpus_exchange(tmp_path: Path) -> None:
+def test_four_gpus_add_and_exchange(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_four_gpus, (str(tmp_path / "meeting"),), nprocs=4)
+
+
+@pytest.fixture(scope="module")
+def answers_of_one_gpu() -> list[list[int]]:
+    return answers(_EXPERTS)
 
 
 @pytest.mark.gpu
 @needs_four
-@pytest.mark.parametrize("more", [[], ["engine.two_batch_overlap=on"]], ids=str)
 @pytest.mark.parametrize("division", _DIVISIONS, ids=str)
-def test_four_gpus_with_experts_answer_as_one(division: list[str], more: list[str]) -> None:
-    sets = [_EXPERTS, *more]
-    assert answers("engine.tensor_parallel=4", *division, *sets) == answers(*sets)
+@pytest.mark.parametrize("more", [[], ["engine.two_batch_overlap=on"]], ids=str)
+def test_four_gpus_with_experts_answer_as_one(
+    division: list[str], more: list[str], answers_of_one_gpu: list[list[int]]
+) -> None:
+    assert answers("engine.tensor_parallel=4", *division, _EXPERTS, *more) == answers_of_one_gpu
 
 
 @pytest.mark.gpu

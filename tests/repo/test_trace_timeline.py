@@ -1,4 +1,4 @@
-"""scripts/bench/trace_timeline.py: what a picture of a trace says, for a made-up trace."""
+"""scripts/bench/trace_timeline.py: what a picture of a trace says, for made-up traces and a recorded one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.parallel.test_ranks import Forked
 
 pytestmark = pytest.mark.usefixtures("scripts")
 
@@ -99,3 +101,30 @@ def test_names_are_in_traces_of_the_profiler_alone() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace, marked("target"):
         torch.ones(1)
     assert "specbatch target" in {one.name for one in trace.events()}
+
+
+@pytest.mark.slow
+def test_two_lanes_of_two_ranks(tmp_path: Path) -> None:
+    """Of experts that tokens travel to. A lane's line has what it computes and where it waits for the other rank."""
+    from profile_round import profile_rounds
+    from trace_timeline import WAIT, between, line_times, read_trace
+
+    from specbatch.config_load import load_config
+    from specbatch.setup.ranks.ranked_engine import build_ranked
+    from specbatch.setup.resolve import resolve
+
+    sets = ["model.target=random:tiny-experts", "engine.device=cpu", "engine.kv_cache_tokens=8192"]
+    sets += ["speculation.method=none", "engine.prefix_cache=false", "engine.two_batch_overlap=on"]
+    sets += ["engine.tensor_parallel=2", "engine.expert_parallel=on", "engine.dp_attention=on"]
+    engine = build_ranked(resolve(load_config(None, sets)), start=Forked)
+    rounds, prompts = tmp_path / "rounds.json", tmp_path / "prompts.json"
+    try:
+        profile_rounds(engine, 64, 2, rounds, prompts, 16)
+    finally:
+        engine.close()
+    for trace in (rounds, prompts):
+        spans = between(read_trace(trace), 0, None)
+        times = line_times(spans)
+        assert {"phases", "lane 1", "lane 2"} <= set(times), trace.name
+        assert all(times[lane].busy > times[lane].waits > 0 for lane in ("lane 1", "lane 2")), trace.name
+        assert any(span.kind == WAIT and span.line == "lane 2" for span in spans), trace.name

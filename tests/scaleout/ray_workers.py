@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from specbatch.errors import SpecbatchError
+from specbatch.errors import RankDied, SpecbatchError
 
 
 class StubWorker:
@@ -54,6 +54,9 @@ class StubWorker:
 
     def refuse(self) -> None:
         raise SpecbatchError("no such model", "give another name")
+
+    def lose_a_rank(self) -> None:
+        raise RankDied("rank 1 of engine.tensor_parallel ended by signal 9", "run the same command again")
 
     def fail(self) -> None:
         raise ValueError("a mistake of ours")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from specbatch.config import ClusterSection
+from specbatch.config import ClusterSection, EngineSection
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
 from specbatch.scaleout.cluster import WorkerPlan, check_section, plan_workers
@@ -21,14 +21,28 @@ CLUSTER: Nodes = [{"CPU": 4.0}, {"CPU": 64.0, "GPU": 8.0}, {"CPU": 32.0, "GPU": 
 
 
 def plan(
-    nodes: Nodes, device: str = "auto", environment: Mapping[str, str] | None = None, **options: object
+    nodes: Nodes,
+    device: str = "auto",
+    environment: Mapping[str, str] | None = None,
+    num_ranks: int = 1,
+    **options: object,
 ) -> WorkerPlan:
-    return plan_workers(ClusterSection(**options), device, nodes, environment or {})  # type: ignore[arg-type]
+    engine = EngineSection(device=device, tensor_parallel=num_ranks)
+    return plan_workers(ClusterSection(**options), engine, nodes, environment or {})  # type: ignore[arg-type]
 
 
 def test_a_worker_of_a_gpu_host_has_a_gpu_of_its_own() -> None:
     assert plan(GPU_HOST, workers=8) == WorkerPlan(WorkerNeeds(num_cpus=1, num_gpus=1), 1.0)
     assert plan(GPU_HOST, workers=4, gpus_per_worker=2.0).needs.num_gpus == 2
+
+
+def test_each_rank_of_a_worker_has_a_gpu() -> None:
+    assert plan(GPU_HOST, workers=4, num_ranks=2) == WorkerPlan(WorkerNeeds(num_cpus=1, num_gpus=2), 1.0)
+    assert plan(GPU_HOST, workers=2, num_ranks=4).needs.num_gpus == 4
+    assert plan(GPU_HOST, workers=1, num_ranks=4, gpus_per_worker=8.0).needs.num_gpus == 8
+    assert plan(CLUSTER, workers=64, num_ranks=4, address="auto").needs.num_gpus == 4
+    assert plan(CPU_HOST, workers=4, num_ranks=2).needs.num_gpus == 0
+    assert plan(GPU_HOST, "cpu", workers=4, num_ranks=2).needs.num_gpus == 0
 
 
 def test_workers_of_a_host_without_gpus_share_its_memory_and_its_cores() -> None:
@@ -49,6 +63,9 @@ def test_workers_on_one_gpu_share_its_memory(part: float, share: float) -> None:
         ({"workers": 17, "gpus_per_worker": 0.5}, GPU_HOST, "use at most 16 workers"),
         ({"workers": 5, "gpus_per_worker": 2.0}, GPU_HOST, "use at most 4 workers"),
         ({"workers": 1, "gpus_per_worker": 1.0}, CPU_HOST, "use engine.device: cpu"),
+        ({"workers": 3, "num_ranks": 4}, GPU_HOST, "use at most 2 workers, or lower engine.tensor_parallel"),
+        ({"workers": 2, "num_ranks": 8}, GPU_HOST, "use at most 1 worker, or lower engine.tensor_parallel"),
+        ({"workers": 1, "num_ranks": 16}, GPU_HOST, "lower engine.tensor_parallel"),
     ],
 )
 def test_too_few_gpus_on_this_host(options: dict[str, object], nodes: Nodes, hint: str) -> None:
@@ -89,12 +106,16 @@ def test_threads_are_the_users_number_or_that_of_the_reserved_cores() -> None:
         ({"gpus_per_worker": 0.0}, "auto", "engine.device is auto"),
         ({"resources": {"rack": 1.0}}, "auto", "cluster.address is not set"),
         ({"cpus_per_worker": 5}, "cpu", "need 10 CPU cores, and this host has 8"),
+        ({"gpus_per_worker": 1.0}, "2 ranks", "with engine.tensor_parallel: 2 a worker has 2 processes"),
+        ({"gpus_per_worker": 0.5}, "2 ranks", "with engine.tensor_parallel: 2 a worker has 2 processes"),
     ],
 )
 def test_mistakes_are_found_before_ray_starts(options: dict[str, object], device: str, message: str) -> None:
+    engine = EngineSection(tensor_parallel=2) if device == "2 ranks" else EngineSection(device=device)
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        check_section(ClusterSection(workers=2, **options), device, cores=8)  # type: ignore[arg-type]
-    check_section(ClusterSection(workers=2, cpus_per_worker=4), "auto", cores=8)
+        check_section(ClusterSection(workers=2, **options), engine, cores=8)  # type: ignore[arg-type]
+    check_section(ClusterSection(workers=2, cpus_per_worker=4), EngineSection(), cores=8)
+    check_section(ClusterSection(workers=2, gpus_per_worker=2.0), EngineSection(tensor_parallel=2), cores=8)
 
 
 def test_an_address_needs_a_number_of_workers() -> None:

@@ -151,6 +151,7 @@ def test_a_worker_that_cannot_be_made_refuses(session: RaySession) -> None:
     ("method", "arguments", "reason"),
     [
         ("signal", (signal.SIGKILL,), "its process was killed or crashed"),
+        ("lose_a_rank", (), "rank 1 of engine.tensor_parallel ended by signal 9"),
         pytest.param("segfault", (), "its process crashed (SIGSEGV)", marks=pytest.mark.wide),
         pytest.param("leave", (3,), "its process ended with exit code 3", marks=pytest.mark.wide),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specbatch.config_load import load_config
 from specbatch.models.config import MoeConfig
 from specbatch.models.truncated_model import outlined
 from specbatch.setup.compile_ahead import compile_kernels
@@ -17,21 +16,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("sets", "device", "attention", "expected"),
-    [
-        ([], CUDA, "triton", True),
-        ([], CPU, "torch", False),
-        ([], CUDA, "flashinfer", False),
-        (["engine.two_batch_overlap=on"], CUDA, "triton", True),
-        (["engine.deterministic=true"], CUDA, "triton", False),
-        (["engine.tensor_parallel=2"], CUDA, "triton", True),
-    ],
+    ("device", "attention", "expected"), [(CUDA, "triton", True), (CPU, "torch", False), (CUDA, "flashinfer", False)]
 )
-def test_where_kernels_are_compiled_ahead(
-    sets: list[str], device: torch.device, attention: str, expected: bool
-) -> None:
-    section = load_config(None, sets).engine
-    assert resolve_compile_ahead(section, device, attention) == expected
+def test_where_kernels_are_compiled_ahead(device: torch.device, attention: str, expected: bool) -> None:
+    assert resolve_compile_ahead(device, attention) == expected
 
 
 def test_a_failure_is_a_note() -> None:

@@ -84,7 +84,7 @@ def run_rank(connection: Connection) -> None:
         _leave(2)
     except Exception as error:
         with contextlib.suppress(OSError):  # rank 0 has ended: that was the error
-            connection.send(("failed", f"{type(error).__name__}: {error}", None))
+            connection.send(("died", f"{type(error).__name__}: {error}"))
             traceback.print_exc()
         _leave(3)
 

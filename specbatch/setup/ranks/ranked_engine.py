@@ -28,9 +28,9 @@ from typing import Any, Protocol
 from specbatch.counts import EngineStats
 from specbatch.engine.engine import Engine
 from specbatch.engine.sequence import check_prompt
-from specbatch.errors import ModelError, SpecbatchError
+from specbatch.errors import ModelError, RankDied, SpecbatchError
 from specbatch.parallel.group import Group
-from specbatch.setup.build import build
+from specbatch.setup.build import StartClock, build
 from specbatch.setup.ranks.process import RankStart, end_process, end_without_gpu, open_group
 from specbatch.setup.resolve import ResolvedRun
 from specbatch.types import Completion, EngineLimits, Request, StopCheck
@@ -138,7 +138,7 @@ class OtherRanks:
             message: tuple[Any, ...] = rank.connection.recv()
         except (EOFError, OSError):
             raise self.failure() or _ended(number, None, None) from None
-        if message[0] == "failed":
+        if message[0] in ("failed", "died"):
             raise _ended(number, None, message)
         return message
 
@@ -186,12 +186,15 @@ def _last_word(rank: _Rank) -> Any:
 
 
 def _ended(number: int, code: int | None, message: Any) -> ModelError:
-    """`message`: ("failed", message, hint) of a rank that could say why."""
-    if isinstance(message, tuple) and message[0] == "failed":
+    """`message`: the last one of the rank, which can be ("failed", message, hint) of an error that users can mend, or
+    ("died", reason) of another one."""
+    name = message[0] if isinstance(message, tuple) else None
+    if name == "failed":
         return ModelError(f"rank {number} of engine.tensor_parallel: {message[1]}", message[2])
     how = "" if code is None else f" with exit code {code}" if code >= 0 else f" by signal {-code}"
-    return ModelError(
-        f"rank {number} of engine.tensor_parallel ended{how}",
+    why = f": {message[1]}" if name == "died" else f" ended{how}"
+    return RankDied(
+        f"rank {number} of engine.tensor_parallel{why}",
         "finished rows are kept: run the same command again to go on",
     )
 
@@ -248,6 +251,11 @@ class RankedEngine:
     def __init__(self, engine: Engine, others: OtherRanks, group: Group) -> None:
         self._engine, self._others, self._group = engine, others, group
         self._is_sound = True
+
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """The seconds of each part of the start, and of the parts of this rank's engine, which is one of them."""
+        return self._engine.start_seconds
 
     @property
     def limits(self) -> EngineLimits:
@@ -445,13 +453,18 @@ def build_ranked(
     with this process."""
     size = run.config.engine.tensor_parallel
     on_progress(f"starting {size - 1} more ranks")
+    clock = StartClock()
     others, is_built = OtherRanks(run, start), False
+    clock.passed("ranks started")
     try:
         with others.shared():
             own, group = open_group(run, 0, str(others.meeting))
+            clock.passed("ranks connected")
             engine = build(own, on_progress, group).engine
             is_built = True
+            clock.passed("engine built")
         others.wait_ready()
+        clock.passed("other ranks ready")
     except BaseException as error:
         lost = error if is_built and isinstance(error, ModelError) else None
         if isinstance(error, RuntimeError):  # Gloo or NCCL raises it if the other side of a connection is gone.
@@ -462,5 +475,8 @@ def build_ranked(
         if lost is None or lost is error:
             raise
         raise lost from error
+    engine.start_seconds = clock.seconds | engine.start_seconds
+    if run.on_cuda:
+        run.notes.append(f"engine.tensor_parallel: {size} ranks, {clock.in_words()}")
     made = DividedEngine if run.division == "requests" else RankedEngine
     return made(engine, others, group)
