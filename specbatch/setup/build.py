@@ -426,7 +426,7 @@ def _build_net(
     if isinstance(run.draft, BlockCheckpoint):  # all of it on each rank
         block = run.draft.config
         weights = WeightLoader(run.draft.tensors, run.dtype, run.device, gemm)
-        attention = _attention(block.decoder, run.dtype, run.device, name, run.kv_dtype, deterministic=gemm is not None)
+        attention = _attention(block.decoder, run.dtype, run.device, name, run.kv_dtype, gemm)
         drafter = BlockDrafter(block, weights, target, attention, num_positions)
         return BlockNet(drafter, drafter.new_cache(run.engine.page_size, run.kv_dtype))
     assert run.draft is not None, "resolve() opens the draft"
