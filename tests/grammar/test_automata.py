@@ -19,6 +19,8 @@ from specbatch.grammar.constraint import ONE_LINE, Constraint, constraint_of, wi
 from specbatch.grammar.numbers import decimals, integers
 from specbatch.grammar.schema_automaton import Leaves, schema_automaton
 from specbatch.grammar.token_automaton import TokenAutomaton, check
+from specbatch.models.download import resolve_model
+from specbatch.models.formats.tokenizer import load_tokenizer
 from specbatch.types import SamplingParams
 from tests.grammar.tiny_tokenizer import END, tiny_tokenizer
 
@@ -187,6 +189,20 @@ def test_forced_tokens_are_those_of_llguidance() -> None:
             tokens.append(int(rng.choice(legal)))
             assert matcher.advance(tokens[-1])
     assert num_forced > 20
+
+
+def test_forced_tokens_within_a_character() -> None:
+    """They follow the usual tokens before them. The tokenizer has two tokens of two bytes for this emoji, and one for
+    each of its bytes."""
+    compiler = GrammarCompiler(load_tokenizer(resolve_model("builtin:smollm2-135m-instruct")))
+    schema = {"type": "object", "properties": {"🙂": {"type": "null"}, "x": {"type": "null"}}}
+    matcher = compiler.matcher(Constraint("x", "json_schema", json.dumps(schema | {"additionalProperties": False})))
+    automaton, emoji = matcher.automaton, "🙂".encode()
+    assert isinstance(automaton, TokenAutomaton)
+    tokens = [automaton.vocabulary.texts.index(text) for text in (b'{"', emoji[:2], emoji[2:])]
+    assert matcher.advance_by(tokens[:2]) == 2
+    assert matcher.only_token() == tokens[2]
+    assert automaton.forced_Q[automaton.state_after(tokens[:2])] == tokens[2]
 
 
 def test_the_first_grammars_of_a_job_have_automata() -> None:
