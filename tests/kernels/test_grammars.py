@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specbatch.batch import BROKEN, DEAD, FREE, NUM_FIELDS, Field, GrammarBuffers
 from specbatch.cache.grammar_table import GrammarTable
+from specbatch.engine.constrained.state import GrammarState
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint
 from specbatch.grammar.token_automaton import TokenAutomaton
@@ -49,9 +50,9 @@ def matchers() -> list[GrammarMatcher]:
     return [compiler.matcher(constraint) for constraint in constraints]
 
 
-def table(num_masks: int | None = None) -> tuple[GrammarTable, list[TokenAutomaton]]:
+def table(num_masks: int | None = None, eos: tuple[int, ...] = (END,)) -> tuple[GrammarTable, list[TokenAutomaton]]:
     """A line for each automaton, and one without."""
-    made, automata = GrammarTable(3, VOCAB, (END,), CPU), []
+    made, automata = GrammarTable(3, VOCAB, eos, CPU), []
     for line, matcher in enumerate(matchers()):
         assert isinstance(matcher.automaton, TokenAutomaton)
         automata.append(matcher.automaton)
@@ -124,6 +125,29 @@ def test_tokens_are_those_of_llguidance(num_masks: int | None, is_reference: boo
         found = forbidden(buffers, kernels, states * 2, lines * 2)
         for row, legal in zip(found, expected * 2, strict=True):
             assert torch.nonzero(row == 0)[:, 0].tolist() == list(range(VOCAB) if legal is None else legal)
+
+
+@pytest.mark.parametrize("eos", [(END,), (VOCAB - 2,), (END, VOCAB - 2), ()])
+def test_end_tokens_are_those_of_the_host(eos: tuple[int, ...]) -> None:
+    """The model's end-of-sequence tokens may come where a text is complete. The tokenizer's own one may come only if it
+    is one of these."""
+    buffers, automata = table(eos=eos)
+    base = [int(state) for state in buffers.states_S]
+    num_ends = 0
+    for seed in (1, 2):
+        hosts = [GrammarState(matcher, eos, (VOCAB - 1,), VOCAB) for matcher in matchers()]
+        for line, tokens, matcher in walks(12, seed):
+            state = automata[line].state_after(tokens)
+            if automata[line].leaves_Q[state]:
+                continue
+            hosts[line].follow(tokens)
+            bits = np.unpackbits(hosts[line].mask().view(np.uint8), bitorder="little")
+            found = torch.nonzero(forbidden(buffers, reference, [base[line] - 1 + state], [line])[0] == 0)[:, 0]
+            assert found.tolist() == np.flatnonzero(bits).tolist()
+            assert hosts[line].allows(END) == (END in eos and matcher.is_complete())
+            assert hosts[line].choose(END, -1) == hosts[line].allows(END)
+            num_ends += matcher.is_complete()
+    assert num_ends == 3
 
 
 PARENTS = [[-1, 0, 0, 1, 1, 2, -2], [-1, 0, 1, 0, 2, 3, 5], [-1, -2, -2, -2, -2, -2, -2]]
