@@ -92,9 +92,9 @@ class GrammarCompiler:
         self._num_copies = self._num_chars = 0  # They count what is kept.
         self._lock = threading.Lock()
 
-    def matcher(self, constraint: Constraint) -> Matcher:
+    def matcher(self, constraint: Constraint, *, on_host: bool = False) -> Matcher:
         """Return a matcher at the beginning of a text. It raises RowError if the constraint cannot be compiled, or not
-        within `max_seconds`."""
+        within `max_seconds`. `on_host`: the host follows the output, even if there is an automaton."""
         with self._lock:
             grammar = self._compiled.get(constraint)
         if grammar is None:  # the lock is free while this compiles, so that other threads get their matchers
@@ -108,7 +108,7 @@ class GrammarCompiler:
             try:
                 if isinstance(kept, RowError):
                     raise kept
-                return kept.matcher()
+                return kept.matcher(on_host=on_host)
             finally:
                 self._compiled[constraint] = kept
                 self._count(constraint, kept, 1)
@@ -238,11 +238,12 @@ class _Grammar:
     def num_copies(self) -> int:
         return len(self._copies)
 
-    def matcher(self) -> Matcher:
-        """Return a matcher of the copy that the fewest matchers use."""
+    def matcher(self, *, on_host: bool = False) -> Matcher:
+        """Return a matcher of the copy that the fewest matchers use. `on_host`: see `GrammarCompiler.matcher`."""
         counts = [len(users) for users in self._users]
         index = counts.index(min(counts))
-        if counts[index] >= _USERS_OF_COPY and len(counts) < self._max_copies:
+        needs_masks = on_host or isinstance(self.automaton, str)
+        if needs_masks and counts[index] >= _USERS_OF_COPY and len(counts) < self._max_copies:
             try:
                 self._copies.append(self._compile())
                 self._users.append(weakref.WeakSet())
@@ -279,5 +280,5 @@ class MatcherSpec:
 
     def make(self, compiler: GrammarCompiler) -> GrammarMatcher:
         """Make a matcher at the beginning of an output. It raises RowError for a constraint that cannot be compiled."""
-        answer = compiler.matcher(self.constraint)
+        answer = compiler.matcher(self.constraint, on_host=self.reasoning is not None)
         return answer if self.reasoning is None else AfterReasoning(answer, *self.reasoning)

@@ -56,7 +56,7 @@ def table(num_masks: int | None = None, eos: tuple[int, ...] = (END,)) -> tuple[
     for line, matcher in enumerate(matchers()):
         assert isinstance(matcher.automaton, TokenAutomaton)
         automata.append(matcher.automaton)
-        assert made.acquire(matcher.automaton)
+        assert made.acquire(matcher.automaton) is None
         made.states_S[line], made.automata_S[line] = made.start(matcher.automaton, 1)
     if num_masks is not None:
         made.masks_CW, made.owners_C = made.masks_CW[:num_masks], made.owners_C[:num_masks]
