@@ -208,9 +208,18 @@ def test_states_advance_as_the_reference(ops: Ops) -> None:
             state, tokens[0] = leaving[int(rng.integers(len(leaving)))]
             states[0] = buffers.start(automata[0], state)[0]
         device_ints = ints.to(DEVICE)
-        given = (index, is_live, states, tokens)
-        reference.advance_states(*given, ints, buffers)
-        ops.raw.advance_states(*(one.to(DEVICE) for one in given), device_ints, device_buffers)
+        given: tuple[Tensor, ...] = (index, is_live, states[:, None], tokens[:, None])
+        path: tuple[Tensor, ...] = ()
+        if seed % 2:  # they are at the end of a path in a tree
+            num_path_B = torch.from_numpy(rng.integers(1, 4, 3))
+            path_BM = torch.from_numpy(rng.integers(0, 5, (3, 3)))
+            states_BN, tokens_BM = torch.zeros(3, 5, dtype=torch.int32), torch.full((3, 3), -1)
+            tokens_BM[index, num_path_B - 1] = tokens
+            states_BN[index, path_BM[index, num_path_B - 1]] = states
+            given, path = (index, is_live, states_BN, tokens_BM), (path_BM, num_path_B)
+        reference.advance_states(*given, ints, buffers, *path)
+        on_gpu, path = [one.to(DEVICE) for one in given], tuple(one.to(DEVICE) for one in path)
+        ops.raw.advance_states(*on_gpu, device_ints, device_buffers, *path)
         assert torch.equal(device_buffers.states_S.cpu(), buffers.states_S)
         assert torch.equal(device_ints.cpu(), ints)
         num_left += int(ints.sum())

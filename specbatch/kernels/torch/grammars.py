@@ -73,11 +73,24 @@ def _after(state_B: Tensor, automata_B: Tensor, token_B: Tensor, grammars: Gramm
 
 
 def advance_states(
-    req_idx_B: Tensor, is_live_B: Tensor, state_B: Tensor, token_B: Tensor, ints_SF: Tensor, grammars: GrammarBuffers
+    req_idx_B: Tensor,
+    is_live_B: Tensor,
+    states_BN: Tensor,
+    tokens_BM: Tensor,
+    ints_SF: Tensor,
+    grammars: GrammarBuffers,
+    path_BM: Tensor | None = None,
+    num_path_B: Tensor | None = None,
 ) -> None:
-    """Write the states of live requests after they have committed tokens. `state_B`: the state before the last one of
-    these, `token_B`. A state that no text leads on from becomes BROKEN. A request that leaves its automaton is marked
-    done."""
+    """Write the states of live requests after they have committed tokens. `states_BN`: the states of nodes, see
+    `follow_trees`. `path_BM`: the nodes before each of the committed tokens, of which a request has `num_path_B`; None:
+    the root is before the only token. A state that no text leads on from becomes BROKEN. A request that leaves its
+    automaton is marked done."""
+    state_B, token_B = states_BN[:, 0], tokens_BM[:, 0]
+    if path_BM is not None and num_path_B is not None:
+        last_B1 = num_path_B[:, None] - 1
+        state_B = states_BN.gather(1, path_BM.gather(1, last_B1))[:, 0]
+        token_B = tokens_BM.gather(1, last_B1)[:, 0]
     after_B = _after(state_B, grammars.automata_S[req_idx_B], token_B, grammars)
     after_B = torch.where(after_B == DEAD, BROKEN, after_B)
     grammars.states_S[req_idx_B] = torch.where(is_live_B, after_B, grammars.states_S[req_idx_B])
