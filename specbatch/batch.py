@@ -134,7 +134,7 @@ class GrammarBuffers:
     owners_C: Tensor  # int32, the state that a mask belongs to; -1: none
     eos_K: Tensor  # int64, tokens that end a text
     max_token_bytes: int = 255  # bytes of the longest token
-    trie: list[TrieLevel] | None = None  # of the tokens, made for the first mask on a CPU
+    trie: list[TrieLevel] | None = None  # the tree of all tokens' bytes, made for the first mask on a CPU
 
 
 class TreeNodes(NamedTuple):
