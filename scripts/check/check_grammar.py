@@ -47,9 +47,13 @@ GENERATED = "generated-"
 # FormatChecker() is not used: it has the formats of all drafts, and draft 3 has no time zones. Without more packages,
 # jsonschema does not check times and names of hosts.
 FORMATS = copy.deepcopy(jsonschema.Draft202012Validator.FORMAT_CHECKER)
-FORMATS.checks("date-time", ValueError)(lambda text: "T" in text and bool(datetime.fromisoformat(text)))
-FORMATS.checks("time", ValueError)(lambda text: time_of_day.fromisoformat(text) is not None)
-FORMATS.checks("hostname")(lambda text: re.fullmatch(r"(?:[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?\.?)+", text))
+NAME = re.compile(r"(?:[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?\.?)+")
+for _format, _reads in (
+    ("date-time", lambda text: "T" in text and bool(datetime.fromisoformat(text))),
+    ("time", lambda text: time_of_day.fromisoformat(text) is not None),
+    ("hostname", lambda text: NAME.fullmatch(text) is not None),
+):
+    FORMATS.checks(_format, ValueError)(lambda value, reads=_reads: not isinstance(value, str) or reads(value))
 
 
 def methods(draft: str | None) -> dict[str, dict[str, Any]]:
