@@ -99,6 +99,16 @@ class RuleBuffers:
 FREE, DEAD, BROKEN = 0, 1, 2
 
 
+class TrieLevel(NamedTuple):
+    """The nodes of one depth in the tree of all tokens' bytes, for the reference kernel. Shape suffixes: N nodes, E
+    tokens that end in them."""
+
+    parents_N: np.ndarray  # int64, the indices of the nodes before them in the level above
+    bytes_N: np.ndarray  # uint8
+    tokens_E: np.ndarray  # int64
+    ends_E: np.ndarray  # int64, the node of each of these tokens
+
+
 @dataclass(slots=True)
 class GrammarBuffers:
     """The automata of grammars, over the bytes of texts, and the states of running requests in them. The states of all
@@ -124,6 +134,7 @@ class GrammarBuffers:
     owners_C: Tensor  # int32, the state that a mask belongs to; -1: none
     eos_K: Tensor  # int64, tokens that end a text
     max_token_bytes: int = 255  # bytes of the longest token
+    trie: list[TrieLevel] | None = None  # the tree of all tokens' bytes, made for the first mask on a CPU
 
 
 class TreeNodes(NamedTuple):

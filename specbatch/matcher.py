@@ -46,6 +46,11 @@ class GrammarMatcher(Protocol):
         """The automaton with which the device follows the output; a text says why there is none."""
         ...
 
+    @property
+    def end(self) -> int:
+        """The token that ends a text in the tokenizer."""
+        ...
+
     def advance(self, token: int) -> bool:
         """Advance by one token, if the grammar allows it. Return whether it did."""
         ...
@@ -99,7 +104,7 @@ class GrammarMatcher(Protocol):
 
     def mask(self) -> NDArray[np.int32]:
         """Return the mask of the tokens that may come next: token t may come if bit t % 32 of word t // 32 is set. Bits
-        of end-of-sequence tokens have no meaning, see `is_complete`."""
+        of end-of-sequence tokens and of `end` have no meaning, see `is_complete`."""
         ...
 
     def write_masks(self, walks: Sequence[Walk], masks_KW: NDArray[np.int32]) -> NDArray[np.bool_]:

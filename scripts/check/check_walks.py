@@ -7,8 +7,9 @@ that of the built-in model (byte-level BPE, 49,152 tokens), and two that are tra
 byte-level one with up to 150,000 tokens, and one like SentencePiece's, with a token for each byte that no other has.
 
 Where a grammar forces bytes, llguidance allows one token only. It depends on the last token, too, so it can be another
-one than the automaton's. Such steps are counted as `forced_differ`, with examples; `differ` must be 0. Walks that leave
-an automaton end there, and are counted as `left`. Grammars without an automaton are counted by their reason.
+one than the automaton's where a character's bytes come in other tokens than the usual ones. Such steps are counted as
+`forced_differ`, with examples; `differ` must be 0. Walks that leave an automaton end there, and are counted as `left`.
+Grammars without an automaton are counted by their reason.
 """
 
 from __future__ import annotations

@@ -56,13 +56,17 @@ class GrammarTable(GrammarBuffers):
         self._vocabulary: Vocabulary | None = None
         self._places: dict[FollowedAutomaton, _Place] = {}  # those without a user came before the others
 
-    def acquire(self, automaton: FollowedAutomaton) -> bool:
-        """Make room for an automaton that one more request uses. Return False if there is no room."""
-        place = self._places.get(automaton) or self._add(automaton)
-        if place is None:
-            return False
-        place.num_users += 1
-        return True
+    def acquire(self, automaton: FollowedAutomaton) -> str | None:
+        """Make room for an automaton that one more request uses. Return the reason if the device cannot follow it."""
+        if automaton not in self._places:
+            if np.isin(automaton.forced_Q, list(self._eos)).any():
+                return "it forces a token that ends an output"
+            if automaton.forced_Q.max() >= self._vocab_size:
+                return "it forces a token that the model does not have"
+            if not self._add(automaton):
+                return "the table of grammars is full"
+        self._places[automaton].num_users += 1
+        return None
 
     def release(self, automaton: FollowedAutomaton) -> None:
         """A request that used the automaton has ended."""
@@ -73,14 +77,15 @@ class GrammarTable(GrammarBuffers):
         place = self._places[automaton]
         return (place.first + state - 1 if state > 0 else BROKEN), place.index
 
-    def _add(self, automaton: FollowedAutomaton) -> _Place | None:
+    def _add(self, automaton: FollowedAutomaton) -> bool:
+        """Write an automaton to the table. Return False if there is no room."""
         if not self._has_vocabulary(automaton.vocabulary) or automaton.next_QK.shape[1] > MAX_CLASSES:
-            return None
+            return False
         size = len(automaton) - 1
         while (first := self._free_states(size)) is None or len(self._places) == _MAX_AUTOMATA:
             unused = next((one for one, place in self._places.items() if not place.num_users), None)
             if unused is None:
-                return None
+                return False
             self._remove(unused)
         taken = {place.index for place in self._places.values()}
         place = _Place(first, size, next(index for index in range(_MAX_AUTOMATA) if index not in taken))
@@ -92,7 +97,7 @@ class GrammarTable(GrammarBuffers):
         self.accepts_Q[states].copy_(torch.from_numpy(automaton.accepts_Q[1:]))
         self.leaves_Q[states].copy_(torch.from_numpy(automaton.leaves_Q[1:]))
         self.classes_GB[place.index].copy_(torch.from_numpy(automaton.classes_B))
-        return place
+        return True
 
     def _free_states(self, size: int) -> int | None:
         """Return the first of `size` states that no automaton has."""

@@ -98,9 +98,9 @@ class RequestTable:
     @property
     def rule_bytes(self) -> int:
         """The bytes that `add_rules` and `add_grammars` have allocated."""
-        if self.rules is None:
-            return 0
         of_grammars = 0 if self.grammars is None else self.grammars.num_bytes
+        if self.rules is None:
+            return of_grammars
         return of_grammars + self.rules.num_bytes + (0 if self._keeps_tokens else self.tokens_SL.nbytes)
 
     def saved(self) -> Callable[[], None]:

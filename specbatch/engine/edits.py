@@ -37,8 +37,6 @@ def edited_logits(
     must not change."""
     if not edits:
         return logits_TV
-    rules = state.rules
-    assert rules is not None, "no request has brought rules"
     if edits & Edits.VALUES:
         wanted = torch.promote_types(logits_TV.dtype, torch.float32)
         logits_TV = logits_TV.to(wanted, copy=keep)
@@ -46,6 +44,10 @@ def edited_logits(
         logits_TV = logits_TV.clone()
     if edits & Edits.GRAMMAR:
         _forbid_by_grammars(state, view, trees, logits_TV, ops, fixed_shapes=fixed_shapes)
+    if edits is Edits.GRAMMAR:
+        return logits_TV
+    rules = state.rules
+    assert rules is not None, "no request has brought rules"
     nodes = TreeNodes(view.req_idx_B, view.length_B, trees.tokens_BN, trees.depths_BN, trees.mask_BNW)
     if fixed_shapes:
         ops.edit_logits(logits_TV, nodes, rules, state.tokens_SL, edits)

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from specbatch.batch import MAX_STOP_IDS, Edits, Output
@@ -236,8 +235,8 @@ class Engine:
     def submit(self, request: Request) -> None:
         automaton = self._automaton_of(request)
         seq = Sequence.of(request, self.limits, self._max_length, automaton)
-        seq.num_forced_room = self.max_forced if seq.grammar is not None else 0
-        if seq.grammar is not None:
+        if seq.has_grammar:
+            seq.num_forced_room = self.max_forced
             self._note_grammar(seq)
         self._scheduler.waiting.append(seq)
 
@@ -256,12 +255,8 @@ class Engine:
                 found = DEEP
             elif len(request.params.stop_token_ids) > MAX_STOP_IDS:
                 found = f"the request has more than {MAX_STOP_IDS} stop tokens"
-            elif np.isin(found.forced_Q, self.limits.eos_token_ids).any():
-                found = "it forces a token that ends an output"
-            elif found.forced_Q.max() >= self.limits.vocab_size:
-                found = "it forces a token that the model does not have"
-            elif not self._table.grammars().acquire(found):
-                found = "the table of grammars is full"
+            else:
+                found = self._table.grammars().acquire(found) or found
         self._stats.grammar.requests[found if isinstance(found, str) else DEVICE] += 1
         return None if isinstance(found, str) else found
 

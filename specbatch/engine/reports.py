@@ -141,7 +141,7 @@ def _read_round(
     tokens, num_accepted = report[_TOKENS : _TOKENS + count], count - 1
     if broken:
         stats.broken_drafts += broken
-    if seq.host_grammar is not None and seq.host_grammar.failure is not None:
+    if seq.grammar is not None and seq.grammar.failure is not None:
         seq.counts.record(drafted, depth, 0, 0)
         return FinishReason.ERROR
     seq.num_computed_tokens += count

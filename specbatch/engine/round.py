@@ -256,10 +256,12 @@ class Round:
         tokens_BN, counts_B, states_BN = self.ops.follow_trees(
             tokens_BN, view.req_idx_B, grammars, before_B, trees.parents_BN
         )
-        counts_B, parents_BN = _without_leaving(trees, counts_B, self._leaves(states_BN))
-        trees = replace(trees, tokens_BN=tokens_BN, num_nodes_B=counts_B, parents_BN=parents_BN, states_BN=states_BN)
+        trees = replace(trees, tokens_BN=tokens_BN, num_nodes_B=counts_B, states_BN=states_BN)
+        if tokens_BN.shape[1] > 1:
+            trees = _without_leaving(trees, self._leaves(states_BN))
         if not grows:
             return trees if self.fixed_shapes else replace(trees, max_path=self.max_path(trees))
+        counts_B = trees.num_nodes_B
         assert counts_B is not None
         assert before_B is not None
         room_B = torch.maximum(view.field(Field.LIMIT) - view.length_B, before_B)
@@ -292,12 +294,12 @@ class Round:
             num_verified=num_verified,
         )
 
-    def _advance(self, view: BatchView, is_live_B: Tensor, state_B: Tensor, token_B: Tensor) -> None:
-        """Advance the states of requests in their automata. Where acceptance is simulated, a forbidden token ends
-        that."""
+    def _advance(self, view: BatchView, is_live_B: Tensor, states_BN: Tensor, tokens_BM: Tensor, *path: Tensor) -> None:
+        """Advance the states of requests in their automata, see `advance_states`. Where acceptance is simulated, a
+        forbidden token ends that."""
         grammars = self.state.grammars
         assert grammars is not None
-        self.ops.advance_states(view.req_idx_B, is_live_B, state_B, token_B, self.state.ints_SF, grammars)
+        self.ops.advance_states(view.req_idx_B, is_live_B, states_BN, tokens_BM, self.state.ints_SF, grammars, *path)
         if self.simulates:
             grammars.states_S.masked_fill_(grammars.states_S == BROKEN, FREE)
 
@@ -369,9 +371,9 @@ class Round:
         verified = self._decide(view, trees, verified, wanted)
         committed = self._commit(view, trees, verified)
         if trees.states_BN is not None:
-            last_B1 = committed.num_path_B[:, None] - 1
-            before_B = trees.states_BN.gather(1, committed.path_BM.gather(1, last_B1))[:, 0]
-            self._advance(view, view.field(Field.DONE) == 0, before_B, committed.tokens_BM.gather(1, last_B1)[:, 0])
+            is_live_B = view.field(Field.DONE) == 0
+            path = committed.path_BM, committed.num_path_B
+            self._advance(view, is_live_B, trees.states_BN, committed.tokens_BM, *path)
         if trees.parents_BN is not None:  # a chain's path is contiguous
             paths = committed.path_BM.shape
             self.ops.move_slots(self._cache.all_layers, committed.source_T.view(paths), committed.target_T.view(paths))
@@ -543,7 +545,7 @@ class Round:
         limit = rows.field(Field.LIMIT)
         done = self._ends(rows, tokens[:, None], is_new[:, None]) | (chunk.lengths_R + 1 >= limit)
         if grammars is not None and states_R is not None:
-            self._advance(rows, is_new, states_R, tokens)
+            self._advance(rows, is_new, states_R[:, None], tokens[:, None])
             done |= self._leaves(grammars.states_S[chunk.ready_R])
         done |= reported == NO_TOKEN
         ints = rows.ints_BF.clone()
@@ -583,17 +585,14 @@ class Round:
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
 
 
-def _without_leaving(
-    trees: DraftTrees, counts_B: Tensor | None, leaves_BN: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the numbers of nodes of chains, or the parents of trees, without the nodes after which requests leave
-    their automata. `counts_B`: the numbers of nodes."""
+def _without_leaving(trees: DraftTrees, leaves_BN: Tensor) -> DraftTrees:
+    """Return the trees without the nodes after which requests leave their automata."""
     if trees.parents_BN is not None:
         is_cut_BN = leaves_BN.clone()
         is_cut_BN[:, 0] = False
-        return counts_B, torch.where(is_cut_BN, -2, trees.parents_BN)
-    first_B = _first_leaving(leaves_BN)
-    return (first_B if counts_B is None else torch.minimum(counts_B, first_B)), None
+        return replace(trees, parents_BN=torch.where(is_cut_BN, -2, trees.parents_BN))
+    first_B, counts_B = _first_leaving(leaves_BN), trees.num_nodes_B
+    return replace(trees, num_nodes_B=first_B if counts_B is None else torch.minimum(counts_B, first_B))
 
 
 def _first_leaving(leaves_BN: Tensor) -> Tensor:

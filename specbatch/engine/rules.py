@@ -5,6 +5,7 @@ Shape suffixes: W words of a mask.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,8 @@ def make_rules(
         edits |= Edits.BAD_WORDS
     if biases or penalties != (1.0, 0.0, 0.0):
         edits |= Edits.VALUES
+    if edits is Edits.NONE and of_grammar:
+        return Rules(_all_tokens(limits.vocab_size), 0, {}, (), penalties, of_grammar)
     edits |= of_grammar
     if edits is Edits.NONE:
         return None
@@ -109,6 +112,13 @@ def _mask(vocab_size: int, allowed: Sequence[int] | None) -> np.ndarray:
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
     bits[slice(vocab_size) if allowed is None else np.array(allowed, dtype=np.int64)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@functools.cache
+def _all_tokens(vocab_size: int) -> np.ndarray:
+    """(2, W) the masks that allow all tokens. Nobody may change them."""
+    mask_W = _mask(vocab_size, None)
+    return np.stack((mask_W, mask_W))
 
 
 def _remove(mask_W: np.ndarray, tokens: Iterable[int]) -> None:

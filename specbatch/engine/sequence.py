@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from specbatch.batch import NO_TOKEN, Edits
@@ -60,8 +61,10 @@ class Sequence:
     rules: Rules | None = None
     # keys: index of the token, as far as computed
     prompt_logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    # The two ways to follow a grammar: on the host, or on the device with an automaton. One of them is None.
     grammar: GrammarState | None = None
-    automaton: FollowedAutomaton | None = None  # with it the device follows the grammar; None: the host does
+    automaton: FollowedAutomaton | None = None
+    make_grammar: Callable[[], GrammarState] | None = None  # makes `grammar` at the beginning of the output
     leaves_automaton: bool = False  # its output goes on in a way that the automaton does not have
     num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `tree.MAX_FORCED`
 
@@ -76,25 +79,33 @@ class Sequence:
         params, matcher = request.params, request.matcher
         of_grammar = Edits.NODE_MASK if automaton is None else Edits.GRAMMAR
         rules = make_rules(params, request.bad_words, limits, Edits.NONE if matcher is None else of_grammar)
-        grammar = None
+        make: Callable[[], GrammarState] | None = None
         if matcher is not None:
-            grammar = GrammarState(matcher, limits.eos_token_ids, params.stop_token_ids, limits.vocab_size)
+            ends = limits.eos_token_ids, params.stop_token_ids
+            make = partial(GrammarState, matcher, *ends, limits.vocab_size)
+        grammar = make() if make is not None and automaton is None else None
         predicted: list[int] = []
         if request.predicted_token_ids:
             predicted = [*prompt[-_CONTEXT:], *request.predicted_token_ids][: min(max_length, MAX_PREDICTED)]
         longest = min(len(prompt) + params.max_tokens, max_length)
-        return cls(request, prompt, longest, predicted=predicted, rules=rules, grammar=grammar, automaton=automaton)
+        return cls(
+            request, prompt, longest, predicted=predicted, rules=rules, grammar=grammar, automaton=automaton,
+            make_grammar=make,
+        )  # fmt: skip
 
     def leave_automaton(self) -> None:
         """Let the host follow the grammar from now on. The request must not run."""
         assert self.rules is not None
         self.rules = replace(self.rules, edits=self.rules.edits & ~Edits.GRAMMAR | Edits.NODE_MASK)
-        self.automaton, self.leaves_automaton = None, False
+        self.grammar, self.automaton, self.leaves_automaton = self._grammar_on_host(), None, False
 
     @property
-    def host_grammar(self) -> GrammarState | None:
-        """Return the grammar that the host follows, if there is one."""
-        return self.grammar if self.automaton is None else None
+    def has_grammar(self) -> bool:
+        return self.make_grammar is not None
+
+    def _grammar_on_host(self) -> GrammarState | None:
+        """Return the grammar as the host follows it, whether it does or not; None: there is no grammar."""
+        return self.make_grammar() if self.grammar is None and self.make_grammar is not None else self.grammar
 
     @property
     def num_prompt(self) -> int:
@@ -176,7 +187,7 @@ class Sequence:
 
     def completion(self, reason: FinishReason) -> Completion:
         """Return what the request has become."""
-        params, grammar = self.request.params, self.grammar
+        params = self.request.params
         tokens, logprobs = list(self.generated), None
         if params.logprobs is not None:
             logprobs = read_records(tokens, self.logprobs)
@@ -184,11 +195,8 @@ class Sequence:
         if params.prompt_logprobs is not None:
             scored = TokenLogprobs.of(self.prompt_logprobs[i] for i in self.scored_tokens)
         problem, failed = None, reason is FinishReason.ERROR
-        if failed and grammar is not None:
+        if failed and (grammar := self._grammar_on_host()) is not None:
             problem = grammar.failure_after(self.tokens, self.num_prompt)
-        incomplete = False
-        if reason is FinishReason.LENGTH and grammar is not None:
-            incomplete = not grammar.may_end_after(self.tokens, self.num_prompt)
         return Completion(
             self.request.request_id,
             tokens,
@@ -197,18 +205,27 @@ class Sequence:
             self.counts,
             self.margin if params.temperature == 0 else NO_MARGIN,
             prompt_logprobs=scored,
-            incomplete=incomplete,
+            incomplete=reason is FinishReason.LENGTH and not self._may_end(),
             grammar_error=problem,
             no_token_left=failed and problem is None and self._has_no_token_left(),
         )
+
+    def _may_end(self) -> bool:
+        """Return whether the grammar lets the output end here."""
+        if self.automaton is not None:
+            state = self.automaton.state_after(self.generated)
+            if state > 0 and not self.automaton.leaves_Q[state]:
+                return bool(self.automaton.accepts_Q[state])
+        grammar = self._grammar_on_host()
+        return grammar is None or grammar.may_end_after(self.tokens, self.num_prompt)
 
     def _has_no_token_left(self) -> bool:
         """Return whether the rules and the grammar forbid all tokens after the output."""
         if self.rules is None:
             return False
         allowed_W = self.rules.allowed(self.generated)
-        if self.grammar is not None:
-            self.grammar.follow(self.tokens, self.num_prompt)
-            mask_W = self.grammar.mask()  # a model can have more tokens than its tokenizer
+        if (grammar := self._grammar_on_host()) is not None:
+            grammar.follow(self.tokens, self.num_prompt)
+            mask_W = grammar.mask()  # a model can have more tokens than its tokenizer
             allowed_W = allowed_W[: len(mask_W)] & mask_W
         return not allowed_W.any()

@@ -104,7 +104,7 @@ class TableWriter:
             self._state.add_rules(self._vocab_size).clear(self._transfers.upload(np.array(stale, dtype=np.int64)))
             self._with_rules.difference_update(stale)
         for seq in self._started:
-            if seq.rules is not None:
+            if seq.rules is not None and seq.rules.edits != Edits.GRAMMAR:  # An automaton needs no line.
                 self._with_rules.add(seq.req_idx)
                 table = self._state.add_rules(self._vocab_size)
                 write_rules(table, self._transfers, seq.req_idx, seq.rules, seq.num_prompt)
@@ -112,7 +112,8 @@ class TableWriter:
     def make_rules(self, edits: Edits) -> None:
         """Make the tables of rules and of grammars, if there are none: a round of all ranks has the rules of other
         ranks' requests."""
-        self._state.add_rules(self._vocab_size)
+        if edits & ~Edits.GRAMMAR:
+            self._state.add_rules(self._vocab_size)
         if edits & Edits.GRAMMAR:
             self.grammars()
 

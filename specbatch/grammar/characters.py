@@ -7,7 +7,6 @@ the result with llguidance (`automaton_check.py`).
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,7 +21,7 @@ MAX_STATES = 16_384  # the most states of an automaton
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 _MAX_REPEAT = 4096
-_MAX_SECONDS = 1.0  # the longest time for an automaton
+_MAX_WORK = 16_000_000  # steps of an automaton's construction; they take about a second
 # Characters of each length of UTF-8, by the first and the last.
 _LENGTHS = ((0x0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST))
 _SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
@@ -59,10 +58,23 @@ class CharAutomaton:
         return not any(self.accepts)
 
 
+class _Work:
+    """The work for an automaton. Its bound is a number of steps and no time, so that all processes decide alike."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_WORK
+
+    def spend(self, num_steps: int) -> None:
+        self._left -= num_steps
+        if self._left < 0:
+            raise NotRegularError("its automaton takes long to make")
+
+
 class _Nfa:
     def __init__(self) -> None:
         self.edges: list[list[Edge]] = []
         self.empty: list[list[int]] = []
+        self._work = _Work()
 
     def state(self) -> int:
         self.edges.append([])
@@ -73,6 +85,7 @@ class _Nfa:
 
     def add(self, tree: Any, start: int, flags: int, ascii_classes: bool) -> int:
         """Add the texts of a parsed regex after `start`; return the state after them."""
+        self._work.spend(10 * (1 + len(tree)))
         for op, value in tree:
             start = self._one(op, value, start, flags, ascii_classes)
         return start
@@ -133,22 +146,25 @@ class _Nfa:
                             if after not in seen:
                                 seen.add(after)
                                 stack.append(after)
+                    self._work.spend(len(seen))
                     closures[one] = frozenset(s for s in seen if s == end or self.edges[s])
                 found |= closures[one]
+                self._work.spend(1 + len(closures[one]))
             return frozenset(found)
 
         def step(states: frozenset[int]) -> list[tuple[int, int, frozenset[int]]]:
             edges = [edge for one in states for edge in self.edges[one]]
-            return [(lo, hi, closure(after)) for lo, hi, after in _split(edges)]
+            return [(lo, hi, closure(after)) for lo, hi, after in _split(edges, self._work)]
 
         return _explored(closure([start]), step, lambda states: end in states)
 
 
-def _split(edges: Sequence[Edge]) -> list[tuple[int, int, frozenset[int]]]:
+def _split(edges: Sequence[Edge], work: _Work) -> list[tuple[int, int, frozenset[int]]]:
     """Divide edges at all their bounds."""
     if len(edges) == 1:
         return [(edges[0][0], edges[0][1], frozenset((edges[0][2],)))]
     bounds = sorted({lo for lo, _, _ in edges} | {hi + 1 for _, hi, _ in edges})
+    work.spend(len(bounds) * len(edges))
     found = []
     for lo, past in pairwise(bounds):
         if after := frozenset(state for first, last, state in edges if first <= lo <= last):
@@ -160,11 +176,9 @@ def _explored(
     start: Any, step: Callable[[Any], list[tuple[int, int, Any]]], is_accepting: Callable[[Any], bool]
 ) -> CharAutomaton:
     """Build the automaton of everything that can be reached, without what leads nowhere."""
-    index, order, ends = {start: 0}, [start], time.perf_counter() + _MAX_SECONDS
+    index, order = {start: 0}, [start]
     edges: list[list[Edge]] = []
     for one in order:
-        if time.perf_counter() > ends:
-            raise NotRegularError("its automaton takes long to make")
         mine: list[Edge] = []
         for lo, hi, after in step(one):
             if after not in index:
@@ -310,11 +324,14 @@ def joined(one: CharAutomaton, other: CharAutomaton, accepts: Callable[[bool, bo
     """Return the automaton of texts for which `accepts` is true, given whether each of the two accepts them. It must be
     false for texts that neither accepts."""
 
+    work = _Work()
+
     def step(pair: tuple[int, int]) -> list[tuple[int, int, tuple[int, int]]]:
         edges: list[tuple[int, int, int, int]] = []
         for side, (automaton, state) in enumerate(((one, pair[0]), (other, pair[1]))):
             edges += [(lo, hi, side, after) for lo, hi, after in (automaton.edges[state] if state >= 0 else ())]
         bounds = sorted({edge[0] for edge in edges} | {edge[1] + 1 for edge in edges})
+        work.spend(len(bounds) * len(edges))
         found = []
         for lo, past in pairwise(bounds):
             after = [-1, -1]

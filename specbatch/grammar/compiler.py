@@ -35,7 +35,9 @@ from specbatch.matcher import GrammarMatcher
 # Limits of the compiled text. Choices become a regex, in which a character can take eight characters. Schemas and
 # grammars can be deeply nested, see `DeepThread`.
 _MAX_CHARS = {"regex": 8 * MAX_CHARS, "json_schema": MAX_CHARS, "grammar": MAX_CHARS}
-_MAX_SECONDS = 30.0  # A compilation may take that long.
+# A compilation may take that long, and an automaton, too. Other bounds of automata are numbers, so that all processes
+# decide alike.
+_MAX_SECONDS = 30.0
 # Limits of the library, five and four times its own: an object with 500 optional keys has 2,000 items in a row.
 _MAX_ITEMS_IN_ROW, _MAX_ITEMS_IN_STEP = 10_000, 200_000
 # The most copies of grammars that are kept, and the most characters of all of them. A copy takes about 50 KB, or 60
@@ -44,8 +46,6 @@ _MAX_COMPILED, _MAX_KEPT_CHARS = 1024, 8 << 20
 _MAX_AUTOMATON_CHARS = 1 << 16  # A longer schema or regex gets no automaton.
 # The first grammars of a job get automata: each takes about 0.1 seconds of Python's time.
 _MAX_AUTOMATA = 128
-_MAX_AUTOMATON_SECONDS = 5.0  # An automaton may take that long.
-_CHECK_SECONDS = 2.0  # A check of it may take that long.
 _MAX_THREADS = 16  # the most threads that compute masks
 _USERS_OF_COPY = 4  # requests that share a lexer before there is another one: a schema takes a millisecond to compile
 _MAX_COPY_SECONDS = 0.25  # the longest time for all copies of a grammar, which is compiled again for more threads
@@ -75,8 +75,8 @@ class GrammarCompiler:
         max_automata: int = _MAX_AUTOMATA,
         max_levels: int = MAX_LEVELS,
     ) -> None:
-        """`max_seconds`: the longest time of a compilation; None: there is no limit. `max_automata`: the
-        number of grammars that get automata, with which the device follows them. `max_levels`: see
+        """`max_seconds`: the longest time of a compilation, and of an automaton; None: there is no limit.
+        `max_automata`: the number of grammars that get automata, with which the device follows them. `max_levels`: see
         `schema_automaton`."""
         self._max_automata, self._max_levels = max_automata, max_levels
         self._hf_tokenizer = tokenizer
@@ -92,9 +92,9 @@ class GrammarCompiler:
         self._num_copies = self._num_chars = 0  # They count what is kept.
         self._lock = threading.Lock()
 
-    def matcher(self, constraint: Constraint) -> Matcher:
+    def matcher(self, constraint: Constraint, *, on_host: bool = False) -> Matcher:
         """Return a matcher at the beginning of a text. It raises RowError if the constraint cannot be compiled, or not
-        within `max_seconds`."""
+        within `max_seconds`. `on_host`: the host follows the output, even if there is an automaton."""
         with self._lock:
             grammar = self._compiled.get(constraint)
         if grammar is None:  # the lock is free while this compiles, so that other threads get their matchers
@@ -108,7 +108,7 @@ class GrammarCompiler:
             try:
                 if isinstance(kept, RowError):
                     raise kept
-                return kept.matcher()
+                return kept.matcher(on_host=on_host)
             finally:
                 self._compiled[constraint] = kept
                 self._count(constraint, kept, 1)
@@ -169,7 +169,7 @@ class GrammarCompiler:
             raise _refused(constraint, "no text matches it" if problem is None or problem == DEAD_END else problem)
         try:
             work = DeepThread(lambda: self._automaton(constraint, text, made()))
-            grammar.automaton = work.result(self._seconds_of(_MAX_AUTOMATON_SECONDS), self._is_ending)
+            grammar.automaton = work.result(self._max_seconds, self._is_ending)
         except NotRegularError as exc:
             grammar.automaton = str(exc)
         except (Abandoned, RecursionError):
@@ -193,14 +193,9 @@ class GrammarCompiler:
             automaton = _regex_automaton(constraint.text)
         else:
             raise NotRegularError("it is not a schema, a regex or a choice")
-        seconds = self._seconds_of(_CHECK_SECONDS)
-        check(automaton, llguidance.LLMatcher(self._of_bytes, text, log_level=0), seconds)
+        check(automaton, llguidance.LLMatcher(self._of_bytes, text, log_level=0))
         assert self._vocabulary is not None
         return with_tokens(automaton, compiled, self._vocabulary)
-
-    def _seconds_of(self, most: float) -> float:
-        """Return the longest time of a step that otherwise has `most`."""
-        return math.inf if self._max_seconds == math.inf else min(most, self._max_seconds)
 
     def _on_thread(self, work: Callable[[], Any]) -> Any:
         return DeepThread(work).result(self._max_seconds, self._is_ending)
@@ -243,11 +238,12 @@ class _Grammar:
     def num_copies(self) -> int:
         return len(self._copies)
 
-    def matcher(self) -> Matcher:
-        """Return a matcher of the copy that the fewest matchers use."""
+    def matcher(self, *, on_host: bool = False) -> Matcher:
+        """Return a matcher of the copy that the fewest matchers use. `on_host`: see `GrammarCompiler.matcher`."""
         counts = [len(users) for users in self._users]
         index = counts.index(min(counts))
-        if counts[index] >= _USERS_OF_COPY and len(counts) < self._max_copies:
+        needs_masks = on_host or isinstance(self.automaton, str)
+        if needs_masks and counts[index] >= _USERS_OF_COPY and len(counts) < self._max_copies:
             try:
                 self._copies.append(self._compile())
                 self._users.append(weakref.WeakSet())
@@ -284,5 +280,5 @@ class MatcherSpec:
 
     def make(self, compiler: GrammarCompiler) -> GrammarMatcher:
         """Make a matcher at the beginning of an output. It raises RowError for a constraint that cannot be compiled."""
-        answer = compiler.matcher(self.constraint)
+        answer = compiler.matcher(self.constraint, on_host=self.reasoning is not None)
         return answer if self.reasoning is None else AfterReasoning(answer, *self.reasoning)

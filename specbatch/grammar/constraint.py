@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from specbatch.types import GRAMMAR_FIELDS, SamplingParams
 # The `x-guidance` of a schema, with which llguidance writes JSON as `json.dumps` does.
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+# Constraints of that number of schemas are kept, because most rows of a job have the same schema, and it takes a
+# millisecond to change one. A longer schema is changed for each row.
+_MAX_KEPT, _MAX_KEPT_CHARS = 256, 1 << 16
 MAX_CHARS = 1 << 20  # An option has room for 30,000 choices, or for 70,000 nested rules.
 
 # Exact patterns for formats of JSON Schema. llguidance allows too much there: 29 February of any year, the year 0, and
@@ -52,8 +56,7 @@ def constraint_of(params: SamplingParams) -> Constraint | None:
     if (size := sum(map(len, value)) if option == "choice" else len(value)) > MAX_CHARS:
         raise FieldError("invalid_value", f"{option} has {size:,} characters, and {MAX_CHARS:,} can be compiled")
     if option == "response_format":
-        schema = schema_of(value)
-        found = None if schema is None else Constraint(option, "json_schema", with_exact_formats(schema))
+        found = _of_format(value) if len(value) <= _MAX_KEPT_CHARS else _of_format.__wrapped__(value)
     elif option == "choice":
         found = Constraint(option, "regex", _any_of(value))
     else:
@@ -61,6 +64,12 @@ def constraint_of(params: SamplingParams) -> Constraint | None:
     if found is not None and params.ignore_eos:
         raise FieldError("invalid_value", f"ignore_eos and {option} are given, but a complete text has to end")
     return found
+
+
+@functools.lru_cache(_MAX_KEPT)
+def _of_format(response_format: str) -> Constraint | None:
+    schema = schema_of(response_format)
+    return None if schema is None else Constraint("response_format", "json_schema", with_exact_formats(schema))
 
 
 def _any_of(texts: tuple[str, ...]) -> str:

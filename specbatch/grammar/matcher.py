@@ -40,6 +40,10 @@ class Matcher:
         self._vocab_size = vocab_size
         self._start()
 
+    @property
+    def end(self) -> int:
+        return self._threads.end
+
     def fork(self) -> Matcher:
         other = Matcher.__new__(Matcher)
         other._compiled, other._threads, other._vocab_size = self._compiled, self._threads, self._vocab_size

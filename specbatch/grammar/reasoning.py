@@ -41,6 +41,10 @@ class AfterReasoning:
         self._found = 0  # tokens of `end` that the reasoning ends with
         self._were: list[tuple[_At, int]] = []  # the state before each token
 
+    @property
+    def end(self) -> int:
+        return self._answer.end
+
     def advance(self, token: int) -> bool:
         was, now, found = self._at, self._at, 0
         if was is _At.START:

@@ -2,6 +2,7 @@
 
 Where the grammar forces the next bytes, only the first token of their usual tokenization may come, as in llguidance.
 It depends there on the last token, too; here it depends on the state alone, because a state is all that the device has.
+Within a character it is the token that comes after the fewest tokens since the character's beginning.
 
 Shape suffixes: Q states, V tokens, L bytes of a token.
 """
@@ -9,7 +10,6 @@ Shape suffixes: Q states, V tokens, L bytes of a token.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from specbatch.grammar.automaton import DEAD, START, Automaton
 from specbatch.grammar.characters import NotRegularError
 
 _MAX_TOKEN = 255  # A token with more bytes may not come.
+_MAX_CHARACTER = 4  # bytes of a character in UTF-8
 _NUM_WALKS, _MAX_WALK = 6, 200  # random texts of a check, and their bytes
 Beginnings = dict[int, Any]  # the beginnings of texts: what comes after each first byte, of the same type
 
@@ -39,7 +40,17 @@ class TokenBytes:
         self.bytes_LV = np.ascontiguousarray(np.frombuffer(padded, dtype=np.uint8).reshape(count, width).T)
         self.texts = texts
         self._beginnings: dict[frozenset[int], Beginnings] = {}
-        self.of_byte = {text[0]: i for i, text in reversed(list(enumerate(texts))) if len(text) == 1}
+        self._short = {text: i for i, text in reversed(list(enumerate(texts))) if 1 <= len(text) <= _MAX_CHARACTER}
+
+    def fewest(self, text: bytes) -> list[int] | None:
+        """Return the fewest tokens with the bytes of a part of a character; None: there are none."""
+        if not text:
+            return []
+        ways = []
+        for size in range(len(text), 0, -1):
+            if text[:size] in self._short and (rest := self.fewest(text[size:])) is not None:
+                ways.append([self._short[text[:size]], *rest])
+        return min(ways, key=len, default=None)
 
     def beginnings(self, last: frozenset[int]) -> Beginnings:
         """Return the beginnings of tokens, without the whole tokens, that end with one of these bytes, and maybe others
@@ -101,31 +112,43 @@ def with_tokens(automaton: Automaton, compiled: Any, vocabulary: TokenBytes) -> 
         return TokenAutomaton(automaton, forced_Q, _leaves(automaton, forced_Q, vocabulary), vocabulary)
     children = _wanted_children(automaton, is_forced_Q)
     matcher = compiled.deep_copy()
-    stack: list[tuple[int, int]] = [(START, -1)]  # (state, the byte that leads to it); state -1: go back
+    # (state, the bytes since the last whole character on the way to it); state -1: go back by this number of tokens
+    stack: list[tuple[int, bytes | int]] = [(START, b"")]
     while stack:
-        state, byte = stack.pop()
-        if state < 0:
-            matcher.rollback(1)
+        state, text = stack.pop()
+        if isinstance(text, int):
+            matcher.rollback(text)
             continue
-        if byte >= 0:
-            if (token := vocabulary.of_byte.get(byte)) is None:
-                continue  # No token is forced there.
-            if matcher.try_consume_tokens([token]) != 1:
-                raise NotRegularError("llguidance refuses a text of it")
-            stack.append((-1, 0))
+        is_whole = _is_whole(text)
+        following = [(after, (b"" if is_whole else text) + bytes((byte,))) for after, byte in children.get(state, ())]
+        if (way := vocabulary.fewest(text)) is None:
+            stack += [] if is_whole else following
+            continue  # No token is forced there.
+        if way and matcher.try_consume_tokens(way) != len(way):
+            raise NotRegularError("llguidance refuses a text of it")
         if is_forced_Q[state] and forced_Q[state] < 0:
             tokens, after = matcher.compute_ff_tokens(), state
             num_legal = matcher.validate_tokens(tokens)
             if tokens and not num_legal:
                 raise NotRegularError("it forces a text that the vocabulary has as a special token, or not at all")
-            for token in tokens[:num_legal]:  # where the whole forced text begins, its usual tokens follow each other
+            # After whole characters the usual tokens of the forced text follow each other.
+            for token in tokens[: num_legal if is_whole else min(num_legal, 1)]:
                 before, after = after, automaton.step(after, vocabulary.texts[token])
                 if after == DEAD:  # The forced text goes on outside of the automaton.
                     break
                 if forced_Q[before] < 0:
                     forced_Q[before] = token
-        stack += children.get(state, ())
+        if is_whole:
+            stack.append((-1, len(way)))
+        else:  # Longer texts of the same character can have other tokens.
+            matcher.rollback(len(way))
+        stack += following
     return TokenAutomaton(automaton, forced_Q, _leaves(automaton, forced_Q, vocabulary), vocabulary)
+
+
+def _is_whole(text: bytes) -> bool:
+    """Return whether the bytes are a whole character in UTF-8, given that they are the beginning of one, or none."""
+    return not text or len(text) >= (1 if text[0] < 0xC0 else 2 if text[0] < 0xE0 else 3 if text[0] < 0xF0 else 4)
 
 
 def _leaves(automaton: Automaton, forced_Q: NDArray[np.int32], vocabulary: TokenBytes) -> NDArray[np.bool_]:
@@ -176,11 +199,10 @@ def _wanted_children(automaton: Automaton, is_wanted_Q: NDArray[np.bool_]) -> di
     return children
 
 
-def check(automaton: Automaton, matcher: Any, seconds: float) -> None:
+def check(automaton: Automaton, matcher: Any) -> None:
     """Compare an automaton with llguidance: each state but its exit at the end of a shortest text that leads there, and
     the states along some random texts. `matcher`: that of the same grammar, at its start, with a tokenizer whose tokens
-    are bytes. It raises NotRegularError where they differ, or if this takes longer than `seconds`."""
-    ends = time.perf_counter() + seconds
+    are bytes. It raises NotRegularError where they differ."""
     leads_on_QB = automaton.next_QK[:, automaton.classes_B] != DEAD
     children = _wanted_children(automaton, np.arange(len(automaton)) > DEAD)
     one, stack = matcher.deep_copy(), [(START, -1)]  # (state, the byte that leads to it); state -1: go back
@@ -197,8 +219,6 @@ def check(automaton: Automaton, matcher: Any, seconds: float) -> None:
             continue
         _compare(one, leads_on_QB[state], bool(automaton.accepts_Q[state]))
         stack += children.get(state, ())
-        if time.perf_counter() > ends:
-            raise NotRegularError("its automaton takes long to check")
     rng = np.random.default_rng(len(automaton))
     for _ in range(_NUM_WALKS):
         one, state = matcher.deep_copy(), START

@@ -14,6 +14,7 @@ a column `temperature` is no sampling option then. JSON lines keep their samplin
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -58,6 +59,7 @@ _MAX_PREVIEW_ROWS = 100  # the most rows that are read before the model is loade
 _MAX_SHOWN = 12  # the most field names in a message
 _AS_DATA = "put it under `metadata`, or set data.prompt_column"
 _MAX_TOKENS = [name for name, field in SAMPLING_NAMES.items() if field == "max_tokens"]
+_MAX_FORMATS = 64  # response_formats whose remarks are kept
 
 
 class RowParser:
@@ -77,7 +79,7 @@ class RowParser:
         self._id_column = data.id_column
         self._keeps_columns = keeps_columns
         self._kwargs = data.chat_template_kwargs or {}
-        self._last_format: tuple[str | None, bool] = None, False
+        self._closes_objects = functools.lru_cache(_MAX_FORMATS)(closes_objects)
 
     @classmethod
     def of_job(cls, config: Config) -> Self:
@@ -185,9 +187,7 @@ class RowParser:
         row.own_seed = fields.get("seed") is not None
         row.own_max_tokens = any(fields.get(name) is not None for name in _MAX_TOKENS)
         wanted = row.params.response_format
-        if wanted != self._last_format[0]:  # most rows have the same
-            self._last_format = wanted, closes_objects(wanted)
-        row.closes_objects = self._last_format[1]
+        row.closes_objects = self._closes_objects(wanted)
 
     def _prompt(self, fields: dict[str, Any]) -> tuple[PromptKind, Any]:
         if self._template is not None:

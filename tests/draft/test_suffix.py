@@ -125,7 +125,7 @@ def test_rounds_that_choose_their_size_have_the_same_texts(
     for _ in range(3):
         found = run(engine, prompts, params)
         assert texts(found) == texts(plain[method, params is SAMPLED])
-    sizes = {key[-2] for key in runner.tried}
+    sizes = {key[-3] for key in runner.tried}
     assert None in sizes, "rounds of the size of the schedule"
     assert len(sizes) >= 3, sizes
     assert engine.stats.draft_sources.tokens["row"][1] > 0
@@ -171,17 +171,17 @@ def test_hybrids_whose_rounds_choose_their_size(sampled: bool, prompts: list[lis
     engine.executor.mode, engine.executor.runner = "round", runner
     for _ in range(2):
         assert texts(run(engine, prompts, params)) == texts(expected)
-    assert len({key[-2] for key in runner.tried}) >= 3
+    assert len({key[-3] for key in runner.tried}) >= 3
 
 
 def test_a_graph_that_memory_does_not_hold_is_not_chosen(prompts: list[list[int]]) -> None:
     """Rounds of other sizes go on as graphs of the schedule's size."""
     engine = tiny_device_engine("suffix", DraftShape(7, 1, 8), num_pages=256, costs=COSTS)
-    runner: Any = Replays(lambda key: key[-2] is not None)
+    runner: Any = Replays(lambda key: key[-3] is not None)
     engine.executor.mode, engine.executor.runner = "round", runner
     run(engine, prompts, GREEDY)
-    assert any(key[-2] is not None for key in runner.tried), "none was tried"
-    assert all(key[-2] is None for key in runner.outputs)
+    assert any(key[-3] is not None for key in runner.tried), "none was tried"
+    assert all(key[-3] is None for key in runner.outputs)
     assert runner.num_replays > 20
 
 

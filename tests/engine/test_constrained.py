@@ -357,6 +357,24 @@ def test_no_token_is_left() -> None:
         assert found[2][:2] == expected[2][:2]
 
 
+def test_texts_that_are_cut() -> None:
+    """The device and the host agree on whether a text that `max_tokens` cuts may end there."""
+    (prompt,) = random_prompts(1, shared=9)
+    cut: dict[bool, list[tuple[list[int], bool]]] = {}
+    for on_device, compiler in ((True, COMPILER), (False, HOST_COMPILER)):
+        wanted = []
+        for row in range(40):
+            kind = ("schema", "regex", "nested")[row % 3]
+            params = SamplingParams(max_tokens=1 + row // 3, temperature=3.0, seed=row, **GRAMMARS[kind])
+            constraint = constraint_of(params)
+            assert constraint is not None
+            wanted.append(Request(row, prompt, params, RngKey(7, row, 0), matcher=compiler.matcher(constraint)))
+        done = run_requests(tiny_engine(eos=(END,)), wanted)
+        cut[on_device] = [(list(c.token_ids), c.incomplete) for c in done if c.finish_reason is FinishReason.LENGTH]
+    assert cut[True] == cut[False]
+    assert {is_incomplete for _, is_incomplete in cut[True]} == {False, True}
+
+
 # A grammar with forced tokens, tokens that no draft may be, and free ones.
 CHI_SQUARE = SamplingParams(max_tokens=5, temperature=4.0, seed=3, regex="([ab]:(1|10))?[abc][12]")
 # Half of its outputs leave the automaton after their second token.

@@ -19,6 +19,8 @@ from specbatch.grammar.constraint import ONE_LINE, Constraint, constraint_of, wi
 from specbatch.grammar.numbers import decimals, integers
 from specbatch.grammar.schema_automaton import Leaves, schema_automaton
 from specbatch.grammar.token_automaton import TokenAutomaton, check
+from specbatch.models.download import resolve_model
+from specbatch.models.formats.tokenizer import load_tokenizer
 from specbatch.types import SamplingParams
 from tests.grammar.tiny_tokenizer import END, tiny_tokenizer
 
@@ -40,7 +42,7 @@ def test_schemas_of_the_check() -> None:
         schema = with_exact_formats(json.dumps(entry["schema"]))
         grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=ONE_LINE)  # type: ignore[arg-type]
         found = schema_automaton(schema, Leaves())
-        check(found, llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0), seconds=60)
+        check(found, llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0))
         assert len(found) < 5000
         if found.exit != DEAD:
             with_exit.add(entry["name"])
@@ -143,6 +145,13 @@ def test_regexes(regex: str) -> None:
     assert found == f"its regex has {expected[regex]}" if regex in expected else isinstance(found, TokenAutomaton)
 
 
+@pytest.mark.parametrize("regex", ["((((){4096}){4096}){4096}){4096}", "(?:[a-z]{1,50}[0-9]?){1,40}"])
+def test_a_regex_that_takes_much_work(regex: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is a number of steps, which is the same on all ranks and machines."""
+    monkeypatch.setattr("specbatch.grammar.characters._MAX_WORK", 1_000_000)
+    assert automaton_of("regex", regex) == "its automaton takes long to make"
+
+
 def test_choices() -> None:
     constraint = constraint_of(SamplingParams(choice=("true", "tru 🙂", "名前", "a.b")))
     assert constraint is not None
@@ -187,6 +196,20 @@ def test_forced_tokens_are_those_of_llguidance() -> None:
             tokens.append(int(rng.choice(legal)))
             assert matcher.advance(tokens[-1])
     assert num_forced > 20
+
+
+def test_forced_tokens_within_a_character() -> None:
+    """They follow the usual tokens before them. The tokenizer has two tokens of two bytes for this emoji, and one for
+    each of its bytes."""
+    compiler = GrammarCompiler(load_tokenizer(resolve_model("builtin:smollm2-135m-instruct")))
+    schema = {"type": "object", "properties": {"🙂": {"type": "null"}, "x": {"type": "null"}}}
+    matcher = compiler.matcher(Constraint("x", "json_schema", json.dumps(schema | {"additionalProperties": False})))
+    automaton, emoji = matcher.automaton, "🙂".encode()
+    assert isinstance(automaton, TokenAutomaton)
+    tokens = [automaton.vocabulary.texts.index(text) for text in (b'{"', emoji[:2], emoji[2:])]
+    assert matcher.advance_by(tokens[:2]) == 2
+    assert matcher.only_token() == tokens[2]
+    assert automaton.forced_Q[automaton.state_after(tokens[:2])] == tokens[2]
 
 
 def test_the_first_grammars_of_a_job_have_automata() -> None:

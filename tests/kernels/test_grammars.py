@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specbatch.batch import BROKEN, DEAD, FREE, NUM_FIELDS, Field, GrammarBuffers
 from specbatch.cache.grammar_table import GrammarTable
+from specbatch.engine.constrained.state import GrammarState
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import Constraint
 from specbatch.grammar.token_automaton import TokenAutomaton
@@ -49,13 +50,13 @@ def matchers() -> list[GrammarMatcher]:
     return [compiler.matcher(constraint) for constraint in constraints]
 
 
-def table(num_masks: int | None = None) -> tuple[GrammarTable, list[TokenAutomaton]]:
+def table(num_masks: int | None = None, eos: tuple[int, ...] = (END,)) -> tuple[GrammarTable, list[TokenAutomaton]]:
     """A line for each automaton, and one without."""
-    made, automata = GrammarTable(3, VOCAB, (END,), CPU), []
+    made, automata = GrammarTable(3, VOCAB, eos, CPU), []
     for line, matcher in enumerate(matchers()):
         assert isinstance(matcher.automaton, TokenAutomaton)
         automata.append(matcher.automaton)
-        assert made.acquire(matcher.automaton)
+        assert made.acquire(matcher.automaton) is None
         made.states_S[line], made.automata_S[line] = made.start(matcher.automaton, 1)
     if num_masks is not None:
         made.masks_CW, made.owners_C = made.masks_CW[:num_masks], made.owners_C[:num_masks]
@@ -126,6 +127,29 @@ def test_tokens_are_those_of_llguidance(num_masks: int | None, is_reference: boo
             assert torch.nonzero(row == 0)[:, 0].tolist() == list(range(VOCAB) if legal is None else legal)
 
 
+@pytest.mark.parametrize("eos", [(END,), (VOCAB - 2,), (END, VOCAB - 2), ()])
+def test_end_tokens_are_those_of_the_host(eos: tuple[int, ...]) -> None:
+    """The model's end-of-sequence tokens may come where a text is complete. The tokenizer's own one may come only if it
+    is one of these."""
+    buffers, automata = table(eos=eos)
+    base = [int(state) for state in buffers.states_S]
+    num_ends = 0
+    for seed in (1, 2):
+        hosts = [GrammarState(matcher, eos, (VOCAB - 1,), VOCAB) for matcher in matchers()]
+        for line, tokens, matcher in walks(12, seed):
+            state = automata[line].state_after(tokens)
+            if automata[line].leaves_Q[state]:
+                continue
+            hosts[line].follow(tokens)
+            bits = np.unpackbits(hosts[line].mask().view(np.uint8), bitorder="little")
+            found = torch.nonzero(forbidden(buffers, reference, [base[line] - 1 + state], [line])[0] == 0)[:, 0]
+            assert found.tolist() == np.flatnonzero(bits).tolist()
+            assert hosts[line].allows(END) == (END in eos and matcher.is_complete())
+            assert hosts[line].choose(END, -1) == hosts[line].allows(END)
+            num_ends += matcher.is_complete()
+    assert num_ends == 3
+
+
 PARENTS = [[-1, 0, 0, 1, 1, 2, -2], [-1, 0, 1, 0, 2, 3, 5], [-1, -2, -2, -2, -2, -2, -2]]
 
 
@@ -184,9 +208,18 @@ def test_states_advance_as_the_reference(ops: Ops) -> None:
             state, tokens[0] = leaving[int(rng.integers(len(leaving)))]
             states[0] = buffers.start(automata[0], state)[0]
         device_ints = ints.to(DEVICE)
-        given = (index, is_live, states, tokens)
-        reference.advance_states(*given, ints, buffers)
-        ops.raw.advance_states(*(one.to(DEVICE) for one in given), device_ints, device_buffers)
+        given: tuple[Tensor, ...] = (index, is_live, states[:, None], tokens[:, None])
+        path: tuple[Tensor, ...] = ()
+        if seed % 2:  # they are at the end of a path in a tree
+            num_path_B = torch.from_numpy(rng.integers(1, 4, 3))
+            path_BM = torch.from_numpy(rng.integers(0, 5, (3, 3)))
+            states_BN, tokens_BM = torch.zeros(3, 5, dtype=torch.int32), torch.full((3, 3), -1)
+            tokens_BM[index, num_path_B - 1] = tokens
+            states_BN[index, path_BM[index, num_path_B - 1]] = states
+            given, path = (index, is_live, states_BN, tokens_BM), (path_BM, num_path_B)
+        reference.advance_states(*given, ints, buffers, *path)
+        on_gpu, path = [one.to(DEVICE) for one in given], tuple(one.to(DEVICE) for one in path)
+        ops.raw.advance_states(*on_gpu, device_ints, device_buffers, *path)
         assert torch.equal(device_buffers.states_S.cpu(), buffers.states_S)
         assert torch.equal(device_ints.cpu(), ints)
         num_left += int(ints.sum())

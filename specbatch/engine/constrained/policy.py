@@ -74,7 +74,7 @@ class Grammars:
     def wants_room(self, sequences: Seq[Sequence], method: DraftMethod) -> bool:
         """Return whether the next round has room for forced tokens. `method`: its draft method. Plain decoding has room
         only while there are some, because the room makes rounds longer."""
-        if all(seq.grammar is None for seq in sequences) or not self.may_have_room(method, len(sequences)):
+        if not any(seq.has_grammar for seq in sequences) or not self.may_have_room(method, len(sequences)):
             return False
         return self._room.next()
 
@@ -103,11 +103,11 @@ class Grammars:
         """Write the masks for the first tokens of prompts that end. A request that is computed again already has its
         first token."""
         roots = [
-            WantedMasks(seq.req_idx, seq.host_grammar, GrammarTree.of([0], None), [0])
+            WantedMasks(seq.req_idx, seq.grammar, GrammarTree.of([0], None), [0])
             for seq in ready
-            if seq.host_grammar is not None and len(seq.tokens) == seq.num_prompt
+            if seq.grammar is not None and len(seq.tokens) == seq.num_prompt
         ]
-        if any(seq.host_grammar is not None for seq in ready):
+        if any(seq.grammar is not None for seq in ready):
             self._cleared_masks().write(roots)
 
     def _cleared_masks(self) -> NodeMasks:
@@ -119,4 +119,4 @@ class Grammars:
 
 
 def has_grammars(sequences: Seq[Sequence]) -> bool:
-    return any(seq.host_grammar is not None for seq in sequences)
+    return any(seq.grammar is not None for seq in sequences)

@@ -75,7 +75,7 @@ class GrammarRound(RoundHook):
     @property
     def num_requests(self) -> int:
         """Those that have a grammar and go on."""
-        return sum(seq.host_grammar is not None and not seq.is_finished for seq in self._sequences)
+        return sum(seq.grammar is not None and not seq.is_finished for seq in self._sequences)
 
     def of_padding(self) -> GrammarRound:
         """Make the same kind of round for a batch that is all padding."""
@@ -143,22 +143,22 @@ class GrammarRound(RoundHook):
         self._read()
         began = time.perf_counter()
         for seq in self._sequences:
-            if seq.host_grammar is not None and not seq.is_finished:
-                seq.host_grammar.follow(seq.tokens, seq.num_prompt)
+            if seq.grammar is not None and not seq.is_finished:
+                seq.grammar.follow(seq.tokens, seq.num_prompt)
         self.counts.advance_seconds += time.perf_counter() - began
 
     def _grow(self, index: int, tokens: list[int], parents: list[int] | None, is_drawn: bool) -> GrammarTree:
         seq = self._sequences[index] if index < len(self._sequences) else None
-        if seq is None or seq.host_grammar is None or not is_followed(seq):
+        if seq is None or seq.grammar is None or not is_followed(seq):
             return GrammarTree.of(tokens, parents)
         room = seq.max_length - len(seq.tokens)  # tokens after the root that count
         max_depth = min(room, self.method.max_path - 1) if self._fixed_shapes else room
         max_nodes = self.method.num_nodes + (0 if self._fixed_shapes else min(seq.num_forced_room, room))
         # Where drafts are drawn, a forced token has no probability: it has to be accepted without a draw.
-        tree = grow(seq.host_grammar, tokens, parents, max_nodes, max_depth, all_sure=is_drawn)
+        tree = grow(seq.grammar, tokens, parents, max_nodes, max_depth, all_sure=is_drawn)
         self.counts.forced += len(tree.drafts) - 1 - tree.num_drafts
         self.counts.forbidden += len(tokens) - 1 - tree.num_drafts
-        self._trees.append((index, seq.host_grammar, tree))
+        self._trees.append((index, seq.grammar, tree))
         return tree
 
     def _probs(
@@ -181,8 +181,8 @@ class GrammarRound(RoundHook):
         if self._fixed_shapes and self.method.num_nodes == 1:
             self._follow()
             for i, seq in enumerate(self._sequences):
-                if seq.host_grammar is not None and is_followed(seq):
-                    self._trees.append((i, seq.host_grammar, GrammarTree.of(seq.tokens[-1:], None)))
+                if seq.grammar is not None and is_followed(seq):
+                    self._trees.append((i, seq.grammar, GrammarTree.of(seq.tokens[-1:], None)))
         began = time.perf_counter()
         checked = [one for one in self._trees if self._is_checked(self._sequences[one[0]])]
         others = [one for one in self._trees if not self._is_checked(self._sequences[one[0]])]
@@ -222,12 +222,12 @@ class GrammarRound(RoundHook):
 def is_followed(seq: Sequence) -> bool:
     """Return whether the result of a round counts for a request: it is not finished, and its grammar follows its
     tokens."""
-    return not (seq.is_finished or seq.host_grammar is None or seq.host_grammar.failure is not None)
+    return not (seq.is_finished or seq.grammar is None or seq.grammar.failure is not None)
 
 
 def is_checked(seq: Sequence, *, all_masks: bool) -> bool:
     """Return whether the request gets masks only at nodes where its grammar refuses the target's choice."""
-    return seq.host_grammar is not None and seq.request.params.temperature == 0 and not all_masks
+    return seq.grammar is not None and seq.request.params.temperature == 0 and not all_masks
 
 
 def nodes_that_go_on(state: GrammarState, tree: GrammarTree) -> list[int]:

@@ -23,16 +23,20 @@ class GrammarState:
 
     def __init__(self, matcher: GrammarMatcher, eos: Iterable[int], stops: Iterable[int], vocab_size: int) -> None:
         self._matcher = matcher
-        self._eos = frozenset(eos)
-        self._stops = self._eos | frozenset(stops)
+        self._stops = frozenset(eos) | frozenset(stops)
+        # Tokens that are no part of a text. The tokenizer can have another end token than the model.
+        self._no_text = frozenset(eos) | {matcher.end}
         self._vocab_size = vocab_size
         stop_words = {token >> 5 for token in self._stops if token < vocab_size}
         # No token past these words may come.
         self.num_words = min(-(-vocab_size // 32), max(matcher.num_words, *(word + 1 for word in stop_words), 1))
-        # The words of a mask with tokens that end the request, and the last one: it may have bits past the vocabulary.
-        words = {word for word in (-(-vocab_size // 32) - 1, *stop_words) if word < self.num_words}
+        # The words of a mask with such tokens, and the last one: it may have bits past the vocabulary.
+        others = (-(-vocab_size // 32) - 1, matcher.end >> 5)
+        words = {word for word in (*others, *stop_words) if word < self.num_words}
         self._words = np.array(sorted(words))
-        self._text_bits = np.array([_word(w, lambda t: t < vocab_size and t not in self._eos) for w in sorted(words)])
+        self._text_bits = np.array(
+            [_word(w, lambda t: t < vocab_size and t not in self._no_text) for w in sorted(words)]
+        )
         self._stop_bits = np.array([_word(w, lambda t: t < vocab_size and t in self._stops) for w in sorted(words)])
         self._num_followed = 0  # tokens of the output that the matcher has seen
         self.failure: str | None = None  # an error of the matcher, for which the request cannot go on
@@ -86,7 +90,7 @@ class GrammarState:
     def choose(self, token: int, only: int) -> bool:
         """Return the same as `takes`. If the mask has the token and the token does not end the request, advance with
         it."""
-        if token in self._stops or token < 0:
+        if token in self._stops or token in self._no_text or token < 0:
             return self.takes(token, only)
         if (only != FREE and token != only) or token >= self._vocab_size or not self._matcher.advance(token):
             return False
@@ -133,7 +137,7 @@ class GrammarState:
         function allows all tokens with which the text can begin."""
         if token in self._stops and self._matcher.is_complete():
             return True
-        return token not in self._eos and self._matcher.allows(token)
+        return token not in self._no_text and self._matcher.allows(token)
 
     def enter(self, token: int) -> bool:
         """Go on with a token that may come next and does not end the request. Returns whether it did: the matcher can
@@ -156,7 +160,7 @@ class GrammarState:
             token = only_token(self.mask()) if self._matcher.may_be_forced() else None
             return [] if token is None else [token]
         tokens = self._matcher.forced_tokens(most)
-        wrong = (i for i, token in enumerate(tokens) if token >= self._vocab_size or token in self._eos)
+        wrong = (i for i, token in enumerate(tokens) if token >= self._vocab_size or token in self._no_text)
         return tokens[: next(wrong, len(tokens))]
 
     def write_forced(self, token: int, mask_W: NDArray[np.int32]) -> None:

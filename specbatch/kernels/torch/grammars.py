@@ -5,10 +5,11 @@ Shape suffixes: B requests, N tree nodes, T computed tokens, V vocabulary, W wor
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from specbatch.batch import BROKEN, DEAD, FREE, MAX_STOP_IDS, Field, GrammarBuffers
+from specbatch.batch import BROKEN, DEAD, FREE, MAX_STOP_IDS, Field, GrammarBuffers, TrieLevel
 
 
 def follow_trees(
@@ -45,6 +46,8 @@ def follow_trees(
         if counts_B is not None and parents_BN is None:
             counts_B += takes_B & (counts_B == node)
             is_real_B = is_real_B & (node < counts_B)
+            if is_real_B.device.type == "cpu" and not is_real_B.any():
+                break  # Nor is any later node.
         after_B = torch.where(is_real_B, _after(before_B, automata_B, tokens_BN[:, node], grammars), FREE)
         states_BN[:, node] = after_B
         if counts_B is not None and parents_BN is None:
@@ -60,7 +63,9 @@ def _after(state_B: Tensor, automata_B: Tensor, token_B: Tensor, grammars: Gramm
     start_B, end_B = grammars.starts_V[index_B].long(), grammars.starts_V[index_B + 1].long()
     length_B = torch.where(is_token_B, end_B - start_B, 0)
     found_B, last = state_B, len(grammars.bytes_F) - 1
-    for i in range(grammars.max_token_bytes):  # The device is not read, so that a CUDA graph can hold this.
+    # Only a CPU is read, so that a CUDA graph can hold this.
+    most = grammars.max_token_bytes if length_B.device.type != "cpu" else int(length_B.max())
+    for i in range(most):
         byte_B = grammars.bytes_F[(start_B + i).clamp(max=last)].long()
         class_B = grammars.classes_GB[automata_B.long(), byte_B].long()
         found_B = torch.where(i < length_B, grammars.next_QK[found_B.long(), class_B], found_B)
@@ -68,11 +73,24 @@ def _after(state_B: Tensor, automata_B: Tensor, token_B: Tensor, grammars: Gramm
 
 
 def advance_states(
-    req_idx_B: Tensor, is_live_B: Tensor, state_B: Tensor, token_B: Tensor, ints_SF: Tensor, grammars: GrammarBuffers
+    req_idx_B: Tensor,
+    is_live_B: Tensor,
+    states_BN: Tensor,
+    tokens_BM: Tensor,
+    ints_SF: Tensor,
+    grammars: GrammarBuffers,
+    path_BM: Tensor | None = None,
+    num_path_B: Tensor | None = None,
 ) -> None:
-    """Write the states of live requests after they have committed tokens. `state_B`: the state before the last one of
-    these, `token_B`. A state that no text leads on from becomes BROKEN. A request that leaves its automaton is marked
-    done."""
+    """Write the states of live requests after they have committed tokens. `states_BN`: the states of nodes, see
+    `follow_trees`. `path_BM`: the nodes before each of the committed tokens, of which a request has `num_path_B`; None:
+    the root is before the only token. A state that no text leads on from becomes BROKEN. A request that leaves its
+    automaton is marked done."""
+    state_B, token_B = states_BN[:, 0], tokens_BM[:, 0]
+    if path_BM is not None and num_path_B is not None:
+        last_B1 = num_path_B[:, None] - 1
+        state_B = states_BN.gather(1, path_BM.gather(1, last_B1))[:, 0]
+        token_B = tokens_BM.gather(1, last_B1)[:, 0]
     after_B = _after(state_B, grammars.automata_S[req_idx_B], token_B, grammars)
     after_B = torch.where(after_B == DEAD, BROKEN, after_B)
     grammars.states_S[req_idx_B] = torch.where(is_live_B, after_B, grammars.states_S[req_idx_B])
@@ -139,17 +157,32 @@ def _mask(state: int, automaton: int, grammars: GrammarBuffers) -> Tensor:
 
 
 def _legal_tokens(state: int, automaton: int, grammars: GrammarBuffers, size: int) -> Tensor:
-    """(size,) bool: whether the bytes of each token lead on from a state."""
-    starts_V, ends_V = grammars.starts_V[:-1], grammars.starts_V[1:]
-    classes_B = grammars.classes_GB[automaton].long()
-    token = torch.nonzero(ends_V > starts_V)[:, 0]
-    at, end, found = starts_V[token].long(), ends_V[token].long(), torch.full_like(token, state)
-    is_legal = torch.zeros(size, dtype=torch.bool, device=starts_V.device)
+    """(size,) bool: whether the bytes of each token lead on from a state. It runs on a CPU."""
+    if grammars.trie is None:
+        grammars.trie = _trie(grammars)
+    next_X, classes_B = grammars.next_QK.numpy().ravel(), grammars.classes_GB[automaton].numpy()
+    num_classes = grammars.next_QK.shape[1]
+    is_legal = np.zeros(size, dtype=np.bool_)
+    states = np.array([state])
+    for level in grammars.trie:
+        states = next_X.take(states.take(level.parents_N) * num_classes + classes_B.take(level.bytes_N))
+        leads_on = states > DEAD
+        is_legal[level.tokens_E] = leads_on.take(level.ends_E)
+        if not leads_on.any():
+            break
+    return torch.from_numpy(is_legal)
+
+
+def _trie(grammars: GrammarBuffers) -> list[TrieLevel]:
+    """Return the tree of all tokens' bytes, by depth."""
+    starts_V, bytes_F = grammars.starts_V.numpy().astype(np.int64), grammars.bytes_F.numpy()
+    token = np.flatnonzero(starts_V[1:] > starts_V[:-1])
+    at, end, node = starts_V[token], starts_V[token + 1], np.zeros(len(token), dtype=np.int64)
+    levels = []
     while len(token):
-        found = grammars.next_QK[found, classes_B[grammars.bytes_F[at].long()]].long()
+        found, node = np.unique(256 * node + bytes_F[at], return_inverse=True)
         at = at + 1
-        leads_on = found > DEAD
-        is_legal[token[leads_on & (at == end)]] = True
-        continues = leads_on & (at < end)
-        token, at, end, found = token[continues], at[continues], end[continues], found[continues]
-    return is_legal
+        ends = at == end
+        levels.append(TrieLevel(found >> 8, (found & 255).astype(np.uint8), token[ends], node[ends]))
+        token, at, end, node = token[~ends], at[~ends], end[~ends], node[~ends]
+    return levels

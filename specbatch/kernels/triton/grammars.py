@@ -120,15 +120,20 @@ def _tables(grammars: GrammarBuffers) -> tuple[Tensor, ...]:
 
 @triton.jit
 def _advance_states(
-    lines_ptr, live_ptr, before_ptr, token_ptr, next_ptr, classes_ptr, starts_ptr, bytes_ptr, request_states_ptr,
-    automata_ptr, leaves_ptr, ints_ptr, num_tokens, num_classes, num_fields, DONE: tl.constexpr, PDL: tl.constexpr,
+    lines_ptr, live_ptr, states_ptr, tokens_ptr, path_ptr, num_path_ptr, next_ptr, classes_ptr, starts_ptr, bytes_ptr,
+    request_states_ptr, automata_ptr, leaves_ptr, ints_ptr, num_nodes, max_path, num_tokens, num_classes, num_fields,
+    HAS_PATH: tl.constexpr, DONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_former(PDL)
     request = tl.program_id(0).to(tl.int64)
-    line, before = tl.load(lines_ptr + request), tl.load(before_ptr + request)
+    line, first, node = tl.load(lines_ptr + request), request * max_path, request * num_nodes
+    if HAS_PATH:
+        first += tl.load(num_path_ptr + request) - 1
+        node += tl.load(path_ptr + first)
+    before = tl.load(states_ptr + node)
     is_live = tl.load(live_ptr + request).to(tl.int32) != 0
     if is_live & (before != _FREE):
-        automaton, token = tl.load(automata_ptr + line), tl.load(token_ptr + request)
+        automaton, token = tl.load(automata_ptr + line), tl.load(tokens_ptr + first)
         state = _after(before, automaton, token, next_ptr, classes_ptr, starts_ptr, bytes_ptr, num_tokens, num_classes)
         tl.store(request_states_ptr + line, tl.where(state == _DEAD, _BROKEN, state))
         leaves = tl.load(leaves_ptr + state) != 0
@@ -136,16 +141,26 @@ def _advance_states(
 
 
 def advance_states(
-    req_idx_B: Tensor, is_live_B: Tensor, state_B: Tensor, token_B: Tensor, ints_SF: Tensor, grammars: GrammarBuffers
+    req_idx_B: Tensor,
+    is_live_B: Tensor,
+    states_BN: Tensor,
+    tokens_BM: Tensor,
+    ints_SF: Tensor,
+    grammars: GrammarBuffers,
+    path_BM: Tensor | None = None,
+    num_path_B: Tensor | None = None,
 ) -> None:
     """See `kernels/torch/grammars.py`."""
-    pdl = dependent_launch(token_B)
+    pdl = dependent_launch(tokens_BM)
     launch(
         _advance_states, (len(req_idx_B),),
-        req_idx_B, is_live_B.contiguous(), state_B.contiguous(), token_B.contiguous().long(), grammars.next_QK,
-        grammars.classes_GB, grammars.starts_V, grammars.bytes_F, grammars.states_S, grammars.automata_S,
-        grammars.leaves_Q, ints_SF, len(grammars.starts_V) - 1, grammars.next_QK.shape[1], ints_SF.shape[1],
-        DONE=int(Field.DONE), PDL=pdl, num_warps=1, **launch_options(pdl),
+        req_idx_B, is_live_B.contiguous(), states_BN.contiguous(), tokens_BM.contiguous().long(),
+        req_idx_B if path_BM is None else path_BM.contiguous(),
+        req_idx_B if num_path_B is None else num_path_B.contiguous(), grammars.next_QK, grammars.classes_GB,
+        grammars.starts_V, grammars.bytes_F, grammars.states_S, grammars.automata_S, grammars.leaves_Q, ints_SF,
+        states_BN.shape[1], tokens_BM.shape[1], len(grammars.starts_V) - 1, grammars.next_QK.shape[1],
+        ints_SF.shape[1], HAS_PATH=path_BM is not None, DONE=int(Field.DONE), PDL=pdl, num_warps=1,
+        **launch_options(pdl),
     )  # fmt: skip
 
 
