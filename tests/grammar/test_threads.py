@@ -20,7 +20,7 @@ def lexers(matchers: list[Matcher]) -> int:
 def test_requests_of_one_grammar_have_lexers_for_threads(num_threads: int, count: int, expected: int) -> None:
     """Copies of one lexer would wait for each other."""
     compiler = GrammarCompiler(tiny_tokenizer(), num_threads)
-    assert lexers([compiler.matcher(WORDS) for _ in range(count)]) == expected
+    assert lexers([compiler.matcher(WORDS, on_host=True) for _ in range(count)]) == expected
 
 
 def test_requests_that_follow_each_other_have_one_lexer() -> None:
@@ -34,14 +34,14 @@ def test_requests_that_follow_each_other_have_one_lexer() -> None:
 def test_a_grammar_that_is_slow_to_compile_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbatch.grammar.compiler._MAX_COPY_SECONDS", 0.0)
     compiler = GrammarCompiler(tiny_tokenizer(), 4)
-    assert lexers([compiler.matcher(WORDS) for _ in range(9)]) == 1
+    assert lexers([compiler.matcher(WORDS, on_host=True) for _ in range(9)]) == 1
 
 
 def test_copies_count_where_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbatch.grammar.compiler._MAX_COMPILED", 3)
     compiler = GrammarCompiler(tiny_tokenizer(), 2)
-    first = [compiler.matcher(WORDS) for _ in range(5)]
-    other = [compiler.matcher(Constraint("regex", "regex", "a|b")) for _ in range(5)]
+    first = [compiler.matcher(WORDS, on_host=True) for _ in range(5)]
+    other = [compiler.matcher(Constraint("regex", "regex", "a|b"), on_host=True) for _ in range(5)]
     assert len(compiler._compiled) == 1
     assert lexers(first) == lexers(other) == 2  # those in use go on
     assert first[0].mask().any()
