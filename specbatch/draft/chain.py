@@ -31,8 +31,6 @@ class ChainDraft(DraftMethod):
     """Chains of num_steps drafts; topk is not read. In a batch with sampled requests drafts are drawn, else they are
     the most likely tokens."""
 
-    can_score = True
-
     def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         self.net = self._net = net
         self._num_steps = shape.num_steps
