@@ -163,8 +163,9 @@ class SpeculationSection:
     )
     aux_layers: tuple[int, ...] | None = option(
         None,
-        "`eagle3`, `peagle`: the layers of the target, mostly three, counted from 0, whose inputs the head reads, such "
-        "as [2, 16, 29]. null: those that the head's `config.json` names, else [2, L / 2, L - 3] of L layers.",
+        "`eagle3`, `peagle`, `hybrid`: the layers of the target, mostly three, counted from 0, whose inputs the head "
+        "reads, such as [2, 16, 29]. null: those that the head's `config.json` names, else [2, L / 2, L - 3] of L "
+        "layers.",
     )
     num_steps: int | None = option(
         None,

@@ -44,9 +44,8 @@ class MethodEntry:
     """A draft method of the configuration."""
 
     make: Callable[[DraftShape, DraftParts], DraftMethod]
-    net: type[ModelNet | EagleNet | BlockNet] | None = (
-        None  # the class of the draft network, which speculation.draft names
-    )
+    # The class of the draft network, which speculation.draft names.
+    net: type[ModelNet | EagleNet | BlockNet] | None = None
     default_num_steps: int = 3
     chains_only: bool = False  # topk must be 1
     can_score: bool = False  # its chains can have `DraftTrees.scores_BN`
