@@ -232,6 +232,7 @@ def test_a_budget_follows_the_likely_nodes() -> None:
     due = [budget.record(outputs([1, 1, 1, 4])) for _ in range(100)]
     assert sum(due) == 3
     assert budget.num_verified(64, 6) == 112  # 1.75 for each request
+    assert (budget._likely, budget._verified, budget._tokens) == pytest.approx((1.75, 4.0, 2.0), rel=0.02)
     for _ in range(4000):
         budget.record(outputs([6, 6, 5, 6]))
     assert budget.num_verified(64, 6) is None
