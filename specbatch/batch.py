@@ -373,9 +373,8 @@ class PackedNodes(NamedTuple):
     """The T nodes of a batch that a round verifies, if chains are cut. Those of a sequence follow each other."""
 
     nodes_T: Tensor  # int64, the index of each among all B * N nodes
-    index_BN: (
-        Tensor  # int64, the index of each node among the T; a node that is not among them has that of its last one
-    )
+    # int64, the index of each node among the T. A node that is not among them has that of the last one before it.
+    index_BN: Tensor
     tokens_T: Tensor  # int64
     slots_T: Tensor  # int64
     positions_T: Tensor  # int64

@@ -90,7 +90,11 @@ OF_GENERATION_CONFIG: Mapping[str, str] = {
 class NgramSection:
     """The method `ngram`: it finds the last tokens earlier in the text, and proposes what followed them."""
 
-    min_match: int = option(2, "Shortest run of last tokens to find.", AT_LEAST_1)
+    min_match: int = option(
+        2,
+        "Shortest run of last tokens to find. `suffix` and `hybrid` read it for the row's own text: at most 12 then.",
+        AT_LEAST_1,
+    )
     max_match: int = option(5, "Longest run of last tokens to find.", AT_LEAST_1)
 
 
@@ -159,8 +163,9 @@ class SpeculationSection:
     )
     aux_layers: tuple[int, ...] | None = option(
         None,
-        "`eagle3`, `peagle`: the layers of the target, mostly three, counted from 0, whose inputs the head reads, such "
-        "as [2, 16, 29]. null: those that the head's `config.json` names, else [2, L / 2, L - 3] of L layers.",
+        "`eagle3`, `peagle`, `hybrid`: the layers of the target, mostly three, counted from 0, whose inputs the head "
+        "reads, such as [2, 16, 29]. null: those that the head's `config.json` names, else [2, L / 2, L - 3] of L "
+        "layers.",
     )
     num_steps: int | None = option(
         None,

@@ -44,11 +44,11 @@ class MethodEntry:
     """A draft method of the configuration."""
 
     make: Callable[[DraftShape, DraftParts], DraftMethod]
-    net: type[ModelNet | EagleNet | BlockNet] | None = (
-        None  # the class of the draft network, which speculation.draft names
-    )
+    # The class of the draft network, which speculation.draft names.
+    net: type[ModelNet | EagleNet | BlockNet] | None = None
     default_num_steps: int = 3
     chains_only: bool = False  # topk must be 1
+    can_score: bool = False  # its chains can have `DraftTrees.scores_BN`
     in_target: bool = False  # the draft network can be a part of the target's checkpoint: speculation.draft is null
 
 
@@ -93,15 +93,15 @@ def _hybrid(shape: DraftShape, parts: DraftParts) -> DraftMethod:
 
 METHODS: dict[str, MethodEntry] = {
     "none": MethodEntry(lambda shape, parts: NoDraft(room=_room(parts))),
-    "ngram": MethodEntry(_ngram, default_num_steps=5, chains_only=True),
+    "ngram": MethodEntry(_ngram, default_num_steps=5, chains_only=True, can_score=True),
     "suffix": MethodEntry(_suffix, default_num_steps=31, chains_only=True),
     "hybrid": MethodEntry(_hybrid, EagleNet, default_num_steps=31, chains_only=True),
-    "draft_model": MethodEntry(_from_network, ModelNet),
-    "eagle": MethodEntry(_from_network, EagleNet),
-    "eagle3": MethodEntry(_from_network, EagleNet),
-    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, chains_only=True),
-    "block": MethodEntry(_block, BlockNet, default_num_steps=15, chains_only=True),
-    "mtp": MethodEntry(_from_network, EagleNet, default_num_steps=1, chains_only=True, in_target=True),
+    "draft_model": MethodEntry(_from_network, ModelNet, can_score=True),
+    "eagle": MethodEntry(_from_network, EagleNet, can_score=True),
+    "eagle3": MethodEntry(_from_network, EagleNet, can_score=True),
+    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, chains_only=True, can_score=True),
+    "block": MethodEntry(_block, BlockNet, default_num_steps=15, chains_only=True, can_score=True),
+    "mtp": MethodEntry(_from_network, EagleNet, default_num_steps=1, chains_only=True, in_target=True, can_score=True),
 }
 
 
@@ -112,5 +112,6 @@ def make_method(name: str, shape: DraftShape | None, parts: DraftParts) -> Draft
     if shape is None:
         return NoDraft(parts.net, room=_room(parts) if name == "none" else 1)
     method = METHODS[name].make(shape, parts)
-    method.scored = parts.scored and method.can_score
+    assert METHODS[name].can_score or not parts.scored, f"setup refuses a budget for {name}"
+    method.scored = parts.scored
     return method

@@ -22,8 +22,6 @@ from specbatch.draft.shape import DraftShape
 class BlockDraft(DraftMethod):
     """Chains of num_steps drafts, at most as many as a block has; topk is not read."""
 
-    can_score = True
-
     def __init__(self, net: BlockNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         block = net.model.block
         assert shape.num_steps <= block.max_drafts, "setup checks this"

@@ -24,12 +24,12 @@ from specbatch.draft.network import DraftNet
 from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape, num_lookahead
 
+_STEP_SHIFT = 24  # positions are smaller than 2 ** 24, and draws take 32 bits of them
+
 
 class ChainDraft(DraftMethod):
     """Chains of num_steps drafts; topk is not read. In a batch with sampled requests drafts are drawn, else they are
     the most likely tokens."""
-
-    can_score = True
 
     def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         self.net = self._net = net
@@ -82,8 +82,12 @@ def drawn_chain(
             best_B1, ids_B1 = ops.draft_topk(logits_BW, 1)
             scores.append(scores[-1] + best_B1[:, 0])
         if sampled:
-            which = Draw.SAMPLE if coupled else Draw.DRAFT
-            u = ops.uniform(*view.rng, view.length_B + (step + 1), which)
+            position_B = view.length_B + (step + 1)
+            if scored and not coupled:
+                # A later round may draft at this position again. Its draft is drawn anew: the scores of this round
+                # decide how far other requests come, and they compete with it there.
+                position_B = view.length_B + (step << _STEP_SHIFT)
+            u = ops.uniform(*view.rng, position_B, Draw.SAMPLE if coupled else Draw.DRAFT)
             probs.append(ops.distribution(logits_BW, *view.sampling))
             ids = ops.draw(probs[-1], u)
         else:

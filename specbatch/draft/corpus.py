@@ -18,11 +18,16 @@ MIN_TOKENS = 1024  # the smallest corpus
 _TOKENS_AT_ONCE = 1 << 16  # tokens of a file that are added at once, with those that pad short texts
 
 
+def num_words_of(max_tokens: int) -> int:
+    """Return the number of words of a corpus, a power of two. A word has 8 bytes."""
+    return 1 << (len(SIZES) * max_tokens - 1).bit_length()
+
+
 class Corpus:
     """A corpus with room for about `max_tokens` tokens."""
 
     def __init__(self, max_tokens: int, device: torch.device, ops: ModuleType) -> None:
-        num_words = 1 << (len(SIZES) * max_tokens - 1).bit_length()
+        num_words = num_words_of(max_tokens)
         # The word after the table is written for what changes nothing.
         self.words_H = torch.zeros(num_words + 1, dtype=torch.int64, device=device)
         self._estimates_OS = word_estimates(device)

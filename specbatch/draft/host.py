@@ -61,7 +61,7 @@ class HostDraftMethod(DraftMethod):
     def __init__(self, shape: DraftShape) -> None:
         self.num_nodes = self.num_lookahead = shape.num_draft_tokens
         self.max_path = min(shape.num_steps + 1, shape.num_draft_tokens)
-        self._is_chain = self.can_score = shape.is_chain
+        self._is_chain = shape.is_chain
         self._num_words = -(-self.num_nodes // 32)
         self._num_columns = 1 if self._is_chain else 3 + self._num_words  # columns of one node
         self.num_host_columns = 2 + self.num_nodes * self._num_columns

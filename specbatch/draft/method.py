@@ -61,8 +61,7 @@ class DraftMethod(ABC):
     # the same entries of the network's cache.
     num_reusable = 0
     reads_tokens = False  # True: `draft` reads `RequestTable.tokens_SL`
-    can_score = False  # True: `draft` can return `scores_BN` of chains
-    scored = False  # True: it does
+    scored = False  # True: `draft` returns `scores_BN`
     has_drafts = True  # False: trees have the root alone
     sizes: tuple[int, ...] = ()  # numbers of nodes that `narrowed` can make, and N itself; empty: there is only N
     num_host_columns = 0  # columns of `RequestTable.host_trees_SZ`, for trees that the host uploads

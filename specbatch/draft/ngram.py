@@ -28,7 +28,6 @@ class NgramDraft(DraftMethod):
     tokens."""
 
     reads_tokens = True
-    can_score = True
 
     def __init__(self, shape: DraftShape, min_match: int, max_match: int, ops: ModuleType) -> None:
         self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens

@@ -23,8 +23,6 @@ from specbatch.draft.shape import DraftShape, num_lookahead
 class ParallelEagleDraft(DraftMethod):
     """Chains of num_steps drafts; topk is not read."""
 
-    can_score = True
-
     def __init__(self, net: EagleNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         self.net = self._net = net
         self._num_steps = shape.num_steps

@@ -14,6 +14,6 @@ class Draw(IntEnum):
     """The decision that a draw makes about the token at its position. All draws are independent."""
 
     SAMPLE = 0  # draws the token from the target's distribution, and coupled drafts, see `draft.chain`
-    DRAFT = 1  # draws the token that the draft network drafts
+    DRAFT = 1  # draws the token that the draft network drafts; `draft.chain` says how chains with scores are keyed
     ACCEPT = 2  # accepts or rejects a draft
     RESIDUAL = 3  # draws the token that replaces a rejected draft

@@ -26,8 +26,6 @@ _MEMORY, _MEMORY_OF_OTHERS = 0.9, 0.98
 # are tried. As much as _PRIOR_WEIGHT drafts.
 _PRIOR, _PRIOR_WEIGHT = 0.8, 8.0
 _MIN_GAIN = 0.03  # the least gain for which the size changes
-# Bytes of keys and values that attention of a round reads on an H100 in a microsecond.
-_CACHED_BYTES_PER_US = 2.0e6
 _REPEATS, _IN_A_ROW = 5, 4  # to measure a round
 _ENOUGH_ROUNDS = 8  # rounds that want a graph before it is captured, which takes about 0.1 s
 
@@ -111,11 +109,11 @@ class NodeChooser:
 
 @torch.inference_mode()
 def measured_costs(
-    executor: RoundExecutor, max_batch_size: int, token_bytes: int, group: Group | None
+    executor: RoundExecutor, max_batch_size: int, per_cached_token: float, group: Group | None
 ) -> RoundCosts | None:
     """Measure rounds of the largest batch, with all nodes and with the root alone, and a round of one request. The
-    executor has its graphs, and no request runs. All rows are padding. `token_bytes`: the keys and values of a token.
-    `group`: the ranks that share the target, which get the same costs. None: rounds are no graphs, or have one size."""
+    executor has its graphs, and no request runs. All rows are padding. `per_cached_token`: see `RoundCosts`. `group`:
+    the ranks that share the target, which get the same costs. Return None if rounds are no graphs, or have one size."""
     method = executor.rounds.at(max_batch_size).method
     if executor.runner is None or not method.sizes:
         return None
@@ -129,7 +127,7 @@ def measured_costs(
     num_first = max_batch_size * first.num_nodes
     per_token = max(0.0, full - plain) / (nodes - num_first)
     fixed = max(0.0, plain - per_token * num_first)
-    return RoundCosts(min(least, plain), fixed, per_token, token_bytes / _CACHED_BYTES_PER_US)
+    return RoundCosts(min(least, plain), fixed, per_token, per_cached_token)
 
 
 def _micros(executor: RoundExecutor, count: int, method: DraftMethod | None) -> float:

@@ -18,6 +18,7 @@ from specbatch.attention.triton import PagedAttention
 from specbatch.cache.pages import KVScales
 from specbatch.config import AttentionName
 from specbatch.draft import DraftParts, make_method
+from specbatch.draft.corpus import num_words_of
 from specbatch.draft.network import BlockNet, DraftNet, EagleNet, ModelNet
 from specbatch.draft.suffix import SharedTexts
 from specbatch.engine.cpu_threads import ThreadGovernor, limit_threads, new_governor
@@ -171,7 +172,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     executor = _executor(run, sized, on_progress, rounds.budget, group)
     if executor.runner is not None:
         clock.passed("graphs captured")
-    costs = measured_costs(executor, sized.max_batch_size, run.rows.token_bytes, group)
+    costs = measured_costs(executor, sized.max_batch_size, 1e3 * run.rows.token_bytes / _CACHED_BYTES_PER_MS, group)
     if costs is not None:
         run.notes.append(
             f"speculation.num_draft_tokens: rounds choose from {list(executor.rounds.items[0].method.sizes)} by the "
@@ -234,6 +235,7 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     coupled = run.config.engine.deterministic
     shared = None
     if speculation.method in CORPUS_METHODS:
+        _check_corpus(speculation.suffix.corpus_tokens, available_memory(run.device))
         ops = ops_for(run.device, run.dtype)
         shared = SharedTexts(speculation.suffix.corpus_tokens, run.corpus, run.device, ops)
     parts = DraftParts(
@@ -248,12 +250,6 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         min_probability=speculation.suffix.min_probability,
     )
     methods = run.speculation.schedule.map(lambda shape: make_method(speculation.method, shape, parts))
-    if run.verify_budget is not None and not any(method.scored for method in methods.items):
-        raise ConfigError(
-            f"the drafts of speculation.method {speculation.method} have no probabilities by which requests could "
-            "share speculation.verify_budget",
-            hint="set speculation.verify_budget: null",
-        )
     page_size, eos = run.engine.page_size, _eos_token_ids(run)
     return parts, RoundParts(
         target,
@@ -270,6 +266,16 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
         budget=run.verify_budget,
         checks=CardChecks() if gemm is None else gemm.checks,
     )
+
+
+def _check_corpus(max_tokens: int, available: int) -> None:
+    """Refuse a corpus that does not fit, before the memory for it is taken."""
+    if (size := 8 * num_words_of(max_tokens)) > available:
+        raise ConfigError(
+            f"speculation.suffix.corpus_tokens: {max_tokens:,} tokens take {size / GIB:.1f} GiB, and "
+            f"{available / GIB:.1f} GiB are free",
+            hint="lower speculation.suffix.corpus_tokens",
+        )
 
 
 def _measured(

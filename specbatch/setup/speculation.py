@@ -11,6 +11,7 @@ from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.errors import ConfigError
+from specbatch.kernels.corpus import MAX_SIZE
 from specbatch.models.blocks.config import BlockConfig
 from specbatch.models.catalog import builtin_head, random_name
 from specbatch.models.formats.eagle_files import EagleCheckpoint, next_layers
@@ -90,6 +91,12 @@ def resolve_speculation(
             f"speculation.corpus is searched by speculation.method suffix and hybrid only, and the method is "
             f"{section.method}",
             hint="leave speculation.corpus out, or set speculation.method to suffix",
+        )
+    if section.method in CORPUS_METHODS and section.ngram.min_match > MAX_SIZE:
+        raise ConfigError(
+            f"speculation.ngram.min_match is {section.ngram.min_match}, and speculation.method {section.method} finds "
+            f"runs of at most {MAX_SIZE} tokens in the row's own text",
+            hint=f"set speculation.ngram.min_match to at most {MAX_SIZE}",
         )
     if section.method == "none":
         section = replace(
@@ -239,6 +246,12 @@ def resolve_budget(
         return None
     if speculation.method == "none":
         raise ConfigError(f"{option} is shared by drafts, and speculation.method is none", hint=f"set {option}: null")
+    if not METHODS[speculation.method].can_score:
+        raise ConfigError(
+            f"{option} is shared by the probabilities of drafts, which speculation.method {speculation.method} does "
+            "not give",
+            hint=f"set {option}: null, or speculation.method: ngram",
+        )
     if tree := next((shape for shape in speculation.shapes if not shape.is_chain), None):
         raise ConfigError(
             f"{option} is shared by chains, and the draft shape {tree} is a tree",

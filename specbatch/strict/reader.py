@@ -38,6 +38,7 @@ class Option:
     name: str
     kind: Any  # str, int, float, bool, a Literal, a dataclass or Mapping; for a list, the type of its elements
     nullable: bool
+    names: tuple[str, ...]  # texts that the option may be as well, such as auto
     is_list: bool
     is_required: bool
     legal: Callable[[str, Any], None] | None  # see `specbatch.strict.option.option`
@@ -49,7 +50,8 @@ class Option:
             return _LISTS.get(self.kind, "a list of mappings")
         kind = _KINDS[typing.get_origin(self.kind) or self.kind]
         limits = getattr(self.legal, "words", "")
-        return f"{kind}{' ' if limits else ''}{limits}{' or null' if self.nullable else ''}"
+        choices = [f"{kind}{' ' if limits else ''}{limits}", *self.names, *(["null"] if self.nullable else [])]
+        return " or ".join(choices)
 
 
 @functools.cache
@@ -69,6 +71,7 @@ def _option(field: dataclasses.Field[Any], annotation: Any) -> Option:
         name=field.name,
         kind=typing.get_args(kind)[0] if is_list else kind,
         nullable=type(None) in kinds,
+        names=tuple(name for other in others for name in typing.get_args(other)),
         is_list=is_list,
         is_required=field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING,
         legal=field.metadata.get("legal"),

@@ -4,23 +4,27 @@ and from a network."""
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from specbatch.batch import Field
 from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.draft.hybrid import HybridDraft
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.draft.suffix import SharedTexts, SuffixDraft
+from specbatch.draft.suffix import ROW, SharedTexts, SuffixDraft
 from specbatch.engine.engine import Engine
 from specbatch.engine.node_chooser import RoundCosts
+from specbatch.kernels import torch as ops
 from specbatch.types import Completion, SamplingParams
 from tests.engine.graphs import Replays
 from tests.engine.test_combinations import decided, requests_of
 from tests.grammar.tiny_tokenizer import END
 from tests.tiny_models import (
+    CPU,
     num_target_layers,
     random_prompts,
     run,
@@ -233,6 +237,21 @@ def test_the_rows_own_text_is_drafted_where_the_corpus_has_nothing() -> None:
     assert engine.stats.draft_sources.tokens["row"][1] > 8
 
 
+@pytest.mark.parametrize(("least", "count"), [(0.5, 12), (0.3, 28), (0.0, 31)])
+def test_drafts_of_the_rows_own_text_end_where_they_are_unlikely(least: float, count: int) -> None:
+    """The last 12 tokens are found: draft d is right with the probability 12 / (12 + d)."""
+    method = SuffixDraft(CHAIN, 2, least, SharedTexts(1024, [], CPU, ops), ops)
+    tokens, lines = torch.arange(10, dtype=torch.int32).repeat(1, 5), torch.zeros(1, dtype=torch.int64)
+    fields = torch.zeros(1, len(Field), dtype=torch.int64)
+    fields[:, Field.LENGTH], fields[:, Field.LIMIT] = 49, 200
+    table: Any = SimpleNamespace(tokens_SL=tokens, predicted_SL=tokens[:, :0], ints_SF=fields)
+    view: Any = SimpleNamespace(req_idx_B=lines, length_B=fields[:, Field.LENGTH], field=lambda field: fields[:, field])
+    found = method.drafts(view, table)
+    assert (found.counts_B.item(), found.sources_B.item()) == (count, ROW)
+    assert found.tokens_BD[0, :count].tolist() == [i % 10 for i in range(count)]
+    assert found.expected_B.item() == pytest.approx(sum(12 / (12 + d) for d in range(1, count + 1)))
+
+
 def test_the_acceptance_of_the_last_rounds_decides_about_the_network(prompts: list[list[int]]) -> None:
     drafted = []
     for right in (0.0, 1e9):
@@ -255,6 +274,8 @@ def test_right_drafts_of_the_network_are_counted(prompts: list[list[int]]) -> No
     tried_S, right_S = method.of_network_2S
     assert tried_S[0] > right_S[0] >= tried_S[1] >= right_S[1] >= tried_S[2] >= right_S[2]
     assert right_S[0] > 0, "hardly a draft was right: this proves little"
+    # Each chain of the network has up to 3 drafts, of which the first is always tried. Old rounds count less.
+    assert 3 * tried_S[0] < 0.8 * engine.stats.draft_sources.tokens["network"][0]
 
 
 def test_drafts_that_are_always_accepted_change_the_output(

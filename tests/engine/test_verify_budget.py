@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 
 from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.cache.request_table import BatchView, RequestTable
-from specbatch.draft.chain import ChainDraft
+from specbatch.draft.chain import ChainDraft, drawn_chain
 from specbatch.draft.method import DraftTrees
+from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
+from specbatch.kernels import torch as ops
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_chi_square import ALPHA, p_value
@@ -168,6 +172,53 @@ def test_a_rule_that_reads_the_draft_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert sampled_p_value("cpu", "draft_model", 1.6) < ALPHA
 
 
+def test_a_cut_does_not_depend_on_a_draft_of_an_earlier_round() -> None:
+    """Two requests share the drafts of three rounds, by scores that read earlier tokens only. In the first round the
+    second draft of A decides whether B advances. If the first draft of A is rejected, the next round has a draft at the
+    position of that second one, and verifies it only if B has advanced. Were it the same draft again, its token would
+    decide whether it is verified. The target and the drafts have two tokens, each with probability 1/2, except that the
+    first draft of a text is mostly 0."""
+    pairs, steps = 2000, 3
+    stream_B = torch.arange(2 * pairs)
+    zeros_B, is_b_B = torch.zeros_like(stream_B), stream_B % 2 == 1
+    length_B, first_B = zeros_B + 7, zeros_B - 1
+    texts_BL = torch.full((2 * pairs, 16), -1)
+    p_BNV = torch.full((2 * pairs, steps + 1, 2), 0.5, dtype=torch.float64)
+    sampling = (torch.ones(2 * pairs), zeros_B, torch.ones(2 * pairs), torch.zeros(2 * pairs))
+    for turn in range(2):
+        rng = (zeros_B, stream_B, zeros_B)
+        view: Any = SimpleNamespace(length_B=length_B, rng=rng, sampling=sampling, field=lambda _: zeros_B)
+
+        def logits(step: int, before_B: torch.Tensor, turn: int = turn) -> torch.Tensor:
+            is_first = turn == step == 0
+            return torch.tensor([2.0 if is_first else 0.0, 0.0]).expand(len(before_B), 2)
+
+        trees = drawn_chain(ops, view, steps, logits, None, sampled=True, coupled=False, scored=True)
+        assert trees.probs_BDW is not None
+        drafts_BD = trees.tokens_BN[:, 1:]
+        scores_BN = torch.zeros(2 * pairs, steps + 1)
+        scores_BN[:, 3] = torch.where(drafts_BD[:, 1] == 0, 0.0, -9.0)
+        scores_BN[is_b_B] = torch.where(length_B == 8, 1.0, -1.0)[is_b_B, None]  # B has not advanced by two tokens
+        counts_B = torch.cat([ops.share_budget(two, zeros_B[:2], 2 + 3) for two in scores_BN.split(2)])
+        position_BN = length_B[:, None] + torch.arange(1, steps + 2)
+        accept_BN, residual_BN, sample_BN = (
+            ops.uniform(*(x[:, None] for x in rng), position_BN, draw)
+            for draw in (Draw.ACCEPT, Draw.RESIDUAL, Draw.SAMPLE)
+        )
+        num_path_B, next_B, _ = ops.accept_chain(
+            drafts_BD, trees.probs_BDW, None, p_BNV, counts_B - 1, sampling[0],
+            accept_BN[:, :-1], residual_BN[:, :-1], sample_BN,
+        )  # fmt: skip
+        tokens_BN = torch.cat((drafts_BD, drafts_BD[:, :1]), dim=1).scatter(1, num_path_B[:, None] - 1, next_B[:, None])
+        is_new_BN = torch.arange(steps + 1) < num_path_B[:, None]
+        texts_BL.scatter_(1, position_BN, torch.where(is_new_BN, tokens_BN, texts_BL.gather(1, position_BN)))
+        length_B, first_B = length_B + num_path_B, num_path_B if turn == 0 else first_B
+    # The first draft of A was rejected: the second round made its second token, at position 9.
+    second = texts_BL[~is_b_B & (first_B == 1), 9]
+    assert len(second) > 500
+    assert binomtest(int(second.sum()), len(second)).pvalue > ALPHA
+
+
 def outputs(likely: list[int], *, drafted: int = 3, new: int = 2) -> np.ndarray:
     """Make the output of a round of these requests."""
     return np.array([[new, drafted, drafted, 0, one, 0, 0] for one in likely], dtype=np.int32)
@@ -181,6 +232,7 @@ def test_a_budget_follows_the_likely_nodes() -> None:
     due = [budget.record(outputs([1, 1, 1, 4])) for _ in range(100)]
     assert sum(due) == 3
     assert budget.num_verified(64, 6) == 112  # 1.75 for each request
+    assert (budget._likely, budget._verified, budget._tokens) == pytest.approx((1.75, 4.0, 2.0), rel=0.02)
     for _ in range(4000):
         budget.record(outputs([6, 6, 5, 6]))
     assert budget.num_verified(64, 6) is None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbatch.draft.corpus import Corpus
 from specbatch.draft.ngram import HostNgramDraft
@@ -156,3 +158,27 @@ def test_corpus_drafts(ops: Ops, num_drafts: int, least: float) -> None:
     counts = expected[1]
     assert len(counts.unique()) > (1 if num_drafts == 1 else 4)
     assert bool(expected[3].any())
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that an operation makes; views make none."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not func.is_view:
+            self.numel = max(self.numel, made.numel())
+        return made
+
+
+def test_a_cpu_reads_no_more_than_the_texts() -> None:
+    """The tables have room for the longest text of the model. What texts do not have costs nothing."""
+    tokens, predicted = torch.ones(3, 100_000, dtype=torch.int32), torch.zeros(3, 8192, dtype=torch.int32)
+    lines, lengths, none = torch.arange(2), torch.tensor([40, 30, 90]), torch.zeros(3, dtype=torch.int64)
+    words = torch.zeros(4097, dtype=torch.int64)
+    with _Largest() as largest:
+        reference.ngram_lookup(tokens, predicted, lines, lengths, none, lengths + 50, 2, 12, 31)
+        reference.corpus_updates(words, tokens, lines, lengths[:2], lengths[:2] // 10, 4, none[:1], False)
+        reference.corpus_drafts(words, word_estimates(tokens.device), tokens, lines, lengths[:2], lengths[:2], 0.3, 31)
+    assert 0 < largest.numel < 1000

@@ -16,10 +16,12 @@ from specbatch.cli import app
 from specbatch.config_load import load_config
 from specbatch.draft.earlier_results import read_texts
 from specbatch.errors import ConfigError
+from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
 from specbatch.setup.speculation import resolve_speculation, with_sizes_of_batches
 
 TINY = ["model.target=random:tiny", "engine.device=cpu", "engine.max_batch_size=3", "sampling.max_tokens=24"]
+HEAD = "speculation.draft=random:eagle3"
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 ROWS: list[dict[str, Any]] = [
     *({"prompt": f"question {i % 3}: abcabc"} for i in range(6)),
@@ -201,3 +203,19 @@ def test_jobs_with_hybrid_drafts_have_the_answers_of_plain_decoding(tmp_path: Pa
     found = sources(tmp_path / "hybrid.jsonl")
     assert found["job"]["accepted"] > 0
     assert found["network"]["drafted"] > 0
+
+
+@pytest.mark.parametrize("method", [["speculation.method=suffix"], ["speculation.method=hybrid", HEAD]])
+def test_the_shortest_match_is_one_that_can_be_found(method: list[str]) -> None:
+    resolve(load_config(None, [*TINY, *method, *(f"speculation.ngram.{name}_match=12" for name in ("min", "max"))]))
+    with pytest.raises(ConfigError, match=r"min_match is 13, .* finds runs of at most 12 tokens"):
+        resolve(load_config(None, [*TINY, *method, *(f"speculation.ngram.{name}_match=13" for name in ("min", "max"))]))
+
+
+def test_a_corpus_that_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbatch.setup.build.available_memory", lambda device: 1 << 30)
+    run = resolve(
+        load_config(None, [*TINY, "speculation.method=suffix", "speculation.suffix.corpus_tokens=1000000000"])
+    )
+    with pytest.raises(ConfigError, match=r"corpus_tokens: 1,000,000,000 tokens take 32\.0 GiB, and 1\.0 GiB are free"):
+        build_engine(run)

@@ -48,6 +48,10 @@ def ngram_lookup(
     Return (drafts_BD, num_drafts_B, matched_B), int64, D = num_drafts: drafts padded with 0, and none if there is no
     occurrence; the number of tokens that the suffix has, or 0.
     """
+    if tokens_SL.device.type == "cpu":
+        # The search reads all columns, and those past the longest text hold nothing.
+        tokens_SL = tokens_SL[:, : int(num_tokens_S[req_idx_B].amax())]
+        predicted_SL = predicted_SL[:, : int(num_predicted_S[req_idx_B].amax())]
     # The text and the prediction after it.
     history = torch.cat((tokens_SL[req_idx_B], predicted_SL[req_idx_B]), dim=1)
     length_B1 = num_tokens_S[req_idx_B].long()[:, None]
@@ -111,11 +115,9 @@ def corpus_updates(
     is_new = (offset < counts_B[:, None]) & (index_BM < tokens_SL.shape[1])
     back = torch.arange(MAX_SIZE, 0, -1, device=words_H.device)
     source = index_BM[:, :, None] - back
-    lines = tokens_SL[req_idx_B].long()
-    window = torch.where(
-        source >= 0, lines[:, None].expand(-1, max_new, -1).gather(2, source.clamp(0, lines.shape[1] - 1)), -1
-    )
-    token_T1 = lines.gather(1, index_BM.clamp(max=lines.shape[1] - 1)).reshape(-1, 1)
+    last = tokens_SL.shape[1] - 1
+    window = torch.where(source >= 0, tokens_SL[req_idx_B[:, None, None], source.clamp(0, last)].long(), -1)
+    token_T1 = tokens_SL[req_idx_B[:, None], index_BM.clamp(max=last)].long().reshape(-1, 1)
     is_new &= ~(window[:, :, -1:] == eos_K).any(dim=2)
     hash_TO, has_tokens = _contexts(window.flatten(0, 1))
     is_new_TO = is_new.reshape(-1, 1) & has_tokens & (token_T1 < _TOKENS)
@@ -130,8 +132,8 @@ def corpus_updates(
     new_TO = torch.where(known, first_TO, first_TO + _ONE_SCORE)
     new_TO = torch.where(known & ~is_right & (score_TO > 0), old_TO - _ONE_SCORE, new_TO)
     new_TO = torch.where(is_right, old_TO + _ONE_SCORE * (score_TO < MAX_SCORE), new_TO)
-    last = words_H.shape[0] - 1
-    return torch.where(is_new_TO, place_TO, last).view(-1), torch.where(is_new_TO, new_TO, 0).view(-1)
+    unused = words_H.shape[0] - 1
+    return torch.where(is_new_TO, place_TO, unused).view(-1), torch.where(is_new_TO, new_TO, 0).view(-1)
 
 
 def corpus_drafts(
@@ -154,7 +156,7 @@ def corpus_drafts(
     """
     batch, device = len(req_idx_B), words_H.device
     source = lengths_B.long()[:, None] - torch.arange(MAX_SIZE, 0, -1, device=device)
-    context = tokens_SL[req_idx_B].long().gather(1, source.clamp(0, tokens_SL.shape[1] - 1))
+    context = tokens_SL[req_idx_B[:, None], source.clamp(0, tokens_SL.shape[1] - 1)].long()
     text = torch.cat((torch.where(source >= 0, context, -1), source.new_zeros(batch, num_drafts)), dim=1)
     counts_B, loaded_B = torch.zeros_like(req_idx_B), torch.zeros(batch, dtype=torch.bool, device=device)
     expected_B = torch.zeros(batch, dtype=torch.float32, device=device)
