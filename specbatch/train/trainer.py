@@ -29,6 +29,7 @@ from specbatch.train.learner import Learner, Losses
 _BETAS, _CLIP, _MIN_LR_SHARE = (0.9, 0.95), 0.5, 0.05
 _LOGS, _VALIDATIONS = 400, 20  # about this number of records in a whole run
 _STEPS_A_VALIDATED_BATCH = 4
+_SHOWN_STEPS = 8  # a block can have many, and a line is to be read
 _DAMAGED = "--overwrite starts again; -o DIR trains elsewhere"
 
 
@@ -251,7 +252,7 @@ class Trainer:
 
 def described(validation: dict[str, Any]) -> str:
     """Describe a validation in one line."""
-    shares = " ".join(f"{a:.2f}" for a in validation["accuracy"])
+    shares = " ".join(f"{a:.2f}" for a in validation["accuracy"][:_SHOWN_STEPS])
     lengths = ", ".join(f"{steps} steps {length:.2f}" for steps, length in validation["tokens_per_round"].items())
     return f"validation loss {validation['loss']:.3f}, right by step {shares}; tokens per round: {lengths}"
 
