@@ -44,7 +44,7 @@ def compile_kernels(
     num_ranks = 1 if group is None else group.size
     began, num_threads = time.perf_counter(), max(1, min(_MAX_THREADS, int(usable_cores()) // num_ranks))
     done = _sign_of(f"{identity} {max_batch_size} {prefill_chunk_tokens} {max_length}")
-    is_left = _is_left(done)
+    is_left = done is not None and _is_left(done)
     # Ranks meet while they compile, so that all of them compile, or none.
     if is_left if group is None else group.least(int(is_left)):
         return "engine: kernels were compiled by an earlier start"
@@ -62,7 +62,7 @@ def compile_kernels(
         if net is not None:
             net.cache.resize(parts.page_size)  # it became fake
     seconds = time.perf_counter() - began
-    if not failed:
+    if done is not None and not failed:
         _leave(done)
     failures = f", {failed} more failed" if failed else ""
     return f"engine: {count} kernels compiled ahead in {seconds:.1f} s by {num_threads} threads{failures}"
@@ -77,14 +77,18 @@ def identity_of(run: ResolvedRun, rank: int) -> str:
     return repr((run.config.model, run.config.speculation, section, engine, run.target.config, card, rank))
 
 
-def _sign_of(identity: str) -> Path:
-    """The file that says that kernels are compiled. Its name has what else they depend on: their own code."""
+def _sign_of(identity: str) -> Path | None:
+    """The file that says that kernels are compiled. Its name has what else they depend on: their own code. None: the
+    code cannot be looked at, or changes meanwhile. An error here would end the start of this rank, and so of all."""
     import triton
 
     import specbatch
 
     code = Path(specbatch.__file__).parent
-    changed = max((os.lstat(path).st_mtime_ns for path in code.rglob("*.py")), default=0)
+    try:
+        changed = max((os.lstat(path).st_mtime_ns for path in code.rglob("*.py")), default=0)
+    except OSError:
+        return None
     name = f"{identity} {triton.__version__} {torch.__version__} {specbatch.__version__} {code} {changed}"
     return Path(triton.knobs.cache.dir) / f"specbatch-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 

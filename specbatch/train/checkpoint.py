@@ -7,8 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+from specbatch.errors import InputError
+
+SAME_COMMAND = "run the same command again to continue"
 
 
 def stored(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -22,7 +27,15 @@ def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], config: Mapping
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "model.safetensors"
     temporary = folder / "model.safetensors.tmp"
-    save_file(dict(tensors), temporary, metadata={"format": "pt"})
+    try:
+        save_file(dict(tensors), temporary, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot write {temporary}: {first_line(error)}", SAME_COMMAND) from error
     temporary.replace(path)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its type where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -5,6 +5,7 @@ All rows run together, once for each way. The figures of each file come from its
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import Counter
@@ -111,7 +112,7 @@ def evaluate(
     }
     report: dict[str, Any] = {}
     if report_path.is_file():
-        report = json.loads(report_path.read_text(encoding="utf-8"))
+        report = _read_report(report_path)
     if any(report.get(key) != value for key, value in made_by.items()):
         report = {**made_by, "runs": []}
     for way in ways:
@@ -136,6 +137,15 @@ def evaluate(
         )
         report_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return report
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    """Read an earlier report. Raise InputError for a damaged one."""
+    with contextlib.suppress(ValueError):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(report, dict) and isinstance(report.get("runs"), list):
+            return report
+    raise InputError(f"{path} is damaged", "delete it, and run the same command again")
 
 
 def _figures(total: RowTotals) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def split(examples: Sequence[Example], fraction: float, seed: int) -> tuple[list
     raises InputError if there is only one prompt."""
     numbers = sorted({e.prompt for e in examples})
     if len(numbers) < 2:
-        raise InputError("a validation split needs answers to two prompts at least", "give more rows with --data")
+        raise InputError("a validation split needs answers to two prompts at least", "give more prompts")
     random.Random(seed).shuffle(numbers)
     count = min(max(round(len(numbers) * fraction), 1), len(numbers) - 1)
     held_out = set(numbers[:count])

@@ -30,7 +30,7 @@ def opening(tokenizer: PreTrainedTokenizerBase, texts: TextProcessor) -> tuple[s
     try:
         written = texts.chat_text([{"role": "user", "content": _MARK}])
     except RowError as error:
-        raise ConfigError(f"--invent: {error.message}", "give prompts with --data") from error
+        raise ConfigError(f"--invent: {error.message}", "give files of prompts") from error
     before, mark, after = written.partition(_MARK)
     if not mark:
         raise ConfigError("--invent: the chat template does not repeat what the user says")

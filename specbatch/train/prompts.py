@@ -140,8 +140,8 @@ def write_job(path: Path, rows: Sequence[Mapping[str, Any]], results: Path, *, o
     if kept and not overwrite and path.is_file() and path.read_text(encoding="utf-8") != _lines(rows):
         raise InputError(
             f"{results} answers other prompts than these",
-            "--data, --invent or --temperatures are not what they were; -o DIR trains elsewhere, --overwrite starts "
-            "again",
+            "the files of prompts, --invent or --temperatures are not what they were; -o DIR trains elsewhere, "
+            "--overwrite starts again",
         )
     write_lines(path, rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal, get_args
@@ -74,18 +75,24 @@ class TrainDraftOptions:
             raise ConfigError("--variation is a share, from 0 to 1")
         if not 0 <= self.warmup <= 1:
             raise ConfigError("--warmup is a share, from 0 to 1")
-        if self.lr is not None and not self.lr > 0:
-            raise ConfigError("--lr must be above 0")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ConfigError("--lr must be a number above 0")
+        if self.stages == ("evaluation",) and not self.held_out:
+            raise ConfigError("--stage evaluation has no prompts to measure on", "give them by --eval FILE")
+        if self.shapes is not None and not ("evaluation" in self.stages and self.held_out):
+            raise ConfigError("--shapes is for the evaluation, and nothing is evaluated", "add --eval FILE")
         self.numbers()
 
     def numbers(self) -> list[float]:
-        """Return the temperatures. Raise ConfigError for text that is no number."""
+        """Return the temperatures. Raise ConfigError for text that is no temperature."""
         found = []
         for part in self.temperatures.split(","):
             try:
                 found.append(float(part))
             except ValueError as error:
                 raise ConfigError(f"--temperatures: {part!r} is no number") from error
+            if not 0 <= found[-1] < math.inf:
+                raise ConfigError(f"--temperatures: {part} is no temperature", "0 is greedy; others are above it")
         return found
 
 

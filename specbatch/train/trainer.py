@@ -22,12 +22,15 @@ from torch import nn
 
 from specbatch.errors import InputError
 from specbatch.train.acceptance import Acceptance
+from specbatch.train.checkpoint import SAME_COMMAND, first_line
 from specbatch.train.examples import Example, batches
 from specbatch.train.learner import Learner, Losses
 
 _BETAS, _CLIP, _MIN_LR_SHARE = (0.9, 0.95), 0.5, 0.05
 _LOGS, _VALIDATIONS = 400, 20  # about this number of records in a whole run
 _STEPS_A_VALIDATED_BATCH = 4
+_SHOWN_STEPS = 8  # a block can have many, and a line is to be read
+_DAMAGED = "--overwrite starts again; -o DIR trains elsewhere"
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,11 @@ class Trainer:
         if not overwrite:
             self._resume()
         records = self._read_metrics()
-        if self._step == self.num_steps:
+        if self._step == self.num_steps and records and "validation" in records[-1]:
             self._say(f"training: all {self.num_steps:,} steps are done")
             return records
         self._learner.load_target()
-        if self._step:
+        if 0 < self._step < self.num_steps:
             self._say(f"resuming training at step {self._step:,} of {self.num_steps:,}")
         began = saved = shown = time.monotonic()
         before, tokens = self._seconds, 0
@@ -110,8 +113,8 @@ class Trainer:
                 file.write(json.dumps(entry) + "\n")
                 file.flush()
 
-            if not records:
-                record({"step": 0, "validation": self._validate()})
+            if not records or self._step == self.num_steps:  # the file of metrics is new, or has lost its end
+                record({"step": self._step, "validation": self._validate()})
             while self._step < self.num_steps:
                 chosen = [self._train[i] for i in self._plan[self._step]]
                 pending.append(self._optimise(chosen))
@@ -179,12 +182,15 @@ class Trainer:
 
     def _summary(self, pending: Sequence[Losses]) -> dict[str, Any]:
         """Return one record for the steps since the last record."""
+        loss = torch.stack([p.total for p in pending]).mean().item()
+        if not math.isfinite(loss):
+            raise InputError(f"the loss is {loss} at step {self._step:,}", "lower --lr, and add --overwrite")
         num = len(self._learner.weights)
         hits = [torch.stack([p.hits[j].sum() for p in pending]).sum().item() for j in range(num)]
         rows = [sum(p.hits[j].shape[0] for p in pending) for j in range(num)]
         return {
             "step": self._step,
-            "loss": round(torch.stack([p.total for p in pending]).mean().item(), 5),
+            "loss": round(loss, 5),
             "losses": [round(torch.stack([p.steps[j] for p in pending]).mean().item(), 5) for j in range(num)],
             "accuracy": [round(h / max(r, 1), 5) for h, r in zip(hits, rows, strict=True)],
             "lr": self._rate(self._step - 1),
@@ -203,14 +209,22 @@ class Trainer:
             "optimizer": self._optimizer.state_dict(),
         }
         temporary = self.checkpoint.with_suffix(".tmp")
-        torch.save(state, temporary)
+        try:
+            torch.save(state, temporary)
+        except (OSError, RuntimeError) as error:  # Torch's writer of files raises RuntimeError where the disk is full.
+            raise InputError(f"cannot write {temporary}: {first_line(error)}", SAME_COMMAND) from error
         os.replace(temporary, self.checkpoint)
 
     def _resume(self) -> None:
         if not self.checkpoint.is_file():
             return
-        state = torch.load(self.checkpoint, map_location=self._device, weights_only=True)
-        theirs, ours = state["fingerprint"], self._fingerprint
+        try:
+            state = torch.load(self.checkpoint, map_location=self._device, weights_only=True)
+            theirs, ours = state["fingerprint"], self._fingerprint
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Damaged bytes raise many kinds, those of pickle among them.
+            raise InputError(f"{self.checkpoint} is damaged: {first_line(error)}", _DAMAGED) from error
         if changed := [f"{k}: {theirs.get(k)!r}, now {v!r}" for k, v in ours.items() if theirs.get(k) != v]:
             raise InputError(
                 f"{self.checkpoint} belongs to another training: {'; '.join(changed)}",
@@ -227,14 +241,18 @@ class Trainer:
         if self.metrics.is_file() and self._step:
             # The last line may be half written: a run that was killed there had not reached the next checkpoint.
             lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            records = [r for r in map(json.loads, (x for x in lines if x.endswith("\n"))) if r["step"] <= self._step]
+            try:
+                found = [json.loads(line) for line in lines if line.endswith("\n")]
+                records = [record for record in found if record["step"] <= self._step]
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{self.metrics} is damaged", _DAMAGED) from error
         self.metrics.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
         return records
 
 
 def described(validation: dict[str, Any]) -> str:
     """Describe a validation in one line."""
-    shares = " ".join(f"{a:.2f}" for a in validation["accuracy"])
+    shares = " ".join(f"{a:.2f}" for a in validation["accuracy"][:_SHOWN_STEPS])
     lengths = ", ".join(f"{steps} steps {length:.2f}" for steps, length in validation["tokens_per_round"].items())
     return f"validation loss {validation['loss']:.3f}, right by step {shares}; tokens per round: {lengths}"
 

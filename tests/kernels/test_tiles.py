@@ -21,6 +21,7 @@ from specbatch.kernels.triton.parts.tma import can_use_tma
 from specbatch.kernels.triton.skinny.tile import (
     _MEASURED,
     GemmTile,
+    _most_like,
     fitting,
     gemm_tile_for,
     invariant_tile_for,
@@ -67,6 +68,9 @@ def test_sizes_that_were_not_measured() -> None:
         assert not gemm_tile_for(rows, *other, torch.bfloat16).pdl
         assert not gemm_tile_for(rows, *alike, torch.float16).pdl
     assert not is_skinny(100, *alike, torch.bfloat16)
+    before = _most_like.cache_info().misses
+    assert gemm_tile_for(5, *alike, torch.bfloat16) == gemm_tile_for(5, *measured, torch.bfloat16)
+    assert _most_like.cache_info().misses == before, "each launch looks through the table"
 
 
 def test_early_tiles_of_two_warp_groups_are_not_copied() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 import specbatch.setup.resolve
@@ -114,9 +115,14 @@ def test_mistakes_are_found_before_any_work(tmp_path: Path, train: Train) -> Non
         ([*base, "--kind", "block", "--block-size", "1"], "--block-size must be at least 2"),
         ([*base, "--kind", "block", "--variation", "2"], "from 0 to 1"),
         ([*base, "--validation", "1"], "--validation is a share"),
-        ([*base, "--lr", "0"], "--lr must be above 0"),
-        ([*base, "--shapes", "3/1"], "no draft shape"),
-        ([*base, "--shapes", "3/1/9"], "num_draft_tokens"),
+        ([*base, "--lr", "0"], "--lr must be a number above 0"),
+        ([*base, "--lr", "inf"], "--lr must be a number above 0"),
+        ([*base, "--temperatures", "0,-1"], "-1 is no temperature"),
+        ([*base, "--temperatures", "nan"], "nan is no temperature"),
+        ([*base, "--shapes", "3/1/4"], "add --eval"),
+        ([*base[1:], "--stage", "evaluation"], "give them by --eval"),
+        ([*base, "--eval", "p.jsonl", "--shapes", "3/1"], "no draft shape"),
+        ([*base, "--eval", "p.jsonl", "--shapes", "3/1/9"], "num_draft_tokens"),
         ([*base, "--kind", "block", "--eval", "p.jsonl", "--shapes", "9/1/10"], "does not fit these blocks"),
         ([*base, "--kind", "block", "--eval", "p.jsonl", "--shapes", "3/2/6"], "does not fit these blocks"),
         (["p.jsonl:0", *base[1:]], "at least 1"),
@@ -211,3 +217,61 @@ def test_prompts_that_the_target_makes_up(tmp_path: Path, train: Train, monkeypa
     shown = train("--model", target, "--invent", "9", "-o", "out2")
     assert shown.exit_code == 2
     assert "needs a chat template" in shown.stderr
+
+
+def test_damaged_files_are_named(tmp_path: Path, train: Train) -> None:
+    """What a killed process or a full disk leaves is an error with a hint, or is made again."""
+    write_rows(tmp_path / "p.jsonl", "prompt", ["Say 1.", "Say 2.", "Say 3."])
+    command = ["p.jsonl", "--model", tiny_model(tmp_path / "target"), "-o", "out", "--max-tokens", "8", *BLOCK]
+    command += ["--batch-tokens", "256", "--max-steps", "2", "--set", "engine.kv_cache_tokens=4096"]
+    assert train(*command).exit_code == 0
+    training = tmp_path / "out" / "training"
+    checkpoint, metrics = training / "checkpoint.pt", training / "metrics.jsonl"
+    whole, records = checkpoint.read_bytes(), metrics.read_text()
+
+    for damaged in (b"", b"words", whole[: len(whole) // 2]):
+        checkpoint.write_bytes(damaged)
+        shown = train(*command)
+        assert (shown.exit_code, "is damaged" in shown.stderr) == (2, True), shown.output
+        assert "--overwrite starts again" in shown.stderr
+    checkpoint.write_bytes(whole)
+    metrics.write_text("{half\n")
+    assert f"{Path('out/training/metrics.jsonl')} is damaged" in train(*command).stderr
+    for kept in ("", records[: len(records) // 2]):
+        metrics.write_text(kept)
+        assert train(*command).exit_code == 0
+        assert "validation" in json.loads(metrics.read_text().splitlines()[-1])
+    report = tmp_path / "out" / "acceptance.json"
+    for text in ("{half", "[]"):
+        report.write_text(text)
+        shown = train(*command, "--eval", "p.jsonl", "--shapes", "none")
+        assert (shown.exit_code, "acceptance.json is damaged" in shown.stderr) == (2, True), shown.output
+
+
+def test_a_full_disk_is_named(tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "p.jsonl", "prompt", ["Say 1.", "Say 2.", "Say 3."])
+    command = ["p.jsonl", "--model", tiny_model(tmp_path / "target"), "-o", "out", "--max-tokens", "8", *BLOCK]
+    command += ["--batch-tokens", "256", "--max-steps", "2", "--set", "engine.kv_cache_tokens=4096"]
+    (tmp_path / "out" / "training").mkdir(parents=True)
+    temporary = tmp_path / "out" / "training" / "checkpoint.tmp"
+    temporary.symlink_to("/dev/full")  # a device that is always full
+    shown = train(*command)
+    assert (shown.exit_code, "cannot write out/training/checkpoint.tmp" in shown.stderr) == (2, True), shown.output
+    temporary.unlink()
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise SafetensorError("Error while serializing: IoError(StorageFull)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specbatch.train.checkpoint.save_file", fail)
+        shown = train(*command)
+    assert (shown.exit_code, "cannot write out/model.safetensors.tmp" in shown.stderr) == (2, True), shown.output
+    assert train(*command).exit_code == 0
+
+
+def test_a_loss_that_is_no_number_ends_the_training(tmp_path: Path, train: Train) -> None:
+    write_rows(tmp_path / "p.jsonl", "prompt", ["Say 1.", "Say 2.", "Say 3."])
+    command = ["p.jsonl", "--model", tiny_model(tmp_path / "target"), "-o", "out", "--max-tokens", "8", *BLOCK]
+    shown = train(*command, "--lr", "1e30", "--batch-tokens", "64", "--set", "engine.kv_cache_tokens=4096")
+    assert (shown.exit_code, "lower --lr" in shown.stderr) == (2, True), shown.output
+    assert not (tmp_path / "out" / "model.safetensors").exists()

@@ -26,6 +26,7 @@ from specbatch.train.examples import Example, batches, draft_vocabulary, make_ex
 from specbatch.train.invent import ends, opening, sensible
 from specbatch.train.plot import plot
 from specbatch.train.prompts import PromptFile, messages_of, read_lines, read_prompts, rows_of, write_lines
+from specbatch.train.trainer import described
 
 
 def test_draft_vocabulary_is_the_most_frequent_tokens() -> None:
@@ -253,3 +254,8 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     assert plot(records, tmp_path / "a.png", "title", said.append)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_validation_of_many_steps_is_one_short_line() -> None:
+    shown = described({"loss": 1.0, "accuracy": [0.5] * 40, "tokens_per_round": {3: 1.5}})
+    assert shown == "validation loss 1.000, right by step " + "0.50 " * 7 + "0.50; tokens per round: 3 steps 1.50"

@@ -119,7 +119,7 @@ class BlockDrafter(PagedModel):
         if self.block.logits_scale != 1:
             logits_RW = logits_RW * self.block.logits_scale
         cap = self.block.logits_soft_cap
-        return logits_RW if cap is None else self._soft_capped(logits_RW, cap)
+        return logits_RW if cap is None else self._soft_capped(logits_RW.contiguous(), cap)
 
 
 def _words_of_ones(count: int, device: torch.device) -> Tensor:

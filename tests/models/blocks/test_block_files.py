@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, ModelError
+from specbatch.models.blocks.drafter import BlockDrafter
 from specbatch.models.formats.block_files import block_format, open_block_drafter
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.tokenizer import byte_tokenizer
@@ -159,3 +161,12 @@ def test_random_drafters(name: str) -> None:
     assert run.speculation.section.num_steps == (16 if name == "dspark" else 15)
     with pytest.raises(ModelError, match="is a draft head, not a model"):
         resolve(load_config(None, [f"model.target=random:{name}", "engine.device=cpu"]))
+
+
+def test_capped_logits_of_a_padded_lm_head_are_contiguous() -> None:
+    """The kernel that caps takes no rows that are apart, as those of the target's LM head can be."""
+    drafter = object.__new__(BlockDrafter)
+    drafter.block = SimpleNamespace(logits_scale=1.0, logits_soft_cap=5.0)  # type: ignore[assignment]
+    drafter._lm_head = lambda x: torch.zeros(len(x), 8)[:, :5]  # type: ignore[assignment]
+    drafter._soft_capped = lambda x, cap: x  # type: ignore[method-assign, assignment]
+    assert drafter.raw_logits(torch.zeros(3, 2)).is_contiguous()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import torch
@@ -405,12 +406,19 @@ def _measured(M: int, O: int, I: int, default: GemmTile | None) -> GemmTile | No
 
 def _like_measured(M: int, O: int, I: int) -> GemmTile | None:  # noqa: E741
     """Return the tile of the size of the table that is the most like this one; None: there is no such size."""
+    nearest = _most_like(O, I)
+    return None if nearest is None else _of_rows(_MEASURED[nearest], M, None)
+
+
+@cache
+def _most_like(O: int, I: int) -> tuple[int, int] | None:  # noqa: E741
+    """Return the size of the table that is the most like this one. It is kept, because launches ask for it."""
 
     def distance(size: tuple[int, int]) -> float:
         return abs(math.log(size[0] / O)) + abs(math.log(size[1] / I))
 
     nearest = min(_MEASURED, key=distance)
-    return _of_rows(_MEASURED[nearest], M, None) if distance(nearest) <= math.log(_ALIKE) else None
+    return nearest if distance(nearest) <= math.log(_ALIKE) else None
 
 
 def _of_rows(tiles: dict[int, GemmTile | None], M: int, default: GemmTile | None) -> GemmTile | None:
