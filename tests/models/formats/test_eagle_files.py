@@ -106,6 +106,7 @@ SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": E, "
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"layer_types": ["sliding_attention"]}, "layer_types.*only 'full_attention'"),
         ({"is_causal": False}, "is_causal False"),
+        ({"is_neox_style": False}, "is_neox_style: False; only True"),
         ({NESTED: {"attn_logit_softcapping": 9.0}}, "attn_logit_softcapping 9.0"),
         ({"model_type": "mistral", "sliding_window": 8}, "sliding_window: 8, which is not supported"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "window: 8"),
@@ -129,6 +130,17 @@ def test_what_is_computed_otherwise_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         opened(tmp_path, target, **config)
+
+
+def test_the_mask_token_of_p_eagle(target: Checkpoint, tmp_path: Path) -> None:
+    tensors = head_tensors("eagle3") | {"mask_hidden": torch.zeros(1, 1, 3 * E)}
+    for token, message in (
+        (VOCAB, f"mask_token_id is {VOCAB}, and the vocabulary has {VOCAB} tokens"),
+        (None, "one mask"),
+    ):
+        path = write_head(tmp_path / str(token), tensors, mask_token_id=token)
+        with pytest.raises(ModelError, match=message):
+            open_eagle_head(path, "eagle3", target, parallel=True)
 
 
 def test_a_window_of_the_family_or_of_all_positions_is_none_of_the_head(target: Checkpoint, tmp_path: Path) -> None:
