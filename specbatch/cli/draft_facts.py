@@ -20,6 +20,7 @@ from specbatch.models.formats.block_files import BlockCheckpoint, block_format, 
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_head
 from specbatch.models.formats.files import is_there, read_json
+from specbatch.models.formats.mtp_files import check_saved_layer
 from specbatch.models.formats.tensor_files import open_tensors
 from specbatch.setup.device import NOT_RUN_ON_CUDA
 
@@ -64,6 +65,7 @@ def inspected_draft(path: Path, method: str) -> Facts:
     """Return the facts of a draft head. Raise ModelError for one that does not run with any target."""
     raw = read_json(path / "config.json")
     if method == "mtp":
+        check_saved_layer(path)
         return [
             ("draft", "mtp, a layer for multi-token prediction that speculators has saved"),
             ("use", f"speculation.method: mtp, speculation.draft: {path}; the target is a hybrid such as Qwen3.5"),

@@ -72,6 +72,9 @@ def test_a_model_that_does_not_run(tmp_path: Path) -> None:
     assert "native (llama)" in done.stdout
 
 
+MTP = "speculators_model_type"
+
+
 def test_facts_of_draft_heads(tmp_path: Path) -> None:
     """Their own files are enough; with a model, they say whether a head fits."""
     blocks = write_drafter(
@@ -100,6 +103,11 @@ def test_facts_of_draft_heads(tmp_path: Path) -> None:
     assert facts_of(model, tmp_path / "eagle")["draft eagle"] == "speculation.method: eagle3"
     assert facts_of(model, tmp_path / "peagle")["draft peagle"] == "speculation.method: peagle"
     assert "vocabulary has 12 tokens, the target's 61" in facts_of(model, blocks)["draft block"]
+    layer = write_drafter(tmp_path / "mtp", {"mtp_layers.0.input_proj.weight": torch.zeros(2, 4)}, {MTP: "mtp"})
+    assert facts_of(layer)["draft"].startswith("mtp, a layer for multi-token prediction")
+    other = write_drafter(tmp_path / "other", {"fc.weight": torch.zeros(2, 4)}, {MTP: "mtp"})
+    with pytest.raises(ModelError, match="has no layer for multi-token prediction"):
+        facts_of(other)
     done = CliRunner().invoke(app, ["models", "inspect", str(blocks)])
     assert done.exit_code == 0
     assert "block drafter (dspark)" in done.stdout

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.models.blocks.config import (
     ConvolutionConfig,
     DominoConfig,
@@ -16,7 +18,9 @@ from specbatch.models.blocks.config import (
     RefinerConfig,
     SelectorConfig,
 )
-from specbatch.types import Completion, SamplingParams
+from specbatch.types import Completion, Request, RngKey, SamplingParams
+from tests.coins import target_sequences
+from tests.draft.test_sampling_chi_square import ALPHA, p_value
 from tests.tiny_models import (
     BLOCK_SIZE,
     num_target_layers,
@@ -133,3 +137,34 @@ def test_a_reduced_vocabulary(traits: str, prompts: list[list[int]], plain: dict
         found = run(make("block", CHAIN, draft_vocab=4, **SETTINGS, **TRAITS[traits]), prompts, GREEDY)
         assert texts(found) == texts(plain[False])
         assert accepted(found) > 3
+
+
+@pytest.mark.parametrize("traits", ["markov", "refiner"])
+def test_a_budget_for_verification(traits: str, prompts: list[list[int]], plain: dict[bool, list[Completion]]) -> None:
+    for make in ENGINES:
+        settings: dict[str, Any] = {**SETTINGS, **TRAITS[traits], "max_batch_size": 6}
+        found = run(make("block", CHAIN, budget=VerifyBudget(1.5), **settings), prompts, GREEDY)
+        assert texts(found) == texts(plain[False])
+        whole = run(make("block", CHAIN, **settings), prompts, GREEDY)
+        assert sum(c.speculation.drafted for c in found) < sum(c.speculation.drafted for c in whole)
+
+
+@pytest.mark.parametrize("budget", [None, 1.8])
+@pytest.mark.parametrize("traits", ["markov", "lattice"])
+def test_drawn_blocks_have_the_distribution_of_the_target(traits: str, budget: float | None) -> None:
+    """Whole outputs of many requests with the same prompt, against all outputs and their probabilities."""
+    params, prompt = SamplingParams(max_tokens=3, temperature=1.3, top_p=0.97, seed=11), [1, 2, 3, 4, 1, 2, 3, 4]
+    tiny: dict[str, Any] = {"vocab": 5, "hidden": 16, "num_pages": 600, "scale": 0.5, "max_batch_size": 100}
+    engine = tiny_engine(
+        "block", DraftShape(2, 1, 3), draft_vocab=3, budget=None if budget is None else VerifyBudget(budget),
+        prefill_chunk_tokens=500, **tiny, **TRAITS[traits],
+    )  # fmt: skip
+    counts: Counter[tuple[int, ...]] = Counter()
+    for row in range(400):
+        engine.submit(Request(row, prompt, params, RngKey(11, row, 0)))
+    while engine.num_running or engine.num_waiting:
+        counts.update(tuple(c.token_ids) for c in engine.step())
+    counts.update(tuple(c.token_ids) for c in engine.drain())
+    assert counts.total() == 400
+    target = tiny_oracle("none", num_layers=num_target_layers("block"), **tiny)._target
+    assert p_value(counts, target_sequences(target, prompt, params)) > ALPHA

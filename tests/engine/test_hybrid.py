@@ -17,6 +17,7 @@ from specbatch.draft.host import HostDraftMethod, HostSequence, HostTrees
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
+from specbatch.models.blocks.config import MarkovConfig
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
@@ -211,6 +212,8 @@ DEVICE_CASES: dict[str, tuple[str, DraftShape | None, dict[str, Any]]] = {
     "ngram": ("ngram", DraftShape(3, 1, 4), {}),
     "suffix": ("suffix", DraftShape(7, 1, 8), {}),
     "eagle": ("eagle", DraftShape(2, 1, 3), {}),
+    "block": ("block", DraftShape(3, 1, 4), {"head": MarkovConfig(4)}),
+    "peagle": ("peagle", DraftShape(3, 1, 4), {}),
     "padded prompts": ("ngram", DraftShape(3, 1, 4), {"graph_tokens": 64}),
     "short chunks": ("ngram", DraftShape(1, 1, 2), {"prefill_chunk_tokens": 3}),
     "preempted": ("ngram", DraftShape(3, 1, 4), {"num_pages": 22}),
@@ -224,7 +227,7 @@ DEVICE_CASES: dict[str, tuple[str, DraftShape | None, dict[str, Any]]] = {
 def test_the_engine_of_a_gpu(case: str, sampled: bool) -> None:
     """Engines with fixed shapes and the reference kernels give the texts of a CPU's plain decoding, in float64."""
     method, shape, settings = DEVICE_CASES[case]
-    if sampled and method == "eagle":
+    if sampled and method in ("eagle", "block", "peagle"):
         pytest.skip("chains draw other numbers from the same distribution")
     params = SamplingParams(max_tokens=24, temperature=0.8 if sampled else 0.0, ignore_eos=True)
     plain = tiny_engine("none", family="qwen3.5", num_pages=256, num_layers=3, prefix_cache=False)

@@ -31,9 +31,10 @@ from specbatch.models.blocks.config import (
 )
 from specbatch.models.checks import first_names, flag, mapping, number, shown, tensor_problems, whole_number
 from specbatch.models.config import ModelConfig
+from specbatch.models.config_keys import unknown_keys
 from specbatch.models.eagle_config import target_ids_of
 from specbatch.models.families.hf_config import SLIDING, windows_of
-from specbatch.models.families.registry import parse_hf_config
+from specbatch.models.families.registry import FAMILIES, parse_hf_config
 from specbatch.models.formats.checkpoint import Checkpoint, check_no_adapter
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.tensor_files import TensorSource, is_stored_rotary, open_tensors
@@ -57,7 +58,7 @@ _REFUSED = {
 }
 _READ = (
     *("block_size", "mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids", "draft_vocab_size"),
-    *("sample_from_anchor", "causal", "is_causal", "sliding_window_non_causal"),
+    *("sample_from_anchor", "causal", "is_causal", "sliding_window_non_causal", "swa_window_size"),
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
     *("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"),
     *("xpress_rank", "xpress_mlp_ratio", "num_jacobi_passes"),
@@ -74,9 +75,14 @@ _FIXED: Mapping[str, Any] = {
     "use_swa": False,
     "use_aux_hidden_state": True,
     "logit_scale": 1,
+    "is_neox_style": True,
 }
-# Further keys of `dflash_config` that change nothing here.
-_HARMLESS = ("num_anchors", "num_target_layers", "layer_ids")
+# Further keys that change nothing here.
+_HARMLESS = (
+    *("num_anchors", "num_target_layers", "layer_ids", "auto_map", "embed_requires_grad", "target_hidden_size"),
+    *("dflash_config", "transformer_layer_config", "speculators_config", "speculators_version"),
+    "speculators_model_type",
+)
 # Names of LiLiCorr's parts in some files, and in the others.
 _LATTICE_NAMES = {
     "feature_norm.": "feature_mlp.0.",
@@ -105,7 +111,8 @@ def block_format(raw: Mapping[str, Any]) -> str | None:
     named = raw.get("speculators_model_type")
     if named is not None:
         return str(named) if named in _SPECULATORS else None
-    names = raw.get("architectures") or []
+    names = raw.get("architectures")
+    names = names if isinstance(names, list) else []
     architecture = next((str(name) for name in names if name in _ARCHITECTURES or name in _REFUSED), None)
     section = raw.get("dflash_config")
     projector = section.get("projector_type") if isinstance(section, Mapping) else None
@@ -118,8 +125,8 @@ def block_format(raw: Mapping[str, Any]) -> str | None:
         raise ModelError(
             f"{_FILE}: a DSparkDraftModel of model_type {shown(raw.get('model_type'))} is not supported", hint=_OTHER
         )
-    if projector == "domino":
-        return "domino"
+    if projector in ("domino", "dspark"):
+        return str(projector)
     return "dflash" if architecture is None and section is not None else _ARCHITECTURES.get(architecture or "")
 
 
@@ -204,6 +211,8 @@ class _BlockJson:
         if mask >= decoder.vocab_size:
             raise ModelError(f"{_FILE}: mask_token_id is {mask}, and the vocabulary has {decoder.vocab_size} tokens")
         draft_vocab_size = self._count("draft_vocab_size", default=decoder.vocab_size)
+        if self._kind == "dflash2" and ("d2t" in shapes or draft_vocab_size != decoder.vocab_size):
+            raise ModelError("the block drafter is a DFlash2 with a reduced vocabulary: no format has one", hint=_OTHER)
         if draft_vocab_size != decoder.vocab_size and "d2t" not in shapes:
             raise ModelError(f"the block drafter has draft_vocab_size {draft_vocab_size}, and no tensor d2t")
         if draft_vocab_size != decoder.vocab_size and not has_lm_head:
@@ -231,14 +240,24 @@ class _BlockJson:
         )
         if isinstance(head, SelectorConfig | LatticeConfig) and not 1 <= head.top_k <= draft_vocab_size:
             raise ModelError(f"{_FILE}: the head has {head.top_k} candidates, and there are {draft_vocab_size} tokens")
+        if min(block.embedding_scale, block.logits_scale) <= 0 or (block.logits_soft_cap or 0) < 0:
+            raise ModelError(
+                f"{_FILE}: input_embedding_scale, output_multiplier and final_logit_softcapping must be positive",
+                hint=_OTHER,
+            )
         return block
 
     def _decoder(self, target: ModelConfig) -> tuple[ModelConfig, tuple[bool, ...]]:
         """Return the configuration of the layers, and which are causal in a block. All formats have Qwen3's layers,
         whatever family their files name."""
         sizes = {key: value for key, value in self._layers.items() if key not in _READ}
-        types, window = sizes.pop("layer_types", None), sizes.get("sliding_window")
+        types, window = sizes.pop("layer_types", None), self._one("swa_window_size") or sizes.get("sliding_window")
         if types is not None:
+            if SLIDING in types and sizes.get("use_sliding_window") is False:
+                raise ModelError(
+                    f"{_FILE} contradicts itself: layer_types has {SLIDING}, and use_sliding_window is false",
+                    hint=_OTHER,
+                )
             for key in ("sliding_window", "use_sliding_window", "max_window_layers"):
                 sizes.pop(key, None)
         config = parse_hf_config({**sizes, "model_type": "qwen3"})
@@ -250,8 +269,8 @@ class _BlockJson:
                 raise ModelError(f"{_FILE}: layer type {shown(min(map(str, others)))} is not supported", hint=_OTHER)
             window = None if window is None else whole_number(window, f"{_FILE}: sliding_window")
             windows = windows_of(types, window, "sliding_window is null")
-        causal = self._one("causal")
-        causal = self._one("is_causal") if causal is None else causal
+        causal = self._one("is_causal")
+        causal = self._one("causal") if causal is None else causal
         if causal is not None:
             of_layers = (flag(causal, f"{_FILE}: causal"),) * len(windows)
         else:
@@ -289,9 +308,8 @@ class _BlockJson:
         anchor = self._one("sample_from_anchor")
         if anchor is not None:
             return 0 if flag(anchor, f"{_FILE}: sample_from_anchor") else 1
-        if self._kind == "domino":
-            return 0 if self._flag("shift_label") else 1
-        return 0 if self._kind == "dspark" else 1
+        is_shifted = self._kind == "dspark" and self._one("projector_type") is None
+        return 0 if self._flag("shift_label", default=is_shifted) else 1
 
     def _head(self, hidden_size: int, block_size: int) -> HeadConfig | None:
         if self._kind == "dspark":
@@ -360,12 +378,17 @@ class _BlockJson:
         ]
         if block.confidence_size:
             notes.append("speculation.draft: its confidence head is not used: all drafts of a block are verified")
-        own = {key for key in self._parts["dflash_config."] if key not in (*_READ, *_FIXED, *_HARMLESS)}
-        if own:
-            notes.append(
-                f"speculation.draft: dflash_config has keys that specbatch ignores: {first_names(sorted(own))}"
-            )
+        if ignored := self._ignored():
+            notes.append(f"speculation.draft: its config.json has keys that specbatch ignores: {first_names(ignored)}")
         return notes
+
+    def _ignored(self) -> list[str]:
+        known, family = {*_READ, *_FIXED, *_HARMLESS}, FAMILIES["qwen3"]
+        names: list[str] = []
+        for prefix, part in self._parts.items():
+            own = {key: value for key, value in part.items() if key not in known}
+            names += [f"{prefix}{key}" for key in unknown_keys(own, family.keys, family.neutral)]
+        return names
 
     def _one(self, key: str) -> Any:
         """Return the value of a key; None: there is none. That in `dflash_config` is used before the one at the top."""

@@ -37,7 +37,7 @@ _FILE = "config.json of the draft head"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _RESIDUAL, _DRAFT_SIZE = "norm_before_residual", "draft_vocab_size"
 # Keys that change what is computed, of all heads, of EAGLE-1/2 and of EAGLE-3, with the one value that is supported.
-_FIXED: Mapping[str, Any] = {"logit_scale": 1}
+_FIXED: Mapping[str, Any] = {"logit_scale": 1, "is_neox_style": True}
 _FIXED_EAGLE: Mapping[str, Any] = {"num_hidden_layers": 1}
 _FIXED_EAGLE3: Mapping[str, Any] = {
     "use_aux_hidden_state": True,
@@ -95,7 +95,7 @@ def open_eagle_head(
         notes.append(f"speculation.draft: its config.json has keys that specbatch ignores: {ignored}")
     file_layers = raw.layer_ids() if aux_layers is None and kind == "eagle3" else None
     layers = file_layers if aux_layers is None else aux_layers
-    traits = raw.traits(notes)
+    traits = raw.traits(notes, config.vocab_size)
     draft_vocab_size = raw.draft_vocab_size() or config.vocab_size
     files = open_tensors(path)
     _check_types(files)
@@ -196,8 +196,8 @@ class _HeadJson:
             raise ModelError(f"{_FILE}: {LAYER_IDS} must be a list, not {shown(ids)}")
         return tuple(whole_number(layer, f"{_FILE}: an element of {LAYER_IDS}", at_least=0) for layer in ids)
 
-    def traits(self, notes: list[str]) -> dict[str, Any]:
-        """Return the fields of `EagleConfig` that only the file says."""
+    def traits(self, notes: list[str], vocab_size: int) -> dict[str, Any]:
+        """Return the fields of `EagleConfig` that only the file says. Raise ModelError for values out of range."""
         if self._kind != "eagle3":
             return {}
         joined, each, output = (self._flag(key) for key in _NORMS)
@@ -212,7 +212,11 @@ class _HeadJson:
             found = [self._one(key) for key in _MASK_TOKEN if self._one(key) is not None]
             if not found or any(one != found[0] for one in found):
                 raise ModelError(f"{_FILE} must have one mask_token_id, not {shown(found)}", hint=_OTHER_HEAD)
-            traits["mask_token_id"] = whole_number(found[0], f"{_FILE}: mask_token_id", at_least=0)
+            mask = traits["mask_token_id"] = whole_number(found[0], f"{_FILE}: mask_token_id", at_least=0)
+            if mask >= vocab_size:
+                raise ModelError(
+                    f"{_FILE}: mask_token_id is {mask}, and the vocabulary has {vocab_size} tokens", hint=_OTHER_HEAD
+                )
         return traits
 
     def _flag(self, key: str) -> bool:

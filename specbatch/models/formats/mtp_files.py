@@ -103,6 +103,15 @@ def open_mtp(target: Checkpoint, path: Path | None = None) -> EagleCheckpoint:
     return EagleCheckpoint(head, tensors)
 
 
+def check_saved_layer(folder: Path) -> None:
+    """Raise ModelError if the folder has no layer that speculators has saved."""
+    opened = open_tensors(folder)
+    names = {_usual(name) for name in opened.shapes()}
+    opened.close()
+    if "mtp.fc.weight" not in names:
+        raise ModelError(f"{folder} has no layer for multi-token prediction (mtp_layers.0.input_proj)", hint=_NO_MTP)
+
+
 def _usual(name: str) -> str:
     """Return the name that a tensor has in the checkpoints of hybrids."""
     for usual, stored in _SPECULATORS.items():

@@ -11,8 +11,12 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, ModelError
+<<<<<<< HEAD
 from specbatch.models.blocks.drafter import BlockDrafter
 from specbatch.models.formats.block_files import block_format, open_block_drafter
+=======
+from specbatch.models.formats.block_files import BlockCheckpoint, block_format, open_block_drafter
+>>>>>>> w8-rev2
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.setup.resolve import ResolvedRun, resolve
@@ -79,6 +83,20 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "30 candidates",
     ),
+    "vocabulary of DFlash2": (
+        as_json(
+            architectures=["DFlash2DraftModel"],
+            draft_vocab_size=8,
+            **dflash(conv_kernel_size=2, conv_group_size=8, selector_rank=4, selector_top_k=3),
+        ),
+        "a DFlash2 with a reduced vocabulary",
+    ),
+    "neighbouring dimensions": (as_json(is_neox_style=False), "is_neox_style: False"),
+    "no windows": (
+        as_json(layer_types=["sliding_attention", "full_attention"], sliding_window=9, use_sliding_window=False),
+        "use_sliding_window is false",
+    ),
+    "no scale": (as_json(**dflash(output_multiplier=0)), "must be positive"),
     "another kind": (speculators("medusa"), "no block drafter that is known"),
     "an EAGLE head": (as_json(architectures=["LlamaForCausalLMEagle3"], dflash_config=None), "no block drafter"),
 }
@@ -110,6 +128,41 @@ def test_tensors_that_do_not_fit(target: Checkpoint, tmp_path: Path) -> None:
         open_block_drafter(tmp_path / "nowhere", target)
 
 
+def opened(path: Path, target: Checkpoint, config: dict[str, Any], case: str = "DFlash") -> BlockCheckpoint:
+    found = open_block_drafter(write_drafter(path, random_tensors(described(CASES[case])), config), target)
+    found.tensors.close()
+    return found
+
+
+def test_keys_that_decide_what_is_computed(target: Checkpoint, tmp_path: Path) -> None:
+    """`shift_label` of all heads of SpecForge, windows as vLLM reads them, and DSpark by the name of its head."""
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+    assert opened(tmp_path / "1", target, as_json(**dflash(shift_label=True))).config.first == 0
+    block = opened(
+        tmp_path / "2", target, as_json(**windows, **dflash(swa_window_size=3, causal=True), is_causal=False)
+    )
+    assert (block.config.decoder.sliding_windows, block.config.causal_layers) == ((3, None), ())
+    for number, (shifted, first) in enumerate(((None, 1), (True, 0), (False, 1))):
+        config = as_json(**dflash(projector_type="dspark", markov_rank=4, shift_label=shifted))
+        found = opened(tmp_path / f"dspark{number}", target, config, "DSpark of SpecForge")
+        assert (found.format, found.config.first) == ("dspark", first)
+
+
+def test_ignored_keys_are_named(target: Checkpoint, tmp_path: Path) -> None:
+    raw = speculators("dflash", magic=3)
+    raw["transformer_layer_config"]["inner"] = True
+    for number, (config, names) in enumerate(
+        (
+            (as_json(), None),
+            (speculators("dflash", embed_requires_grad=True, speculators_version="0.9"), None),
+            (raw, "magic, transformer_layer_config.inner"),
+            (as_json(top=2, **dflash(magic=3)), "top, dflash_config.magic"),
+        )
+    ):
+        notes = opened(tmp_path / str(number), target, config).notes[1:]
+        assert [note.partition("ignores: ")[2] for note in notes] == ([] if names is None else [names])
+
+
 def test_the_two_meanings_of_dspark() -> None:
     """The architecture is decided by the keys of its file."""
     assert block_format(as_json(architectures=["DSparkDraftModel"], markov_rank=4)) == "dspark"
@@ -117,6 +170,7 @@ def test_the_two_meanings_of_dspark() -> None:
     with pytest.raises(ModelError, match="DSpark for DeepSeek-V4"):
         block_format({"architectures": ["DSparkV41DraftModel"]})
     assert block_format({"architectures": ["LlamaForCausalLM"]}) is None
+    assert block_format({"architectures": 3}) is None
 
 
 def resolved(target: Checkpoint, draft: object, *sets: str) -> ResolvedRun:

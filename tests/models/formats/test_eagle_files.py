@@ -79,7 +79,10 @@ def test_configured_layers_override_the_file(target: Checkpoint, tmp_path: Path)
 def test_layers_that_cannot_be_read_are_refused(layers: tuple[int, ...], target: Checkpoint, tmp_path: Path) -> None:
     path = write_head(tmp_path, head_tensors("eagle3"), **({LAYER_IDS: list(layers)} if layers else {}))
     for configured in [layers, None] if layers else [layers]:
-        with pytest.raises(ModelError, match="three layers of the target, in rising order and none above 8") as error:
+        message = "rising order, mostly three, and none above 8"
+        if len(layers) in (2, 4):
+            message = rf"its fc reads 3 layers of the target, and {len(layers)} are named"
+        with pytest.raises(ModelError, match=message) as error:
             open_eagle_head(path, "eagle3", target, configured)
         assert "speculation.aux_layers" in str(error.value.hint)
 
@@ -90,11 +93,12 @@ SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": E, "
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"norm_before_fc": True}, "norm_before_fc: True; only False"),
-        ({NESTED: {"norm_before_fc": True}}, "eagle_config.norm_before_fc: True"),
-        ({"fc_norm": True}, "fc_norm"),
-        ({"norm_output": True}, "norm_output"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers: 2; only 1"),
+        ({"norm_before_fc": True}, "missing: input_norm.weight"),
+        ({NESTED: {"norm_before_fc": True}}, "missing: input_norm.weight"),
+        ({"fc_norm": True}, r"missing: fc_norm\.0"),
+        ({"fc_norm": True, "norm_before_fc": True}, "both norm_before_fc and fc_norm"),
+        ({"norm_output": "yes"}, "norm_output must be true or false"),
+        ({"num_hidden_layers": 2}, r"missing: layers\.1\."),
         ({"target_hidden_size": 2 * E}, f"target_hidden_size: {2 * E}; only {E}"),
         ({"use_aux_hidden_state": False}, "use_aux_hidden_state: False; only True"),
         ({NESTED: {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state"),
@@ -106,6 +110,7 @@ SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": E, "
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"layer_types": ["sliding_attention"]}, "layer_types.*only 'full_attention'"),
         ({"is_causal": False}, "is_causal False"),
+        ({"is_neox_style": False}, "is_neox_style: False; only True"),
         ({NESTED: {"attn_logit_softcapping": 9.0}}, "attn_logit_softcapping 9.0"),
         ({"model_type": "mistral", "sliding_window": 8}, "sliding_window: 8, which is not supported"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "window: 8"),
@@ -113,7 +118,6 @@ SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": E, "
         ({"quantization_config": {"quant_method": "hqq"}}, "is quantised .'hqq'."),
         ({"transformer_layer_config": SIZES | {"quantization_config": {"quant_method": "fp8"}}}, "is quantised"),
         ({"speculators_model_type": "peagle"}, "speculators_model_type: 'peagle'; only 'eagle3'"),
-        ({"transformer_layer_config": SIZES | {"num_hidden_layers": 2}}, "transformer_layer_config.num_hidden_layers"),
         ({NESTED: 3}, "eagle_config must be a JSON object"),
         ({"norm_before_residual": "yes"}, "norm_before_residual must be true or false"),
         ({"norm_before_residual": True, NESTED: {"norm_before_residual": False}}, "contradicts itself"),
@@ -129,6 +133,17 @@ def test_what_is_computed_otherwise_is_refused_by_name(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         opened(tmp_path, target, **config)
+
+
+def test_the_mask_token_of_p_eagle(target: Checkpoint, tmp_path: Path) -> None:
+    tensors = head_tensors("eagle3") | {"mask_hidden": torch.zeros(1, 1, 3 * E)}
+    for token, message in (
+        (VOCAB, f"mask_token_id is {VOCAB}, and the vocabulary has {VOCAB} tokens"),
+        (None, "one mask"),
+    ):
+        path = write_head(tmp_path / str(token), tensors, mask_token_id=token)
+        with pytest.raises(ModelError, match=message):
+            open_eagle_head(path, "eagle3", target, parallel=True)
 
 
 def test_a_window_of_the_family_or_of_all_positions_is_none_of_the_head(target: Checkpoint, tmp_path: Path) -> None:
