@@ -11,12 +11,8 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, ModelError
-<<<<<<< HEAD
 from specbatch.models.blocks.drafter import BlockDrafter
-from specbatch.models.formats.block_files import block_format, open_block_drafter
-=======
 from specbatch.models.formats.block_files import BlockCheckpoint, block_format, open_block_drafter
->>>>>>> w8-rev2
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.setup.resolve import ResolvedRun, resolve
