@@ -122,14 +122,16 @@ def eagle_config(
         **traits,
         lacks_lm_head=kind == "eagle3" and "lm_head.weight" not in shapes,
     )
+    expected = expected_eagle_tensors(head)
+    problems, rest = tensor_problems(expected, shapes), {**shapes, "fc.weight": expected.get("fc.weight", ())}
     num_aux, width = len(head.aux_layers), shapes.get("fc.weight", (0, 0))[-1]
-    if num_aux and width and width % head.feature_size == 0 and width != num_aux * head.feature_size:
+    fits_but_for_layers = num_aux and width % head.feature_size == 0 and not tensor_problems(expected, rest)
+    if problems and width and fits_but_for_layers:
         raise ModelError(
             f"the draft head does not fit: its fc reads {width // head.feature_size} layers of the target, and "
             f"{num_aux} are named: {list(head.aux_layers)}",
             hint="set speculation.aux_layers to the layers that the head was trained with",
         )
-    problems = tensor_problems(expected_eagle_tensors(head), shapes)
     if problems:
         raise ModelError(
             f"the draft head is no {kind} checkpoint for this target: {problems}",
