@@ -22,7 +22,10 @@ import specbatch
 from tests.gpu_memory import memory_for
 
 _MANY_VARIANTS = {"attention", "cli", "draft", "engine", "files", "graphs", "job", "kernels", "models"}  # folders
-_MANY_VARIANTS |= {"fallback", "parallel", "results", "rows", "schemas", "setup", "text", "tune"}
+_MANY_VARIANTS |= {"blocks", "fallback", "formats", "grammar", "parallel", "results", "rows", "scaleout", "schemas"}
+_MANY_VARIANTS |= {"serve", "setup", "text", "train", "tune"}
+# Of tests with up to so many variants, one of so many variants is not `wide`.
+_ONE_OF = ((1, 1), (3, 2), (7, 3), (15, 4), (sys.maxsize, 6))
 
 # Python keeps what it has compiled, also where PYTHONDONTWRITEBYTECODE is set. Otherwise each process that a test
 # starts compiles specbatch again, and each of pytest's processes all test files: 7 of the 15 s before its first test.
@@ -41,7 +44,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark half to three quarters of tests with many variants as `wide`. They are chosen by a hash of their names, so
+    """Mark half to five sixths of tests with many variants as `wide`. They are chosen by a hash of their names, so
     that no parameter is left out. Variants that a test itself marks are not counted."""
     variants: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
@@ -49,9 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent.name in _MANY_VARIANTS and not marks & {"slow", "gpu", "wide"}:
             variants.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
     for some in variants.values():
-        for item in some if len(some) >= 4 else []:
-            if zlib.crc32(item.name.encode()) % (2 if len(some) < 8 else 3 if len(some) < 16 else 4):
-                item.add_marker("wide")
+        of = next(of for most, of in _ONE_OF if len(some) <= most)
+        some.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in some[-(-len(some) // of) :]:
+            item.add_marker("wide")
 
 
 def pytest_collection_finish() -> None:

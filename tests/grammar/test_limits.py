@@ -67,6 +67,7 @@ def test_an_overflow_of_the_stack_is_recorded(tmp_path: Path) -> None:
     assert crash.rows == {7: 70}
 
 
+@pytest.mark.wide
 def test_500_optional_keys_can_be_written() -> None:
     matcher = COMPILER.matcher(schema(optional_keys(500)))
     tokens = tokens_of('{"p7": "x", "p499": "y"}')

@@ -104,6 +104,7 @@ def test_the_peak_is_not_below_a_part_of_it(run: Run, monkeypatch: pytest.Monkey
     assert shown in table_text(estimate_table(report))
 
 
+@pytest.mark.wide
 def test_the_peak_is_that_of_this_process(tmp_path: Path) -> None:
     """The system's own maximum begins with that of the process that started it."""
     code = """

@@ -315,6 +315,7 @@ def test_where_a_gpu_waits_for_a_killed_rank_the_process_ends_without_it(
     ranked.close()
 
 
+@pytest.mark.wide
 def test_a_process_that_ends_without_its_gpu_frees_nothing() -> None:
     code = """
 import sys, time

@@ -145,6 +145,7 @@ def test_shards_have_the_method_of_the_whole_file(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.wide
 def test_an_edit_task_with_the_built_in_model(tmp_path: Path) -> None:
     """The prediction is what the model writes, but for a few words, as it is after an edit of its answer."""
     ngram = ["speculation.method=ngram"]

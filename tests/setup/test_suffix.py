@@ -153,6 +153,7 @@ def test_the_default_draft_has_31_tokens() -> None:
         resolve(load_config(None, [*TINY, "speculation.method=suffix", "speculation.topk=2"]))
 
 
+@pytest.mark.wide
 def test_hybrids_have_the_answers_of_plain_decoding(tmp_path: Path) -> None:
     hybrid = ["model.target=random:tiny-hybrid"]
     for name in ("none", "suffix"):

@@ -219,6 +219,7 @@ def test_prompts_that_the_target_makes_up(tmp_path: Path, train: Train, monkeypa
     assert "needs a chat template" in shown.stderr
 
 
+@pytest.mark.wide
 def test_damaged_files_are_named(tmp_path: Path, train: Train) -> None:
     """What a killed process or a full disk leaves is an error with a hint, or is made again."""
     write_rows(tmp_path / "p.jsonl", "prompt", ["Say 1.", "Say 2.", "Say 3."])
