@@ -105,7 +105,7 @@ def test_blocks_are_lossless(
 
 @pytest.mark.parametrize("traits", TRAITS)
 def test_all_heads_are_lossless(traits: str, prompts: list[list[int]], plain: dict[bool, list[Completion]]) -> None:
-    """With the shapes of a CPU and those of a GPU, whose drafts are the same."""
+    """The shapes of a CPU and those of a GPU give the same drafts."""
     shape = DraftShape(4, 1, 5)
     runs = [run(make("block", shape, **SETTINGS, **TRAITS[traits]), prompts, GREEDY) for make in ENGINES]
     for found in runs:

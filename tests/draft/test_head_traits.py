@@ -117,7 +117,7 @@ def _parallel_drafts(reference: Reference, tokens: list[int], features: Tensor) 
 
 
 def test_parallel_drafts_are_lossless() -> None:
-    """With few tokens, random drafts are often right."""
+    """Random drafts are often right, because the vocabulary has few tokens."""
     prompts = random_prompts(5, shared=6, vocab=7)
     settings: dict[str, Any] = {"num_pages": 256, "prefill_chunk_tokens": 16, "vocab": 7}
     for params in (GREEDY, SAMPLED):

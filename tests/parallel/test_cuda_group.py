@@ -143,7 +143,7 @@ class FakeCollectives:
     ("size", "count", "dtype", "calls"),
     [
         (2, 1 << 10, torch.bfloat16, ("one_shot", "one_shot")),
-        (2, 5 << 20, torch.float32, ("one_shot", "copied")),  # of one pass in two pieces
+        (2, 5 << 20, torch.float32, ("one_shot", "copied")),  # One pass has two pieces.
         (2, (1 << 10) + 1, torch.bfloat16, ("nccl", "nccl")),
         (2, 1 << 10, torch.float64, ("nccl", "nccl")),
         (4, 1 << 20, torch.float32, ("one_shot", "nccl")),  # larger than a one-shot sum of four

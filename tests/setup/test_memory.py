@@ -94,7 +94,7 @@ def start(model: ModelConfig, free_gib: float, nodes: int = 1) -> tuple[CachePla
 def test_as_many_rows_run_at_once_as_the_cache_of_a_gpu_holds(
     name: str, free_gib: float, nodes: int, max_tokens: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the batches that no GPU has run, too."""
+    """The larger batches, which no GPU has run yet, are allowed here."""
     monkeypatch.setattr("specbatch.setup.cache.NOT_RUN_ON_CUDA", set())
     wanted = cache_request(MODELS[name], (nodes, 8192))
     assert default_batch_size(wanted, int(free_gib * GIB), max_tokens) == batch

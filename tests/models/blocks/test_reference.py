@@ -37,7 +37,7 @@ from tests.eagle_reference import DIM, HEADS, KV_HEADS, LAYERS, E, random_target
 from tests.tiny_models import random_prompts, run, tiny_config
 
 VOCAB, SIZE, MASK = 12, 5, 10  # few tokens, so that random drafts are often right
-IDS = [1, 4, 6]  # of the target's layers, by their outputs
+IDS = [1, 4, 6]  # layers of the target, whose outputs are read
 
 
 def decoder_config(**changes: object) -> Any:
@@ -201,7 +201,7 @@ def described(case: Case) -> BlockConfig:
 def target(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     path = tmp_path_factory.mktemp("target")
     random_target(path, vocab_size=VOCAB, rope_theta=THETA).tensors.close()
-    byte_tokenizer(264, (0,)).save_pretrained(path)  # of more tokens than the model: prompts here are tokens
+    byte_tokenizer(264, (0,)).save_pretrained(path)  # It has more tokens than the model. Prompts are tokens.
     return open_checkpoint(path)
 
 
