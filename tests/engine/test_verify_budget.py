@@ -136,7 +136,7 @@ TINY: dict[str, Any] = {"vocab": VOCAB, "hidden": 16, "num_pages": 600, "scale":
 
 
 def sampled_p_value(kind: str, method: str, nodes: float) -> float:
-    """The distribution is that of whole outputs. Many requests have the same prompt, and their chains share a budget."""
+    """Return the p value of whole outputs. Many requests have the same prompt, and their chains share a budget."""
     engine = KINDS[kind](method, DraftShape(2, 1, 3), budget=VerifyBudget(nodes), prefill_chunk_tokens=500, **TINY)
     prompt = [1, 2, 3, 4, 1, 2, 3, 4]
     for row in range(ROWS):

@@ -105,7 +105,8 @@ def test_names_are_in_traces_of_the_profiler_alone() -> None:
 
 @pytest.mark.slow
 def test_two_lanes_of_two_ranks(tmp_path: Path) -> None:
-    """The trace is one of experts that tokens travel to. A lane's line has what it computes and where it waits for the other rank."""
+    """The trace is one of experts that tokens travel to. A lane's line has what it computes, and where it waits for
+    the other rank."""
     from profile_round import profile_rounds
     from trace_timeline import WAIT, between, line_times, read_trace
 
