@@ -41,8 +41,9 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from specbatch.kernels.triton.model import act_mul, rms_norm
+from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 from specbatch.kernels.triton.skinny import ops
-from specbatch.kernels.triton.skinny.tile import GemmTile
+from specbatch.kernels.triton.skinny.tile import GemmTile, shared_of
 from specbatch.models.config import ModelConfig
 from specbatch.models.linears.sharded import local_config
 from specbatch.models.random_weights import REDUCED_DRAFT_VOCAB, geometries
@@ -526,7 +527,8 @@ def print_table(geometry: Geometry, path: Path, with_pdl: bool) -> None:
                 continue
             config = best["config"] if in_chain is None and best is not None else in_chain
             if M in chosen and in_chain is None:  # its start counts little alone, so it starts as the widest in a chain
-                config = {**config, "early": chosen[M]["gate_up"]["early"]}
+                early = {**config, "early": chosen[M]["gate_up"]["early"], "pdl": True}
+                config = early if shared_of(GemmTile(**early)) <= HOPPER_SHARED_BYTES else config
             print(f"        {M}: {source(config)},")
         print("    },")
     print("}")

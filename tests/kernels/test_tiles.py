@@ -17,7 +17,7 @@ from specbatch.kernels.triton import attention
 from specbatch.kernels.triton.parts.attention_splits import invariant_tile
 from specbatch.kernels.triton.parts.attention_tile import Tile, prefix_tile_for, shared_of, tile_for
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES, shared_bytes
-from specbatch.kernels.triton.parts.tma import can_use_tma
+from specbatch.kernels.triton.skinny import tile as skinny
 from specbatch.kernels.triton.skinny.tile import (
     _MEASURED,
     GemmTile,
@@ -33,6 +33,7 @@ KIB = 1024
 LIMITS = [64 * KIB, 99 * KIB, 163 * KIB, 227 * KIB]
 SIZES = [*_MEASURED, (576, 1536)]
 ROWS = [1, 4, 16, 17, 32, 33, 64, 65, 4096]
+EARLY = GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True, early=True)
 
 
 def tiles_of(dtype: torch.dtype) -> list[GemmTile]:
@@ -54,7 +55,8 @@ def test_products_fit(limit: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_on_hopper_are_the_measured_ones(dtype: torch.dtype) -> None:
-    assert all(fitting(tile, HOPPER_SHARED_BYTES) == tile for tile in tiles_of(dtype))
+    # tests/repo/test_tune_linear.py checks the others, which are not gated.
+    assert all(fitting(tile, HOPPER_SHARED_BYTES, gated=True) == tile for tile in tiles_of(dtype))
     assert HOPPER_SHARED_BYTES == 227 * KIB
 
 
@@ -73,12 +75,26 @@ def test_sizes_that_were_not_measured() -> None:
     assert _most_like.cache_info().misses == before, "each launch looks through the table"
 
 
-def test_early_tiles_of_two_warp_groups_are_not_copied() -> None:
-    """A gated tile of 8 warps is not read by TMA. An early one then takes the place of one more stage."""
-    for tile in tiles_of(torch.bfloat16):
-        if tile.tma and not can_use_tma(tile.num_warps, to_registers=True) and tile.early:
-            stage = 2 * tile.block_i * (tile.block_o + tile.block_m)
-            assert (tile.num_stages + 1) * stage <= HOPPER_SHARED_BYTES, tile
+@pytest.mark.parametrize(
+    ("tile", "gated", "compiled"),
+    [
+        (EARLY, False, 245_792),
+        (EARLY, True, 213_016),
+        (replace(EARLY, early=False), False, 196_640),
+        (replace(EARLY, early=False), True, 163_864),
+        (GemmTile("dot", 16, 64, 256, 4, 4, pdl=True, early=True), False, 204_800),
+        (GemmTile("dot", 16, 64, 256, 4, 4, pdl=True, early=True), True, 204_800),
+        (GemmTile("dot", 128, 256, 64, 4, 8, tma=True, pdl=True), True, 196_608),
+    ],
+)
+def test_shared_memory_is_what_the_compiler_took(tile: GemmTile, gated: bool, compiled: int) -> None:
+    """`compiled`: the bytes of Triton 3.6 for Hopper, with at most 32 for the barriers of TMA."""
+    assert 0 <= compiled - skinny.shared_of(tile, gated=gated) <= 32
+
+
+def test_an_early_tile_has_fewer_stages_where_it_does_not_fit() -> None:
+    assert fitting(EARLY, HOPPER_SHARED_BYTES, gated=True) == EARLY
+    assert fitting(EARLY, HOPPER_SHARED_BYTES) == replace(EARLY, num_stages=3)
 
 
 @pytest.mark.parametrize("limit", LIMITS)

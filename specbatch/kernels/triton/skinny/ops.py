@@ -56,13 +56,13 @@ def invariant_linear(x_MI: Tensor, weight_OI: Tensor, residual_MO: Tensor | None
 
 def invariant_gated_linear(x_ME: Tensor, gate_up_2IE: Tensor, activation: Activation = "silu") -> Tensor:
     """Compute `gated_linear` of at most MAX_TOKENS tokens, with the bits of `invariant_linear` and `act_mul`."""
-    return gated_linear(x_ME, gate_up_2IE, activation, _invariant_tile(x_ME, gate_up_2IE))
+    return gated_linear(x_ME, gate_up_2IE, activation, _invariant_tile(x_ME, gate_up_2IE, gated=True))
 
 
-def _invariant_tile(x_MI: Tensor, weight_OI: Tensor) -> GemmTile:
+def _invariant_tile(x_MI: Tensor, weight_OI: Tensor, *, gated: bool = False) -> GemmTile:
     tile = invariant_tile_for(x_MI.shape[0], weight_OI.shape[0])
     assert tile is not None, x_MI.shape
-    return _on_this_gpu(tile, x_MI)
+    return _on_this_gpu(tile, x_MI, gated)
 
 
 def norm_linear(
@@ -82,7 +82,7 @@ def gated_linear(
     x_ME: Tensor, gate_up_2IE: Tensor, activation: Activation = "silu", tile: GemmTile | None = None
 ) -> Tensor:
     """Return activation(x G^T) * (x U^T), (M, I), each step rounded to x's dtype. G is the first half of the weight."""
-    tile = tile or _tile_for(x_ME, gate_up_2IE)
+    tile = tile or _tile_for(x_ME, gate_up_2IE, gated=True)
     return _multiply(x_ME, None, 0.0, gate_up_2IE, None, None, True, tile, activation)
 
 
@@ -95,18 +95,18 @@ def norm_gated_linear(
     tile: GemmTile | None = None,
 ) -> Tensor:
     """Return gated_linear(rms_norm(x)), (M, I)."""
-    tile = tile or _tile_for(x_ME, gate_up_2IE)
+    tile = tile or _tile_for(x_ME, gate_up_2IE, gated=True)
     return _multiply(x_ME, norm_weight_E, eps, gate_up_2IE, None, None, True, tile, activation)
 
 
-def _tile_for(x_MI: Tensor, weight_OI: Tensor) -> GemmTile:
+def _tile_for(x_MI: Tensor, weight_OI: Tensor, *, gated: bool = False) -> GemmTile:
     tile = gemm_tile_for(x_MI.shape[0], weight_OI.shape[0], weight_OI.shape[1], x_MI.dtype)
-    return _on_this_gpu(tile, x_MI)
+    return _on_this_gpu(tile, x_MI, gated)
 
 
-def _on_this_gpu(tile: GemmTile, x_MI: Tensor) -> GemmTile:
+def _on_this_gpu(tile: GemmTile, x_MI: Tensor, gated: bool) -> GemmTile:
     is_hopper = x_MI.is_cuda and has_dependent_launch(x_MI.get_device())
-    return fitting(tile if is_hopper else without_hopper(tile), shared_bytes(x_MI))
+    return fitting(tile if is_hopper else without_hopper(tile), shared_bytes(x_MI), gated=gated)
 
 
 def _multiply(

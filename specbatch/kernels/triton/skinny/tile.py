@@ -15,6 +15,8 @@ from typing import Literal
 
 import torch
 
+from specbatch.kernels.triton.parts.tma import can_use_tma
+
 # Above this number of tokens a GEMM has enough arithmetic for the library's kernels. Exceptions are in the table
 # (Hopper, bfloat16).
 MAX_TOKENS = 64
@@ -268,7 +270,7 @@ _MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
         1: GemmTile("fma", 1, 2, 2048, 1, 4, pdl=True),
         8: GemmTile("dot", 8, 32, 256, 4, 2, fuse_norm=False, pdl=True),
         16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
-        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True, early=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
     },
     (3072, 9216): {  # draft_fc
         1: GemmTile("fma", 1, 4, 2048, 1, 4, pdl=True),
@@ -286,7 +288,7 @@ _MEASURED: dict[tuple[int, int], dict[int, GemmTile | None]] = {
         1: GemmTile("fma", 1, 4, 2048, 1, 4, pdl=True),
         8: GemmTile("dot", 8, 32, 256, 3, 2, fuse_norm=False, pdl=True),
         16: GemmTile("dot", 16, 128, 128, 4, 4, fuse_norm=False, pdl=True),
-        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True, early=True),
+        64: GemmTile("dot", 64, 128, 128, 4, 4, tma=True, fuse_norm=False, pdl=True),
     },
     (25600, 4096): {  # Granite 3 8B: gate_up
         1: GemmTile("fma", 1, 4, 1024, 1, 4, pdl=True, early=True),
@@ -386,13 +388,25 @@ def without_hopper(tile: GemmTile) -> GemmTile:
     return replace(tile, tma=False, pdl=False, prefetch=0)
 
 
-def fitting(tile: GemmTile, shared: int) -> GemmTile:
+def fitting(tile: GemmTile, shared: int, *, gated: bool = False) -> GemmTile:
     """Return the tile for a GPU with `shared` bytes of shared memory. It can have fewer stages, which changes no bit.
     If one stage does not fit, it has fewer columns in a step, which can change bits."""
     room = shared - _SHARED_SPARE
     while _stage_bytes(tile) > room and tile.block_i > 32:
         tile = replace(tile, block_i=tile.block_i // 2)
-    return replace(tile, num_stages=max(1, min(tile.num_stages, room // _stage_bytes(tile))))
+    while shared_of(tile, gated=gated) > room and tile.num_stages > 1:
+        tile = replace(tile, num_stages=tile.num_stages - 1)
+    return tile
+
+
+def shared_of(tile: GemmTile, *, gated: bool = False) -> int:
+    """Return the bytes of shared memory that the tiles of weights and of x take at most."""
+    # On Hopper an early tile keeps a place of its own. Before Hopper it takes one that the loop has left.
+    num_x = num_weights = tile.num_stages + (tile.early and tile.pdl)
+    # TMA needs one place less for weights that go to registers.
+    if gated and tile.tma and tile.num_stages > 1 and can_use_tma(tile.num_warps, to_registers=True):
+        num_weights -= 1
+    return 2 * tile.block_i * (num_weights * tile.block_o + num_x * tile.block_m)
 
 
 def _stage_bytes(tile: GemmTile) -> int:
