@@ -98,22 +98,13 @@ def _read_node(mixed, factors, keys, key_ok, values, value_ok, H: tl.constexpr):
 
 
 @triton.jit
-def _unit(x):
-    """Return a tile of a query's or key's dimensions, divided by its length."""
-    x = x.to(tl.float32)
-    return x * tl.rsqrt(tl.sum(tl.sum(x * x, 0), 0) + 1e-6)
-
-
-@triton.jit
-def _read_by(state, k):
-    """Return the values that a key, or a query, reads from a state."""
-    return tl.sum(tl.sum(state * k[:, None, :], 0), 1)
-
-
-@triton.jit
-def _moved(state, k, added, decay):
-    """Return a state that has moved over a node, which adds a value at its key."""
-    return state * decay + added[None, :, None] * k[:, None, :]
+def _moved(state, k, v, rate, decay):
+    """Return a state that has moved over a node."""
+    k = k.to(tl.float32)
+    k = k * tl.rsqrt(tl.sum(tl.sum(k * k, 0), 0) + 1e-6)
+    state = state * decay
+    known = tl.sum(tl.sum(state * k[:, None, :], 0), 1)
+    return state + ((v.to(tl.float32) - known) * rate)[None, :, None] * k[:, None, :]
 
 
 @triton.jit
@@ -160,26 +151,22 @@ def round_kernel(
         mixed += C
         factors += 2 * H
         next_k, next_v, next_rate, next_decay = _read_node(mixed, factors, keys, key_ok, values, value_ok, H)
-        k = _unit(k)
-        state = _moved(state, k, (v.to(tl.float32) - decay * _read_by(state, k)) * rate, decay)
+        state = _moved(state, k, v, rate, decay)
         k, v, rate, decay = next_k, next_v, next_rate, next_decay
     if pending > 0:
         tl.store(tile, state, mask=tile_ok, eviction_policy="evict_first")
         tl.store(length, start)
     for t in range(count):
-        q = tl.load(mixed + queries, mask=key_ok, other=0.0)
+        q = tl.load(mixed + queries, mask=key_ok, other=0.0).to(tl.float32)
         further = tl.where(t + 1 < count, 1, 0)  # the last one is read again
         mixed += further * C
         factors += further * 2 * H
         next_k, next_v, next_rate, next_decay = _read_node(mixed, factors, keys, key_ok, values, value_ok, H)
-        q, k = _unit(q) * (K**-0.5), _unit(k)
-        # The state before the node gives both sums, so that neither of them waits for the other.
-        added = (v.to(tl.float32) - decay * _read_by(state, k)) * rate
-        result = decay * _read_by(state, q) + added * tl.sum(tl.sum(q * k, 0), 0)
-        tl.store(out + ((first + t) * H + head) * V + rows, result, mask=value_ok)
-        if further > 0:
-            state = _moved(state, k, added, decay)
+        state = _moved(state, k, v, rate, decay)
         k, v, rate, decay = next_k, next_v, next_rate, next_decay
+        q = q * (tl.rsqrt(tl.sum(tl.sum(q * q, 0), 0) + 1e-6) * (K**-0.5))
+        result = tl.sum(tl.sum(state * q[:, None, :], 0), 1)
+        tl.store(out + ((first + t) * H + head) * V + rows, result, mask=value_ok)
 
 
 @triton.jit
