@@ -94,7 +94,7 @@ def test_kernels_give_the_tokens_of_the_cpu_in_float32(
 
 @pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", [name for name in FAMILY_TRAITS if name != "llama"])
+@pytest.mark.parametrize("family", [name for name, traits in FAMILY_TRAITS.items() if name != "llama" and "delta" not in traits])
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_other_families_give_the_tokens_of_the_cpu_in_float32(
     method: str, shape: DraftShape | None, family: str, params: SamplingParams, graphs: GraphMode
@@ -222,7 +222,7 @@ def test_a_budget_for_verification(method: str, nodes: float | None, params: Sam
         expected = run(tiny_oracle("none", **settings), prompts, params)
         assert [c.token_ids for c in gpu] == [c.token_ids for c in expected]
     drafted, rounds = (sum(getattr(c.speculation, name) for c in gpu) for name in ("drafted", "rounds"))
-    assert 0 < drafted < (1.2 if nodes else 4) * rounds
+    assert 0 < drafted <= (1.2 if nodes else 4) * rounds  # times may say that all drafts are worth it
 
 
 FP8 = torch.float8_e4m3fn
