@@ -153,8 +153,7 @@ class SpeculationSection:
         "drafter that was trained for the target and drafts a block at once (DFlash, DSpark and others). `mtp`: the "
         "layer for multi-token prediction in the checkpoint of a hybrid (Qwen3.5). `auto`: `eagle3` if a head for the "
         "target comes with specbatch (the built-in target), else `mtp` if its checkpoint has one, else `ngram`; also "
-        "`ngram` if most of the first rows of a file have a `prediction`. No GPU has run `suffix`, `hybrid`, `peagle` "
-        "and `block` yet: they are for a CPU.",
+        "`ngram` if most of the first rows of a file have a `prediction`.",
     )
     draft: str | None = option(
         None,
@@ -193,8 +192,7 @@ class SpeculationSection:
         "Nodes that a round verifies for each request, on average, with the root; 1 or more. Chains share them by the "
         "estimated probabilities of their drafts: a request without a likely draft verifies its root alone. Such as 2 "
         "with `ngram`. `auto`: measured on CUDA, by the times of rounds and the drafts that come up; on a CPU as null. "
-        "null: every request verifies its whole chain. Rounds with grammars or token rules do so anyway. On CUDA it "
-        "is an error: no GPU has run it.",
+        "null: every request verifies its whole chain. Rounds with grammars or token rules do so anyway.",
         read=read_budget,
     )
     simulate_acceptance: float | None = option(

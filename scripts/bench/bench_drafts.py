@@ -45,7 +45,6 @@ import torch
 
 from specbatch import LLM
 from specbatch.results.stats import commit, device_name, versions
-from specbatch.setup.device import NOT_RUN_ON_CUDA
 from specbatch.strict.yaml import load_yaml
 
 DATA = Path(__file__).parents[2] / "specbatch" / "evals" / "data"
@@ -252,10 +251,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE")
     parser.add_argument("--time-limit", type=float, default=3600.0, help="seconds")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.json")
-    parser.add_argument("--untested", action="store_true", help="also what no GPU has run yet")
     args = parser.parse_args()
-    if args.untested:
-        NOT_RUN_ON_CUDA.clear()
     for unknown in {*args.files} - {*FILES} | {*args.methods} - {*METHODS}:
         parser.error(f"{unknown} is no file ({', '.join(FILES)}) and no method ({', '.join(METHODS)})")
     cells = Cells(args)

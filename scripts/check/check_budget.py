@@ -41,7 +41,6 @@ from specbatch.engine.executor import RoundBatch
 from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.results.stats import commit, device_name, versions
 from specbatch.setup.build import build, measure_budget
-from specbatch.setup.device import NOT_RUN_ON_CUDA
 from specbatch.setup.resolve import resolve
 from specbatch.tune.session import Session
 from specbatch.tune.trace import Positions, Trace, leading, stacked, true_tokens
@@ -124,7 +123,6 @@ class Variant:
 
 def main() -> None:
     args = parse_arguments()
-    NOT_RUN_ON_CUDA.clear()  # this is to find out
     sets = [*args.set, *(["speculation.simulate_acceptance=1"] if args.trace else [])]
     wholes, shared = [int(n) for n in args.whole.split(",")], [pair.split(":") for pair in args.shared.split(",")]
     variants = [Variant(1, None), *(Variant(n, None) for n in wholes), *(Variant(int(n), b) for n, b in shared)]

@@ -22,7 +22,6 @@ from specbatch.models.formats.eagle_files import EagleCheckpoint, open_eagle_hea
 from specbatch.models.formats.files import is_there, read_json
 from specbatch.models.formats.mtp_files import check_saved_layer
 from specbatch.models.formats.tensor_files import open_tensors
-from specbatch.setup.device import NOT_RUN_ON_CUDA
 
 Facts = list[tuple[str, str]]  # a name, and what there is to say
 _BYTES, _MIB = torch.bfloat16.itemsize, 2**20
@@ -151,8 +150,6 @@ def _limits(head: EagleCheckpoint | BlockCheckpoint, method: str) -> list[str]:
     limits = []
     if method in ("block", "peagle"):
         limits += ["draft trees (topk above 1)", "run in specbatch tune"]
-    if f"speculation.method: {method}" in NOT_RUN_ON_CUDA:
-        limits.append("run on a GPU, which none has tried yet")
     if isinstance(head, BlockCheckpoint) and head.config.confidence_size:
         limits.append("use its confidence head")
     return limits

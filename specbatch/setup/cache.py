@@ -13,7 +13,7 @@ from specbatch.config import KVDtypeName
 from specbatch.draft.schedule import ByBatch
 from specbatch.errors import ConfigError
 from specbatch.models.config import ModelConfig
-from specbatch.setup.device import DTYPE_NAMES, LARGER_BATCHES, NOT_RUN_ON_CUDA
+from specbatch.setup.device import DTYPE_NAMES
 from specbatch.setup.memory import (
     ENOUGH_ROW,
     GIB,
@@ -107,7 +107,7 @@ def default_batch_size(wanted: CacheRequest, available: int, max_tokens: int) ->
     if wanted.measured is None:
         return DEFAULT_BATCH["cpu"]
     row_tokens = min(_PROMPT_TOKENS + max_tokens // 2, wanted.rows.max_positions)
-    is_small = wanted.models[0].num_parameters() <= _SMALL_PARAMETERS and LARGER_BATCHES not in NOT_RUN_ON_CUDA
+    is_small = wanted.models[0].num_parameters() <= _SMALL_PARAMETERS
     most = _MAX_VERIFY_TOKENS_OF_SMALL if is_small else _MAX_VERIFY_TOKENS
     for batch in (*(_LARGE_BATCHES_OF_SMALL if is_small else ()), *_LARGE_BATCHES):
         num_nodes = wanted.num_nodes(batch)

@@ -21,13 +21,6 @@ DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
     torch.float16: "float16",
     torch.float64: "float64",
 }
-LARGER_BATCHES = "engine.max_batch_size: null with more than 1024 rows"
-# What no GPU has run yet, which is an error on CUDA, or is not done by default.
-NOT_RUN_ON_CUDA = {
-    *(f"speculation.method: {method}" for method in ("suffix", "hybrid", "block", "peagle")),
-    "speculation.verify_budget",
-    LARGER_BATCHES,
-}
 _AMPERE = (8, 0)  # the first with bfloat16 in its tensor cores
 # The oldest driver for each major version of CUDA (NVIDIA, minor version compatibility).
 _MIN_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -154,9 +147,3 @@ def resolve_dtype(
             hint="use model.dtype: auto (float16 there) or float32",
         )
     return next(dtype for dtype, known in DTYPE_NAMES.items() if known == name)
-
-
-def check_was_run(option: str, device: torch.device, instead: str) -> None:
-    """Raise ConfigError for an option on a GPU that none has run. `instead`: what to do, for the hint."""
-    if device.type == "cuda" and option in NOT_RUN_ON_CUDA:
-        raise ConfigError(f"{option} has not been run on a GPU yet", hint=instead)

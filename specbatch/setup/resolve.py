@@ -49,7 +49,7 @@ from specbatch.setup.cache import (
 )
 from specbatch.setup.cascade import resolve_cascade
 from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
-from specbatch.setup.device import DTYPE_NAMES, check_was_run, resolve_device, resolve_dtype
+from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.setup.engine import EngineSettings, resolve_engine
 from specbatch.setup.expert_parallel import check_prompt_graphs, resolve_division
 from specbatch.setup.lanes import Job as LaneJob
@@ -145,9 +145,6 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled)
         earlier = _earlier_texts(speculation.section)
     device = resolve_device(config.engine.device, notes)
-    check_was_run(f"speculation.method: {wanted_method.method}", device, "set speculation.method: ngram")
-    if config.speculation.verify_budget is not None:
-        check_was_run("speculation.verify_budget", device, "set speculation.verify_budget: null")
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = resolve_engine(config, device, dtype, notes)
     kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)

@@ -23,7 +23,6 @@ from specbatch.files.template_files import with_template_texts
 from specbatch.models.blocks.config import BlockConfig
 from specbatch.models.eagle_config import EagleConfig, eagle_config, expected_eagle_tensors
 from specbatch.rows.tokenizer import TextProcessor
-from specbatch.setup.device import check_was_run
 from specbatch.setup.resolve import ResolvedRun
 from specbatch.setup.sampling import has_chat_template
 from specbatch.train.answers import Pipeline, run_rows
@@ -118,7 +117,6 @@ def _description(options: TrainDraftOptions, plan: ResolvedRun) -> EagleConfig |
         head = head_config(config, min(options.draft_vocab or 32000, config.vocab_size))
         eagle_config("eagle3", head.decoder, head.draft_vocab_size, expected_eagle_tensors(head), config)
         return head
-    check_was_run("speculation.method: block", plan.device, "use --kind eagle3, or --set engine.device=cpu")
     rank = config.hidden_size // 16 if options.markov_rank is None else options.markov_rank
     sizes = BlockSizes(
         options.layers or 2, options.block_size or 8, options.features or 3, rank, options.intermediate_size

@@ -94,7 +94,9 @@ def test_kernels_give_the_tokens_of_the_cpu_in_float32(
 
 @pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", [name for name, traits in FAMILY_TRAITS.items() if name != "llama" and "delta" not in traits])
+@pytest.mark.parametrize(
+    "family", [name for name, traits in FAMILY_TRAITS.items() if name != "llama" and "delta" not in traits]
+)
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_other_families_give_the_tokens_of_the_cpu_in_float32(
     method: str, shape: DraftShape | None, family: str, params: SamplingParams, graphs: GraphMode
@@ -173,6 +175,17 @@ def test_block_drafters(traits: str, params: SamplingParams, graphs: GraphMode) 
     settings = {"num_pages": 512, "max_batch_size": 8, "vocab": 7, "dtype": torch.float32, **BLOCK_TRAITS[traits]}
     cpu = run(tiny_device_engine("block", shape, **settings), prompts, params)
     gpu = run(tiny_device_engine("block", shape, **settings, device=CUDA, graphs=graphs), prompts, params)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+    assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
+
+
+@pytest.mark.parametrize("graphs", ["none", "round"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_heads_that_draft_in_parallel(params: SamplingParams, graphs: GraphMode) -> None:
+    prompts, shape = random_prompts(9, shared=10, vocab=7), DraftShape(4, 1, 5)
+    settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "vocab": 7, "dtype": torch.float32}
+    cpu = run(tiny_device_engine("peagle", shape, **settings), prompts, params)
+    gpu = run(tiny_device_engine("peagle", shape, **settings, device=CUDA, graphs=graphs), prompts, params)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
     assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
 

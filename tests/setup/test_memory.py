@@ -92,10 +92,8 @@ def start(model: ModelConfig, free_gib: float, nodes: int = 1) -> tuple[CachePla
     ],
 )
 def test_as_many_rows_run_at_once_as_the_cache_of_a_gpu_holds(
-    name: str, free_gib: float, nodes: int, max_tokens: int, batch: int, monkeypatch: pytest.MonkeyPatch
+    name: str, free_gib: float, nodes: int, max_tokens: int, batch: int
 ) -> None:
-    """The larger batches, which no GPU has run yet, are allowed here."""
-    monkeypatch.setattr("specbatch.setup.cache.NOT_RUN_ON_CUDA", set())
     wanted = cache_request(MODELS[name], (nodes, 8192))
     assert default_batch_size(wanted, int(free_gib * GIB), max_tokens) == batch
     # A cache that the user has set counts as it is.
@@ -105,14 +103,7 @@ def test_as_many_rows_run_at_once_as_the_cache_of_a_gpu_holds(
         assert given == max(256, given_batch)
 
 
-def test_no_default_is_larger_than_what_gpus_have_run() -> None:
-    assert default_batch_size(cache_request(MODELS["smollm2-135m"], (1, 8192)), 139 * GIB, 256) == 1024
-
-
-def test_rounds_that_choose_their_nodes_have_as_many_rows_as_rounds_of_few_nodes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("specbatch.setup.cache.NOT_RUN_ON_CUDA", set())
+def test_rounds_that_choose_their_nodes_have_as_many_rows_as_rounds_of_few_nodes() -> None:
     nodes = ByBatch((256, 512, 1024, 2048), (32, 16, 8, 4))
     wanted = dataclasses.replace(cache_request(MODELS["smollm2-135m"], (32, 8192)), nodes=nodes)
     assert default_batch_size(wanted, 139 * GIB, 256) == 2048

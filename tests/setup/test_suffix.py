@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 from specbatch.cli import app
@@ -161,14 +160,6 @@ def test_hybrids_have_the_answers_of_plain_decoding(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
     assert answers(tmp_path / "suffix.jsonl") == answers(tmp_path / "none.jsonl")
     assert sources(tmp_path / "suffix.jsonl")["job"]["accepted"] > 0
-
-
-@pytest.mark.parametrize("method", ["suffix", "hybrid"])
-def test_what_no_gpu_has_run_is_an_error_there(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.setup.resolve.resolve_device", lambda name, notes: torch.device("cuda"))
-    options = ["model.target=builtin:smollm2-135m-instruct", f"speculation.method={method}"]
-    with pytest.raises(ConfigError, match=f"speculation.method: {method} has not been run on a GPU yet"):
-        resolve(load_config(None, options))
 
 
 def test_a_gpu_has_fewer_nodes_for_more_rows() -> None:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
@@ -70,10 +69,3 @@ def test_sampled_rows_of_a_head_have_a_note() -> None:
     assert any("their texts depend on the requests that run at the same time" in note for note in run.notes)
     assert run.config.speculation.verify_budget == 2.0
     build_engine(run)
-
-
-def test_it_is_an_error_on_a_gpu_because_none_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.setup.resolve.resolve_device", lambda name, notes: torch.device("cuda"))
-    options = ["model.target=builtin:smollm2-135m-instruct", "speculation.verify_budget=2"]
-    with pytest.raises(ConfigError, match="verify_budget has not been run on a GPU yet"):
-        resolve(load_config(None, options))

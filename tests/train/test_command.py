@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import Result
 from safetensors import SafetensorError
 from typer.testing import CliRunner
@@ -150,23 +149,6 @@ def without_template(config: Config) -> ResolvedRun:
     run = specbatch.setup.resolve.resolve(replace(config, data=replace(config.data, prompts_as_chat=False)))
     run.tokenizer.chat_template = None
     return run
-
-
-def test_block_drafters_are_not_trained_on_a_gpu_that_does_not_run_them(
-    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tiny_model(tmp_path / "target")
-    write_rows(tmp_path / "p.jsonl", "prompt", ["x"])
-
-    def on_cuda(config: Config) -> ResolvedRun:
-        return replace(specbatch.setup.resolve.resolve(config), device=torch.device("cuda"))
-
-    monkeypatch.setattr("specbatch.startup.resolving", lambda console: on_cuda)
-    monkeypatch.setattr("specbatch.setup.device.NOT_RUN_ON_CUDA", {"speculation.method: block"})
-    shown = train("p.jsonl", "--model", target, "-o", "out", "--kind", "block")
-    assert shown.exit_code == 2
-    assert "has not been run on a GPU yet" in shown.stderr
-    assert "--kind eagle3" in shown.stderr
 
 
 @pytest.mark.slow

@@ -22,8 +22,7 @@ from specbatch.train.layers import rotary_tables
 from specbatch.train.learner import Losses
 from specbatch.train.target import FrozenTarget
 
-
-_LEAST_FLEX_HEAD = 16  # dimensions of a head that FlexAttention computes on CUDA
+_MIN_FLEX_HEAD = 16  # dimensions of a head that FlexAttention computes on CUDA
 
 
 class BlockLearner:
@@ -49,7 +48,7 @@ class BlockLearner:
         self.make_target, self._loss, self._seed = make_target, loss, seed
         # With a multiple of TILE blocks, their positions fill whole tiles whatever the size of a block is.
         self._num_blocks = _rounded(batch_tokens // block.block_size)
-        self._uses_flex = device.type == "cuda" and block.decoder.head_dim >= _LEAST_FLEX_HEAD
+        self._uses_flex = device.type == "cuda" and block.decoder.head_dim >= _MIN_FLEX_HEAD
         self._fixed = (_rounded(max(batch_tokens, longest)), self._num_blocks) if self._uses_flex else None
         self._tables = rotary_tables(block.decoder, longest + block.block_size, device)
 

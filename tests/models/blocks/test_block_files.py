@@ -197,13 +197,6 @@ def test_the_number_of_drafts_is_that_of_the_block(target: Checkpoint, tmp_path:
     assert len(IDS) == 3
 
 
-@pytest.mark.parametrize("method", ["block", "peagle"])
-def test_what_no_gpu_has_run_is_an_error_there(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.setup.resolve.resolve_device", lambda name, notes: torch.device("cuda"))
-    with pytest.raises(ConfigError, match=f"speculation.method: {method} has not been run on a GPU yet"):
-        resolve(load_config(None, ["model.target=random:tiny", f"speculation.method={method}", "speculation.draft=x"]))
-
-
 @pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress"])
 def test_random_drafters(name: str) -> None:
     sets = "model.target=random:tiny", "speculation.method=block", f"speculation.draft=random:{name}"

@@ -90,11 +90,16 @@ def node_conv_kernel(
 
 
 @triton.jit
-def _read_node(mixed, factors, keys, key_ok, values, value_ok, H: tl.constexpr):
-    """Return key, value, rate and decay of a node."""
+def _read_node(
+    mixed, factors, slot, keys, queries, values, key_ok, value_ok,
+    H: tl.constexpr, C: tl.constexpr, MAX_NODES: tl.constexpr,
+):  # fmt: skip
+    """Return query, key, value, rate and decay of a node. Only new nodes, from slot MAX_NODES on, have a query."""
+    mixed += slot * C
+    factors += slot * 2 * H
+    q = tl.load(mixed + queries, mask=key_ok & (slot >= MAX_NODES), other=0.0)
     k = tl.load(mixed + keys, mask=key_ok, other=0.0)
-    v = tl.load(mixed + values, mask=value_ok, other=0.0)
-    return k, v, tl.load(factors), tl.load(factors + H)
+    return q, k, tl.load(mixed + values, mask=value_ok, other=0.0), tl.load(factors), tl.load(factors + H)
 
 
 @triton.jit
@@ -117,14 +122,27 @@ def round_kernel(
     """Replay accepted nodes and compute new ones, for a part of one head of one sequence. Grid: (PARTS, H, B). The
     state is read and written once, if there is something to replay.
 
-    Nodes depend on each other, so that the next one is read before a node is computed. A tile of the state has keys as
-    K_PARTS x K_PART, so that a thread holds several dimensions of a key, and few numbers cross threads in a sum."""
+    Nodes depend on each other, so that the next ones are read before a node is computed. The nodes of a sequence have
+    fixed slots, which may hold nothing: the first ones are read before the program knows which of them count. A tile of
+    the state has keys as K_PARTS x K_PART, so that a thread holds several dimensions of a key, and few numbers cross
+    threads in a sum."""
     part, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = part * PART + tl.arange(0, PART)
     value_ok = rows < V
     dims = tl.arange(0, K_PARTS)[:, None] * K_PART + tl.arange(0, K_PART)[None, :]
     key_ok = dims < K
     await_former(PDL)
+    key_head = head // (H // KEY_HEADS)
+    queries, keys = key_head * K + dims, (KEY_HEADS + key_head) * K + dims
+    values = 2 * KEY_HEADS * K + head * V + rows
+    node = b.to(tl.int64) * 2 * MAX_NODES
+    mixed += node * C
+    factors += node * 2 * H + head
+    AHEAD: tl.constexpr = 4 if MAX_NODES <= 2 else 2  # more nodes would take registers that states need
+    places = keys, queries, values, key_ok, value_ok
+    nodes = ()
+    for slot in tl.static_range(min(2 * MAX_NODES, AHEAD)):
+        nodes += (_read_node(mixed, factors, slot, *places, H, C, MAX_NODES),)
     line = tl.load(lines + b)
     start = tl.load(starts + b)
     first = tl.load(query_starts + b).to(tl.int64)
@@ -139,34 +157,26 @@ def round_kernel(
         for t in range(count):
             tl.store(out + ((first + t) * H + head) * V + rows, tl.zeros((PART,), tl.float32), mask=value_ok)
         return
-    key_head = head // (H // KEY_HEADS)
-    queries, keys = key_head * K + dims, (KEY_HEADS + key_head) * K + dims
-    values = 2 * KEY_HEADS * K + head * V + rows
     pending = tl.minimum(tl.maximum(start - covered, 0), MAX_NODES)
-    node = b.to(tl.int64) * 2 * MAX_NODES + MAX_NODES - pending
-    mixed += node * C
-    factors += node * 2 * H + head
-    k, v, rate, decay = _read_node(mixed, factors, keys, key_ok, values, value_ok, H)
-    for _ in range(pending):
-        mixed += C
-        factors += 2 * H
-        next_k, next_v, next_rate, next_decay = _read_node(mixed, factors, keys, key_ok, values, value_ok, H)
-        state = _moved(state, k, v, rate, decay)
-        k, v, rate, decay = next_k, next_v, next_rate, next_decay
+    for slot in tl.static_range(MAX_NODES):
+        q, k, v, rate, decay = nodes[slot]
+        if slot + AHEAD < 2 * MAX_NODES:
+            nodes += (_read_node(mixed, factors, slot + AHEAD, *places, H, C, MAX_NODES),)
+        if slot >= MAX_NODES - pending:
+            state = _moved(state, k, v, rate, decay)
     if pending > 0:
         tl.store(tile, state, mask=tile_ok, eviction_policy="evict_first")
         tl.store(length, start)
-    for t in range(count):
-        q = tl.load(mixed + queries, mask=key_ok, other=0.0).to(tl.float32)
-        further = tl.where(t + 1 < count, 1, 0)  # the last one is read again
-        mixed += further * C
-        factors += further * 2 * H
-        next_k, next_v, next_rate, next_decay = _read_node(mixed, factors, keys, key_ok, values, value_ok, H)
-        state = _moved(state, k, v, rate, decay)
-        k, v, rate, decay = next_k, next_v, next_rate, next_decay
-        q = q * (tl.rsqrt(tl.sum(tl.sum(q * q, 0), 0) + 1e-6) * (K**-0.5))
-        result = tl.sum(tl.sum(state * q[:, None, :], 0), 1)
-        tl.store(out + ((first + t) * H + head) * V + rows, result, mask=value_ok)
+    for t in tl.static_range(MAX_NODES):
+        q, k, v, rate, decay = nodes[MAX_NODES + t]
+        if MAX_NODES + t + AHEAD < 2 * MAX_NODES:
+            nodes += (_read_node(mixed, factors, MAX_NODES + t + AHEAD, *places, H, C, MAX_NODES),)
+        if t < count:
+            state = _moved(state, k, v, rate, decay)
+            query = q.to(tl.float32)
+            query = query * (tl.rsqrt(tl.sum(tl.sum(query * query, 0), 0) + 1e-6) * (K**-0.5))
+            result = tl.sum(tl.sum(state * query[:, None, :], 0), 1)
+            tl.store(out + ((first + t) * H + head) * V + rows, result, mask=value_ok)
 
 
 @triton.jit
