@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator"
+# mypy: allow-untyped-defs, allow-untyped-calls, disable-error-code="untyped-decorator,assignment,var-annotated"
 """The kernels of `ops.py`. Shape suffixes as there."""
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ _GATE_BLOCK = 1024
 
 
 class RoundTiles(NamedTuple):
-    """The constants of a round's kernels. `warps`: of a part of a state. `registers`: the most of a thread on Hopper, in
-    rounds of few nodes, so that 16 parts of states are in flight on a multiprocessor. `conv_block`: channels of a
+    """The constants of a round's kernels. `warps`: of a part of a state. `registers`: the most of a thread on Hopper,
+    in rounds of few nodes, so that 16 parts of states are in flight on a multiprocessor. `conv_block`: channels of a
     program."""
 
     warps: int = 1
