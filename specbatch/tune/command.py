@@ -25,6 +25,7 @@ from specbatch.rows.parser import RowParser
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.setup.build import Built
 from specbatch.setup.resolve import ResolvedRun
+from specbatch.setup.speculation import CORPUS_METHODS
 from specbatch.tune.costs import KINDS, CostModel
 from specbatch.tune.live import Live, drift, file_seconds, plans_to_run, run_plans, winner
 from specbatch.tune.predict import Forecast
@@ -217,9 +218,16 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
             "move from round to round",
             hint="try a few values of speculation.num_steps with generate",
         )
-    if method in ("block", "peagle", "hybrid") or (not first.speculation.has_network and method != "ngram"):
+    if method in CORPUS_METHODS:
         raise ConfigError(
-            f"tune does not support speculation.method {method}: it tunes ngram and networks that draft step by step",
+            f"tune does not support speculation.method {method}: how many drafts are right depends on the outputs of "
+            "all rows, and a sample has few of them",
+            hint="leave speculation.num_draft_tokens and speculation.schedule out, because its rounds choose how many "
+            "nodes they verify; compare its seconds in stats.json with those of the tuned method",
+        )
+    if not first.speculation.has_network and method != "ngram":
+        raise ConfigError(
+            f"tune does not support speculation.method {method}: it tunes ngram and draft networks",
             hint="measure draft shapes of this method with generate",
         )
     on_cuda = first.on_cuda
@@ -231,7 +239,9 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
     # What is measured is for batches of these sizes: they are not to be lowered where memory is short.
     batch, chunk = first.engine.max_batch_size, first.engine.prefill_chunk_tokens
     engine = replace(engine, max_batch_size=batch, prefill_chunk_tokens=chunk)
-    limits = SearchLimits.of(method, on_cuda)
+    # Without options, the shape is a whole block.
+    max_drafts = first.speculation.shapes[0].num_steps if first.speculation.block_size else None
+    limits = SearchLimits.of(method, on_cuda, max_drafts)
     schedule = tuple(ScheduleSection(*entry) for entry in limits.schedule(batch))
     if on_cuda and engine.kv_cache_tokens is None:  # room for graphs that are captured later
         engine = replace(engine, memory_fraction=0.85 * first.engine.memory_fraction)
@@ -250,6 +260,7 @@ def _limits(run: ResolvedRun, session: Session, limits: SearchLimits) -> Limits:
         prefill_chunk=run.engine.prefill_chunk_tokens,
         page_size=engine.page_size,
         draft_kv_offset=None if net is None else net.draft_kv_offset,
+        block_size=run.speculation.block_size,
         max_verify_tokens=limits.verify_tokens,
         async_depth=1 if session.on_cuda else 0,
         chunk_cost=engine.chunk_cost,

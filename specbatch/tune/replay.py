@@ -130,8 +130,8 @@ class Replayer:
         return replays
 
     def rank_shares(self) -> NDArray[np.float64] | None:
-        """See `WideTrees.rank_shares`; None for a trace without drafts."""
-        return self._trees.rank_shares(self._true_PS) if self._trace.topk else None
+        """See `WideTrees.rank_shares`; None for a trace without trees."""
+        return self._trees.rank_shares(self._true_PS) if self._trace.topk > 1 else None
 
     def _accepted(self, shape: DraftShape) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
         """Return the number of drafts that a round at each position accepts, (P,), and whether it is uncertain,

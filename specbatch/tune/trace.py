@@ -28,7 +28,8 @@ PAST_END = -2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTrace:
-    """One traced row. The arrays of drafts are None where nothing was drafted: all of them or none."""
+    """One traced row. The arrays of drafts are None where nothing was drafted, and those of trees where chains alone
+    were drafted."""
 
     num_prompt: int
     tokens: NDArray[np.int32]  # the prompt's, then the P of the target's continuation
@@ -42,9 +43,11 @@ class RowTrace:
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1, self.tokens.shape
         assert 1 <= self.num_prompt <= len(self.tokens), (self.num_prompt, len(self.tokens))
-        drafts = (self.chain_PS, self.tokens_PC, self.scores_PC, self.parents_PC)
-        lengths = {None if array is None else len(array) for array in drafts}
-        assert lengths in ({None}, {self.num_output}), (lengths, self.num_output)
+        tree = (self.tokens_PC, self.scores_PC, self.parents_PC)
+        for arrays in ((self.chain_PS,), tree):
+            lengths = {None if array is None else len(array) for array in arrays}
+            assert lengths in ({None}, {self.num_output}), (lengths, self.num_output)
+        assert self.chain_PS is not None or self.tokens_PC is None, "trees without chains"
 
     @property
     def num_output(self) -> int:
@@ -56,8 +59,8 @@ class RowTrace:
 class Trace:
     """Traced rows. All of them were drafted with the same width and depth.
 
-    `topk` 0: no drafts were recorded, which is all that n-grams need. `sampled`: the continuations were drawn at a
-    positive temperature.
+    `topk` 0: no drafts were recorded, which is all that n-grams need. `topk` 1: chains were, and no trees. `sampled`:
+    the continuations were drawn at a positive temperature.
     """
 
     rows: tuple[RowTrace, ...] = ()
@@ -68,9 +71,11 @@ class Trace:
     def __post_init__(self) -> None:
         num_candidates = DraftShape(self.depth, self.topk, 2).num_candidates
         for row in self.rows:
-            if row.chain_PS is not None and row.tokens_PC is not None:
-                columns = row.chain_PS.shape[1], row.tokens_PC.shape[1]
-                assert columns == (self.depth, num_candidates), (columns, self.depth, num_candidates)
+            if row.chain_PS is not None:
+                assert row.chain_PS.shape[1] == self.depth, (row.chain_PS.shape, self.depth)
+                assert (row.tokens_PC is None) == (self.topk == 1), self.topk
+            if row.tokens_PC is not None:
+                assert row.tokens_PC.shape[1] == num_candidates, (row.tokens_PC.shape, num_candidates)
 
     def save(self, path: Path) -> None:
         """Write one .npz, whole or not at all: a trace that is saved after every few rows loses only those after the

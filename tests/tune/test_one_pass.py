@@ -1,0 +1,153 @@
+"""Tuning of methods whose drafts come from one pass of the draft network: block drafters and P-EAGLE heads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from specbatch.cli import app
+from specbatch.config_load import load_config
+from specbatch.draft import DraftParts
+from specbatch.draft.network import BlockNet
+from specbatch.draft.schedule import ByBatch
+from specbatch.draft.shape import DraftShape
+from specbatch.engine.engine import Engine
+from specbatch.errors import ConfigError
+from specbatch.models.blocks.config import BlockConfig, MarkovConfig
+from specbatch.models.rope import RopeConfig
+from specbatch.setup.resolve import resolve
+from specbatch.tune import command as command_module
+from specbatch.tune import live as live_module
+from specbatch.tune.command import _resolve_widest
+from specbatch.tune.costs import CostModel, Measurement
+from specbatch.tune.profile import Limits
+from specbatch.tune.replay import Replayer
+from specbatch.tune.session import Session
+from specbatch.tune.timing import time_batch
+from specbatch.tune.trace import Trace
+from specbatch.tune.tuner import SearchLimits
+from specbatch.types import Completion, Request, RngKey, SamplingParams
+from tests.block_reference import random_tensors, write_drafter
+from tests.draft.test_block import TRAITS
+from tests.tiny_checkpoint import write_checkpoint
+from tests.tiny_models import BLOCK_SIZE, CPU, random_prompts, tiny_config, tiny_device_engine, tiny_engine
+from tests.tune.test_session import OPS, net_of
+
+VOCAB = 7  # so that random drafts are often right
+GREEDY, SAMPLED = SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=0.8, top_k=5, seed=5)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {name: ("block", traits) for name, traits in TRAITS.items()}
+CASES["P-EAGLE"] = ("peagle", {"mask_token_id": VOCAB - 1})
+
+
+def requests(params: SamplingParams) -> list[Request]:
+    prompts = random_prompts(6, shared=9, longest=30, vocab=VOCAB)
+    return [Request(i, prompt, params, RngKey(params.seed or 0, i, 0)) for i, prompt in enumerate(prompts)]
+
+
+def depth_of(case: str) -> int:
+    return BLOCK_SIZE - CASES[case][1].get("first", 1)
+
+
+def session(case: str, *, on_device: bool = False, coupled: bool = False) -> Session:
+    method, traits = CASES[case]
+    make = tiny_device_engine if on_device else tiny_engine
+    shape = DraftShape(depth_of(case), 1, depth_of(case) + 1)
+    engine: Engine = make(method, shape, num_pages=512, prefix_cache=False, vocab=VOCAB, eos=(3,), **traits)
+    return Session(engine, method, DraftParts(CPU, OPS, net_of(engine), (1, 3), coupled), "none")
+
+
+@pytest.mark.parametrize(("params", "on_device"), [(GREEDY, False), (GREEDY, True), (SAMPLED, True)])
+@pytest.mark.parametrize("case", CASES)
+def test_every_number_of_steps_is_replayed_exactly(case: str, params: SamplingParams, on_device: bool) -> None:
+    """The first drafts of a block are the drafts of shorter chains. Sampled chains are coupled here."""
+    tuned, depth = session(case, on_device=on_device, coupled=params is SAMPLED), depth_of(case)
+    trace = tuned.trace(requests(params), 1, depth)
+    assert all(row.tokens_PC is None for row in trace.rows), "no tree is drafted"
+    shapes = [DraftShape(steps, 1, steps + 1) for steps in range(1, depth + 1)]
+    replayer = Replayer(trace)
+    assert replayer.rank_shares() is None
+    for shape, found in zip(shapes, replayer.replay_all(shapes), strict=True):
+        tuned.use(ByBatch.always(shape))
+        counts = [c.speculation for c in tuned.run(requests(params)).completions]
+        assert found.rounds_R.tolist() == [c.rounds for c in counts]
+        assert found.tokens_R.tolist() == [c.committed for c in counts]
+        assert found.num_unknown == 0
+        assert sum(c.accepted for c in counts) > 0, "nothing was accepted: this proves little"
+
+
+def test_a_trace_of_chains_is_read_from_its_file(tmp_path: Path) -> None:
+    trace = session("markov").trace(requests(GREEDY)[:2], 1, BLOCK_SIZE - 1)
+    trace.save(tmp_path / "trace.npz")
+    again = Trace.load(tmp_path / "trace.npz")
+    assert (again.topk, again.depth) == (1, BLOCK_SIZE - 1)
+    for mine, theirs in zip(trace.rows, again.rows, strict=True):
+        assert mine.chain_PS is not None
+        assert theirs.chain_PS is not None
+        assert mine.chain_PS.tolist() == theirs.chain_PS.tolist()
+        assert theirs.tokens_PC is None
+
+
+@pytest.mark.parametrize("case", ["markov", "P-EAGLE"])
+def test_a_pass_is_timed_by_the_number_of_its_drafts(case: str) -> None:
+    tuned, depth = session(case), depth_of(case)
+    found = [m for batch in (1, 3) for m in time_batch(tuned, batch, 20, depth, 1, 512)]
+    passes = {(m.batch, m.width) for m in found if m.kind == "draft_pass"}
+    assert passes == {(batch, steps) for batch in (1, 3) for steps in {1, 2, depth // 2, depth}}
+    assert not {"draft_start", "draft_step", "verify_tree"} & {m.kind for m in found}
+    model = CostModel.fit(found)
+    for batch, steps in ((1, 1), (2, 3), (3, depth)):
+        assert 0 < model.round_ms(batch, DraftShape(steps, 1, steps + 1)) < 10_000
+
+
+def test_the_cost_of_a_pass_is_not_one_for_each_step() -> None:
+    kinds = {"verify": 10.0, "extend": 1.0, "plain": 9.0}
+    fixed = [Measurement(kind, 1, 1, ms) for kind, ms in kinds.items()]
+    model = CostModel.fit([*fixed, Measurement("draft_pass", 1, 1, 4.0), Measurement("draft_pass", 1, 15, 4.7)])
+    times = [model.round_ms(1, DraftShape(steps, 1, steps + 1)) for steps in (1, 8, 15)]
+    assert times == pytest.approx([15.0, 15.35, 15.7])
+
+
+def test_a_round_writes_the_slots_of_a_whole_block() -> None:
+    """This is so however few drafts it verifies. Rounds without drafts write none of them."""
+    limits, short = Limits(4, 256, 32, draft_kv_offset=0, block_size=16), DraftShape(2, 1, 3)
+    assert limits.lookahead(ByBatch.always(short)) == 16
+    assert limits.lookahead(ByBatch.always(DraftShape(16, 1, 17))) == 17
+    assert limits.lookahead_of(None) == 1
+    assert replace(limits, block_size=0).lookahead(ByBatch.always(short)) == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "draft", "depth", "block_size"),
+    [("block", "random:dflash", 15, 16), ("block", "random:dspark", 16, 16), ("peagle", "random:peagle", 15, 0)],
+)
+def test_chains_are_as_long_as_the_drafter_makes_them(method: str, draft: str, depth: int, block_size: int) -> None:
+    sets = ["model.target=random:tiny", "engine.device=cpu", f"speculation.method={method}"]
+    run, widest = _resolve_widest(load_config(None, [*sets, f"speculation.draft={draft}"]), resolve)
+    assert (widest.depth, widest.topk, widest.nodes) == (depth, 1, depth + 1)
+    assert [shape.num_steps for shape in run.speculation.shapes] == [depth]
+    assert run.speculation.block_size == block_size
+
+
+def test_methods_with_chains_only_are_not_searched_for_trees() -> None:
+    for on_cuda in (False, True):
+        assert SearchLimits.of("mtp", on_cuda).topk == 1
+        assert SearchLimits.of("eagle3", on_cuda).topk > 1
+
+
+@pytest.mark.parametrize("method", ["suffix", "hybrid"])
+def test_methods_that_learn_from_all_rows_are_refused(method: str) -> None:
+    sets = ["model.target=random:smollm2-135m", "engine.device=cpu", f"speculation.method={method}"]
+    if method == "hybrid":
+        sets.append("speculation.draft=random:eagle3")
+    with pytest.raises(ConfigError, match="depends on the outputs of all rows") as caught:
+        _resolve_widest(load_config(None, sets), resolve)
+    assert "leave speculation.num_draft_tokens" in (caught.value.hint or "")
