@@ -61,10 +61,10 @@ class Limits:
     prefill_chunk: int  # prompt tokens computed at once
     page_size: int = 1  # slots
     draft_kv_offset: int | None = None  # offset of the draft network's cache; None: there is no draft network
-    block_size: int = 0  # slots that a block drafter writes in a round; 0: there is none
     max_verify_tokens: int | None = None  # requests x nodes of a round; None: no limit
     async_depth: int = 0  # rounds for which a request that has ended keeps its index: the host reads that much later
     chunk_cost: ChunkCost | None = None  # costs that decide whether short prompts are held; None: they are not held
+    block_size: int = 0  # slots that a block drafter writes in a round; 0: there is none
 
     def lookahead(self, schedule: Schedule) -> int:
         """Slots past the committed ones that a round may write, whatever the batch: the scheduler has one figure."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ from typer.testing import CliRunner
 from specbatch.cli import app
 from specbatch.config_load import load_config
 from specbatch.draft import DraftParts
-from specbatch.draft.network import BlockNet
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
 from specbatch.errors import ConfigError
 from specbatch.models.blocks.config import BlockConfig, MarkovConfig
-from specbatch.models.rope import RopeConfig
 from specbatch.setup.resolve import resolve
+from specbatch.train.block.export import config_json
 from specbatch.tune import command as command_module
 from specbatch.tune import live as live_module
 from specbatch.tune.command import _resolve_widest
@@ -35,7 +33,7 @@ from specbatch.tune.session import Session
 from specbatch.tune.timing import time_batch
 from specbatch.tune.trace import Trace
 from specbatch.tune.tuner import SearchLimits
-from specbatch.types import Completion, Request, RngKey, SamplingParams
+from specbatch.types import Request, RngKey, SamplingParams
 from tests.block_reference import random_tensors, write_drafter
 from tests.draft.test_block import TRAITS
 from tests.tiny_checkpoint import write_checkpoint
@@ -43,13 +41,13 @@ from tests.tiny_models import BLOCK_SIZE, CPU, random_prompts, tiny_config, tiny
 from tests.tune.test_session import OPS, net_of
 
 VOCAB = 7  # so that random drafts are often right
-GREEDY, SAMPLED = SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=0.8, top_k=5, seed=5)
+GREEDY, SAMPLED = SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperature=0.8, top_k=5, seed=5)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: ("block", traits) for name, traits in TRAITS.items()}
 CASES["P-EAGLE"] = ("peagle", {"mask_token_id": VOCAB - 1})
 
 
 def requests(params: SamplingParams) -> list[Request]:
-    prompts = random_prompts(6, shared=9, longest=30, vocab=VOCAB)
+    prompts = random_prompts(4, shared=9, longest=30, vocab=VOCAB)
     return [Request(i, prompt, params, RngKey(params.seed or 0, i, 0)) for i, prompt in enumerate(prompts)]
 
 
@@ -151,3 +149,98 @@ def test_methods_that_learn_from_all_rows_are_refused(method: str) -> None:
     with pytest.raises(ConfigError, match="depends on the outputs of all rows") as caught:
         _resolve_widest(load_config(None, sets), resolve)
     assert "leave speculation.num_draft_tokens" in (caught.value.hint or "")
+
+
+BLOCK = 6
+
+
+def write_pair(folder: Path) -> tuple[Path, Path]:
+    """Write a target, and a block drafter that is often right.
+
+    The target's next token mostly depends on the last one alone, because its layers change little. The drafter's Markov
+    head has the target's embedding and LM head. Its backbone is random, and what it adds is noise.
+    """
+    target = write_checkpoint(folder / "target", num_hidden_layers=4, max_position_embeddings=2048)
+    tensors = load_file(target / "model.safetensors")
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = tensors[name] * 0.03
+    save_file(tensors, target / "model.safetensors")
+    embedding_VE, lm_head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    vocab, hidden = embedding_VE.shape
+    decoder = tiny_config(2, hidden, vocab, model_type="qwen3", qk_norm=True)
+    block = BlockConfig(decoder, BLOCK, 1, (1, 2, 3), hidden, vocab, first=0, head=MarkovConfig(hidden))
+    drafter = random_tensors(block)
+    normed_VE = embedding_VE * embedding_VE.pow(2).mean(-1, keepdim=True).rsqrt()
+    drafter["markov_head.markov_w1.weight"] = normed_VE * tensors["model.norm.weight"]
+    drafter["markov_head.markov_w2.weight"] = lm_head
+    drafter["norm.weight"] = torch.full((hidden,), 0.2)
+    return target, write_drafter(folder / "drafter", drafter, config_json(block, str(target)))
+
+
+def test_a_block_drafter_is_tuned_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tuned configuration runs, and its rounds commit the tokens that were predicted."""
+    target, drafter = write_pair(tmp_path)
+    rows, output, results = tmp_path / "rows.jsonl", tmp_path / "tuned.yaml", tmp_path / "out.jsonl"
+    lines = [{"prompt": f"Row {i} " + "xyz"[: i % 4], "max_tokens": 16 + 2 * i, "temperature": 0} for i in range(8)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(live_module, "MAX_TRIALS", 2)
+    # Times of so small a model are noise. The best plan with drafts wins, whatever they are.
+    monkeypatch.setattr(command_module, "winner", lambda plans, live, seconds: plans[0])
+    sets = [f"model.target={target}", "engine.device=cpu", "engine.max_batch_size=4", "engine.prefix_cache=false"]
+    sets += ["speculation.method=block", f"speculation.draft={drafter}"]
+    options = [part for one in sets for part in ("--set", one)]
+
+    def run(*args: str | Path) -> str:
+        found = CliRunner().invoke(app, [*map(str, args)])
+        assert found.exit_code == 0, found.output
+        return found.output
+
+    run("tune", rows, "-o", output, "--rows", "8", "--budget", "30s", *options)
+    report = json.loads(output.with_suffix(".report.json").read_text())
+    replays = {one["candidate"]["num_steps"]: one["tokens_per_round"] for one in report["replays"]}
+    assert sorted(replays) == [*range(1, BLOCK + 1)], "chains of every length, and no tree"
+    assert replays[1] > 1.3
+    assert replays[BLOCK] > replays[1] + 0.2
+    assert {"draft_pass", "verify", "extend", "plain"} <= {one["kind"] for one in report["costs"]}
+    assert not {"draft_start", "draft_step"} & {one["kind"] for one in report["costs"]}
+    assert report["plain"]["seconds"] > 0
+    for one in report["live_runs"][:-1]:
+        assert one["tokens_per_round"] > 1.2
+    assert report["live_runs"][-1]["tokens_per_round"] == 1, "plain decoding is compared"
+    config = load_config(output)
+    assert (config.speculation.method, config.speculation.draft) == ("block", str(drafter))
+    schedule = config.speculation.schedule
+    assert schedule
+    assert {entry.topk for entry in schedule} == {1}
+    run("generate", rows, "-c", output, "-o", results)
+    tuned = acceptance_length(results)
+    steps = {entry.num_steps for entry in schedule if entry.num_steps}
+    assert min(replays[one] for one in steps) - 1e-4 <= tuned <= max(replays[one] for one in steps) + 1e-4
+    # One shape for all batches: the same rows, so the same number to the last digit.
+    one_shape = ["--set", "speculation.schedule=null", "--set", "speculation.num_steps=3"]
+    run("generate", rows, "-c", output, "-o", tmp_path / "three.jsonl", *one_shape)
+    assert acceptance_length(tmp_path / "three.jsonl") == pytest.approx(replays[3], abs=1e-3)
+    texts = [json.loads(line)["text"] for line in results.read_text().splitlines()]
+    run(
+        "generate",
+        rows,
+        "-c",
+        output,
+        "-o",
+        tmp_path / "plain.jsonl",
+        "--set",
+        "speculation.method=none",
+        *one_shape[:2],
+    )
+    assert texts == [json.loads(line)["text"] for line in (tmp_path / "plain.jsonl").read_text().splitlines()]
+
+
+def acceptance_length(results: Path) -> float:
+    found: float = json.loads(results.with_suffix(".stats.json").read_text())["speculation"]["acceptance_length"]
+    return found
+
+
+def texts(results: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in results.read_text().splitlines()]

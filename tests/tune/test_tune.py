@@ -602,10 +602,11 @@ def test_limits_of_an_engine(on_cuda: bool, async_depth: int, monkeypatch: pytes
     monkeypatch.setattr(Session, "on_cuda", on_cuda)
     engine = tiny_device_engine(num_layers=1)
     parts: Any = SimpleNamespace(net=None)
-    resolved: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=4, prefill_chunk_tokens=32))
+    sizes = SimpleNamespace(max_batch_size=4, prefill_chunk_tokens=32)
+    resolved: Any = SimpleNamespace(engine=sizes, speculation=SimpleNamespace(block_size=16))
     limits = _limits(resolved, Session(engine, "none", parts, "none"), SearchLimits(1, 1, 2, 64))
     assert limits.chunk_cost == engine.chunk_cost
-    assert (limits.kv_tokens, limits.page_size, limits.draft_kv_offset) == (256, 4, None)
+    assert (limits.kv_tokens, limits.page_size, limits.draft_kv_offset, limits.block_size) == (256, 4, None, 16)
     assert (limits.async_depth, limits.max_verify_tokens) == (async_depth, 64)
     on_cpu = Session(tiny_engine(), "none", parts, "none")
     assert _limits(resolved, on_cpu, SearchLimits(1, 1, 2, 64)).chunk_cost is None, "nothing is held there"
