@@ -55,8 +55,8 @@ class SearchLimits:
 
     def schedule(self, max_batch_size: int) -> list[tuple[int, int, int, int]]:
         """Return the schedule with which the engine is built: (max_batch, num_steps, topk, num_draft_tokens), with
-        trees as wide as the number of requests allows."""
-        if self.topk <= 1:
+        trees as wide, or chains as long, as the number of requests allows."""
+        if not self.depth:
             return [(max_batch_size, self.nodes - 1, 1, self.nodes)]
         nodes = min(self.nodes, DraftShape(self.depth, self.topk, 2).num_candidates + 1)
         few = max(1, self.verify_tokens // nodes)
@@ -64,7 +64,7 @@ class SearchLimits:
         if few >= max_batch_size:
             return [wide]
         narrow = max(2, min(nodes, self.verify_tokens // max_batch_size))
-        return [wide, (max_batch_size, self.depth, self.topk, narrow)]
+        return [wide, (max_batch_size, narrow - 1 if self.topk == 1 else self.depth, self.topk, narrow)]
 
 
 class TuneCache:

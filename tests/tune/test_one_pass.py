@@ -19,7 +19,9 @@ from specbatch.draft import DraftParts
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
+from specbatch.engine.executor import GraphMode
 from specbatch.errors import ConfigError
+from specbatch.kernels import ops_for
 from specbatch.models.blocks.config import BlockConfig, MarkovConfig
 from specbatch.setup.resolve import resolve
 from specbatch.train.block.export import config_json
@@ -31,17 +33,18 @@ from specbatch.tune.profile import Limits
 from specbatch.tune.replay import Replayer
 from specbatch.tune.session import Session
 from specbatch.tune.timing import time_batch
-from specbatch.tune.trace import Trace
+from specbatch.tune.trace import RowTrace, Trace
 from specbatch.tune.tuner import SearchLimits
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.block_reference import random_tensors, write_drafter
 from tests.draft.test_block import TRAITS
 from tests.tiny_checkpoint import write_checkpoint
 from tests.tiny_models import BLOCK_SIZE, CPU, random_prompts, tiny_config, tiny_device_engine, tiny_engine
-from tests.tune.test_session import OPS, net_of
+from tests.tune.test_session import CUDA, OPS, net_of
 
 VOCAB = 7  # so that random drafts are often right
 GREEDY, SAMPLED = SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, temperature=0.8, top_k=5, seed=5)
+SETTINGS: dict[str, Any] = {"num_pages": 512, "prefix_cache": False, "vocab": VOCAB, "eos": (3,)}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: ("block", traits) for name, traits in TRAITS.items()}
 CASES["P-EAGLE"] = ("peagle", {"mask_token_id": VOCAB - 1})
 
@@ -58,9 +61,12 @@ def depth_of(case: str) -> int:
 def session(case: str, *, on_device: bool = False, coupled: bool = False) -> Session:
     method, traits = CASES[case]
     make = tiny_device_engine if on_device else tiny_engine
-    shape = DraftShape(depth_of(case), 1, depth_of(case) + 1)
-    engine: Engine = make(method, shape, num_pages=512, prefix_cache=False, vocab=VOCAB, eos=(3,), **traits)
+    engine: Engine = make(method, whole(case), **SETTINGS, **traits)
     return Session(engine, method, DraftParts(CPU, OPS, net_of(engine), (1, 3), coupled), "none")
+
+
+def whole(case: str) -> DraftShape:
+    return DraftShape(depth_of(case), 1, depth_of(case) + 1)
 
 
 @pytest.mark.parametrize(("params", "on_device"), [(GREEDY, False), (GREEDY, True), (SAMPLED, True)])
@@ -82,15 +88,36 @@ def test_every_number_of_steps_is_replayed_exactly(case: str, params: SamplingPa
         assert sum(c.accepted for c in counts) > 0, "nothing was accepted: this proves little"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["none", "refiner", "lattice", "P-EAGLE"])
+def test_graphs_record_the_same(case: str) -> None:
+    """Graphs are captured when the first batch of a size comes up, in the middle of a run."""
+    method, traits = CASES[case]
+    expected = session(case).trace(requests(GREEDY), 1, depth_of(case))
+    modes: list[GraphMode] = ["none", "round"]
+    for graphs in modes:
+        engine = tiny_device_engine(method, whole(case), device=CUDA, **SETTINGS, **traits)
+        parts = DraftParts(CUDA, ops_for(CUDA, torch.float64), net_of(engine), (1, 3))
+        found = Session(engine, method, parts, graphs).trace(requests(GREEDY), 1, depth_of(case))
+        assert (engine.executor.num_graphs > 1) == (graphs == "round")
+        for mine, theirs in zip(expected.rows, found.rows, strict=True):
+            assert mine.tokens.tolist() == theirs.tokens.tolist()
+            assert chains_of(mine) == chains_of(theirs)
+
+
+def chains_of(row: RowTrace) -> list[list[int]]:
+    assert row.chain_PS is not None
+    chains: list[list[int]] = row.chain_PS[: row.num_output - 1].tolist()  # the last token is the root of no round
+    return chains
+
+
 def test_a_trace_of_chains_is_read_from_its_file(tmp_path: Path) -> None:
     trace = session("markov").trace(requests(GREEDY)[:2], 1, BLOCK_SIZE - 1)
     trace.save(tmp_path / "trace.npz")
     again = Trace.load(tmp_path / "trace.npz")
     assert (again.topk, again.depth) == (1, BLOCK_SIZE - 1)
     for mine, theirs in zip(trace.rows, again.rows, strict=True):
-        assert mine.chain_PS is not None
-        assert theirs.chain_PS is not None
-        assert mine.chain_PS.tolist() == theirs.chain_PS.tolist()
+        assert chains_of(mine) == chains_of(theirs)
         assert theirs.tokens_PC is None
 
 
@@ -133,6 +160,15 @@ def test_chains_are_as_long_as_the_drafter_makes_them(method: str, draft: str, d
     assert (widest.depth, widest.topk, widest.nodes) == (depth, 1, depth + 1)
     assert [shape.num_steps for shape in run.speculation.shapes] == [depth]
     assert run.speculation.block_size == block_size
+
+
+def test_chains_of_many_requests_are_shorter() -> None:
+    """The engine is built for them, and a round verifies a bounded number of tokens."""
+    sets = ["model.target=random:tiny", "engine.device=cpu", "engine.max_batch_size=64", "speculation.method=block"]
+    run, widest = _resolve_widest(load_config(None, [*sets, "speculation.draft=random:dflash"]), resolve)
+    assert widest.verify_tokens == 512
+    entries = [(bound, str(shape)) for bound, shape in run.speculation.schedule.entries]
+    assert entries == [(32, "15/1/16"), (64, "7/1/8")]
 
 
 def test_methods_with_chains_only_are_not_searched_for_trees() -> None:
