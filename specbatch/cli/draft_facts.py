@@ -150,7 +150,7 @@ def _mode(path: Path) -> str:
 def _limits(head: EagleCheckpoint | BlockCheckpoint, method: str) -> list[str]:
     limits = []
     if method in ("block", "peagle"):
-        limits += ["draft trees (topk above 1)", "run in specbatch tune"]
+        limits.append("draft trees (topk above 1)")
     if f"speculation.method: {method}" in NOT_RUN_ON_CUDA:
         limits.append("run on a GPU, which none has tried yet")
     if isinstance(head, BlockCheckpoint) and head.config.confidence_size:
