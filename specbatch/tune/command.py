@@ -27,15 +27,16 @@ from specbatch.setup.build import Built
 from specbatch.setup.resolve import ResolvedRun
 from specbatch.setup.speculation import CORPUS_METHODS
 from specbatch.tune.costs import KINDS, CostModel
-from specbatch.tune.live import Live, drift, file_seconds, plans_to_run, run_plans, winner
+from specbatch.tune.live import Live, drift, file_seconds, plans_to_run, repeated, run_plans, winner
 from specbatch.tune.predict import Forecast
 from specbatch.tune.profile import FileProfile, Limits, Prediction
 from specbatch.tune.replay import Replayer
 from specbatch.tune.report import duration
 from specbatch.tune.sample import sample_rows
 from specbatch.tune.search import Plan, SearchResult, neural_space, ngram_space, search
-from specbatch.tune.session import Session
+from specbatch.tune.session import OutOfTime, Session
 from specbatch.tune.start import TuneInput, TuneOptions, cache_folder, rows_to_trace
+from specbatch.tune.trace import Trace
 from specbatch.tune.tuner import SearchLimits, TuneCache, Tuner
 from specbatch.types import GRAMMAR_FIELDS, Request
 
@@ -126,9 +127,12 @@ def tune_file(
     with part("trace", "tracing: the target writes, the draft guesses"):
         # However long the start took (kernels are compiled), the first rows have half the budget.
         trace = tuner.trace(left(_TRACE_SHARE), max(until, time.perf_counter() + options.budget_seconds / 2))
+        trace = _with_drawn(tuner, trace, texts, left(_TRACE_SHARE))
     outputs = sum(row.num_output for row in trace.rows)
     log(f"traced {len(trace.rows)} rows, {outputs:,} tokens in {seconds_of['trace']:.1f} s")
-    if trace.sampled and search_limits.depth and not run.config.engine.deterministic:
+    if trace.drawn is not None:
+        log("the rows are sampled: the gain of chains is corrected by a run that drew its drafts")
+    elif trace.sampled and session.draws_chains:
         log("the rows are sampled: the gain of chains is estimated from greedy ones, and the live runs measure it")
     session.texts = [row.tokens.tolist() for row in trace.rows]
     context = round(np.mean([row.num_prompt + row.num_output / 2 for row in trace.rows]))
@@ -181,6 +185,21 @@ def tune_file(
     whole = file_seconds(plans, live, predicted)
     chosen, ranks = winner(plans, live, whole), replayer.rank_shares()
     return Tuned(forecast, profile, result, live, predicted, whole, chosen, ranks, run, session, requests, texts)
+
+
+def _with_drawn(tuner: Tuner, trace: Trace, texts: TextProcessor, seconds: float) -> Trace:
+    """Add the counts of a run that draws its chains, if rounds draw them and the time allows it. The trace is saved."""
+    if not trace.sampled or not tuner.session.draws_chains or trace.drawn is not None:
+        return trace
+    count = len(trace.rows)
+    requests = repeated(tuner.sample.to_trace, count, texts.stop_check)
+    try:
+        drawn = tuner.session.count_drawn(requests, trace.depth, time.perf_counter() + seconds)
+    except OutOfTime:
+        return trace
+    trace = replace(trace, drawn=drawn)
+    tuner.cache.save_trace(trace)
+    return trace
 
 
 def _experts_line(moe: MoeConfig, curve: ExpertCurve, batch: int, *, is_measured: bool) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specbatch.batch import Field
@@ -129,6 +130,21 @@ class Session:
             completions, rounds = self._trace_drafts(requests, topk, depth, until)
         rows = [_row(r, c, drafts) for r, c, drafts in zip(requests, completions, rounds, strict=True)]
         return Trace(tuple(rows), topk, depth, sampled)
+
+    @property
+    def draws_chains(self) -> bool:
+        """Return whether sampled chains are drawn by themselves, so that a trace has other drafts than rounds."""
+        return self.parts.net is not None and not self.parts.coupled
+
+    def count_drawn(self, requests: Sequence[Request], depth: int, until: float = math.inf) -> NDArray[np.int64]:
+        """Run the requests with chains of `depth` steps, and return the counts of `Trace.drawn`. Raises OutOfTime as
+        `run` does."""
+        self._set(ByBatch.always(self.make(DraftShape(depth, 1, depth + 1))), ahead=False)
+        self._in_use = None
+        counts = self.run(requests, until=until).counts
+        found = np.zeros(1 + depth, dtype=np.int64)
+        found[0], found[1 : 1 + len(counts.accepted_at)] = counts.rounds, counts.accepted_at
+        return found
 
     def _trace_drafts(
         self, requests: Sequence[Request], topk: int, depth: int, until: float

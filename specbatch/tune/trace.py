@@ -61,12 +61,16 @@ class Trace:
 
     `topk` 0: no drafts were recorded, which is all that n-grams need. `topk` 1: chains were, and no trees. `sampled`:
     the continuations were drawn at a positive temperature.
+
+    `drawn`: counts of a run of the same rows with the longest chain, which drew its drafts: the rounds, then for each
+    step the rounds that accepted a draft of it. None: there was no such run.
     """
 
     rows: tuple[RowTrace, ...] = ()
     topk: int = 0
     depth: int = 0  # S, draft steps
     sampled: bool = False
+    drawn: NDArray[np.int64] | None = None  # (1 + S,)
 
     def __post_init__(self) -> None:
         num_candidates = DraftShape(self.depth, self.topk, 2).num_candidates
@@ -85,6 +89,8 @@ class Trace:
         for i, row in enumerate(self.rows):
             values = {field.name: getattr(row, field.name) for field in fields(row)}
             arrays |= {f"{name}_{i}": np.asarray(value) for name, value in values.items() if value is not None}
+        if self.drawn is not None:
+            arrays["drawn"] = self.drawn
         unfinished = path.with_name(path.name + ".part")
         try:
             with unfinished.open("wb") as file:
@@ -107,7 +113,8 @@ class Trace:
                 for i in range(num_rows):
                     row = {name: arrays[f"{name}_{i}"] for name in names if f"{name}_{i}" in stored}
                     rows.append(RowTrace(int(row.pop("num_prompt")), **row))
-                return Trace(tuple(rows), topk, depth, bool(sampled))
+                drawn = arrays["drawn"] if "drawn" in stored else None
+                return Trace(tuple(rows), topk, depth, bool(sampled), drawn)
         except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, AssertionError) as error:
             raise TuningError(
                 f"cannot read the trace {path}: {error or type(error).__name__}", hint="delete it and tune again"

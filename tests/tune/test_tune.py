@@ -184,6 +184,32 @@ def test_one_sampled_row_among_those_that_run_live(
     assert session.call_args.args[4]
 
 
+@pytest.mark.usefixtures("trace_only")
+def test_chains_of_sampled_rows_are_counted_once(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, output = tmp_path / "rows.jsonl", tmp_path / "t.yaml"
+    rows = [{"prompt": f"Row {i}", "max_tokens": 6, "temperature": 0.7, "stop": ["zz"]} for i in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counted = list[list[Request]]()
+    count_drawn = Session.count_drawn
+
+    def counting(session: Session, requests: Sequence[Request], *args: Any) -> Any:
+        counted.append(list(requests))
+        return count_drawn(session, requests, *args)
+
+    monkeypatch.setattr(Session, "count_drawn", counting)
+    sets = drafting_with(tiny_model)
+    for _ in range(2):
+        found = tune(path, "-o", output, "--rows", "4", target=tiny_model, sets=sets)
+        assert "corrected by a run that drew its drafts" in found.output
+    assert len(counted) == 1, "the second time it is in the trace"
+    assert len({id(request.check_stop) for request in counted[0]}) == 4, "which have a state"
+    monkeypatch.setattr(Session, "count_drawn", Mock(side_effect=OutOfTime))
+    found = tune(path, "-o", tmp_path / "other.yaml", "--rows", "4", target=tiny_model, sets=sets)
+    assert "estimated from greedy ones" in found.output
+
+
 def test_how_many_rows_are_traced() -> None:
     assert [rows_to_trace(False, places) for places in (1, 16, 256)] == [64, 64, 64]
     assert [rows_to_trace(True, places) for places in (1, 8, 16, 32, 256)] == [64, 64, 128, 256, 256]
