@@ -218,6 +218,11 @@ def test_what_is_counted_of_a_run_that_draws() -> None:
     assert drawn.tolist() == [counts.rounds, *counts.accepted_at, *[0] * (DEPTH - len(counts.accepted_at))]
     with pytest.raises(OutOfTime):
         tuned.count_drawn(requests(0.9), DEPTH, until=0.0)
+    traces = []
+    for _ in range(2):
+        traces.append(tuned.trace(requests(0.9), TOPK, DEPTH))
+        tuned.count_drawn(requests(0.9), DEPTH)
+    assert_same(*traces)
 
 
 def test_what_ran_before_does_not_change_what_is_gathered() -> None:

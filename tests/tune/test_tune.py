@@ -191,20 +191,25 @@ def test_chains_of_sampled_rows_are_counted_once(
     path, output = tmp_path / "rows.jsonl", tmp_path / "t.yaml"
     rows = [{"prompt": f"Row {i}", "max_tokens": 6, "temperature": 0.7, "stop": ["zz"]} for i in range(6)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    counted = list[list[Request]]()
-    count_drawn = Session.count_drawn
+    counted, traced = list[list[Request]](), list[Request]()
+    count_drawn, trace = Session.count_drawn, Session.trace
 
     def counting(session: Session, requests: Sequence[Request], *args: Any) -> Any:
         counted.append(list(requests))
         return count_drawn(session, requests, *args)
 
+    def tracing(session: Session, requests: Sequence[Request], *args: Any) -> Any:
+        traced.extend(requests)
+        return trace(session, requests, *args)
+
     monkeypatch.setattr(Session, "count_drawn", counting)
+    monkeypatch.setattr(Session, "trace", tracing)
     sets = drafting_with(tiny_model)
     for _ in range(2):
         found = tune(path, "-o", output, "--rows", "4", target=tiny_model, sets=sets)
         assert "corrected by a run that drew its drafts" in found.output
     assert len(counted) == 1, "the second time it is in the trace"
-    assert len({id(request.check_stop) for request in counted[0]}) == 4, "which have a state"
+    assert len({id(request.check_stop) for request in (*counted[0], *traced)}) == 8, "each has a state, for one run"
     monkeypatch.setattr(Session, "count_drawn", Mock(side_effect=OutOfTime))
     found = tune(path, "-o", tmp_path / "other.yaml", "--rows", "4", target=tiny_model, sets=sets)
     assert "estimated from greedy ones" in found.output
