@@ -149,7 +149,7 @@ def _mode(path: Path) -> str:
 def _limits(head: EagleCheckpoint | BlockCheckpoint, method: str) -> list[str]:
     limits = []
     if method in ("block", "peagle"):
-        limits += ["draft trees (topk above 1)", "run in specbatch tune"]
+        limits.append("draft trees (topk above 1)")
     if isinstance(head, BlockCheckpoint) and head.config.confidence_size:
         limits.append("use its confidence head")
     return limits

@@ -49,6 +49,7 @@ class MethodEntry:
     default_num_steps: int = 3
     chains_only: bool = False  # topk must be 1
     can_score: bool = False  # its chains can have `DraftTrees.scores_BN`
+    one_pass: bool = False  # one pass of the draft network makes all drafts of a chain, whatever their number
     in_target: bool = False  # the draft network can be a part of the target's checkpoint: speculation.draft is null
 
 
@@ -99,8 +100,8 @@ METHODS: dict[str, MethodEntry] = {
     "draft_model": MethodEntry(_from_network, ModelNet, can_score=True),
     "eagle": MethodEntry(_from_network, EagleNet, can_score=True),
     "eagle3": MethodEntry(_from_network, EagleNet, can_score=True),
-    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, chains_only=True, can_score=True),
-    "block": MethodEntry(_block, BlockNet, default_num_steps=15, chains_only=True, can_score=True),
+    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, chains_only=True, can_score=True, one_pass=True),
+    "block": MethodEntry(_block, BlockNet, default_num_steps=15, chains_only=True, can_score=True, one_pass=True),
     "mtp": MethodEntry(_from_network, EagleNet, default_num_steps=1, chains_only=True, in_target=True, can_score=True),
 }
 

@@ -25,16 +25,18 @@ from specbatch.rows.parser import RowParser
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.setup.build import Built
 from specbatch.setup.resolve import ResolvedRun
+from specbatch.setup.speculation import CORPUS_METHODS
 from specbatch.tune.costs import KINDS, CostModel
-from specbatch.tune.live import Live, drift, file_seconds, plans_to_run, run_plans, winner
+from specbatch.tune.live import Live, drift, file_seconds, plans_to_run, repeated, run_plans, winner
 from specbatch.tune.predict import Forecast
 from specbatch.tune.profile import FileProfile, Limits, Prediction
 from specbatch.tune.replay import Replayer
 from specbatch.tune.report import duration
 from specbatch.tune.sample import sample_rows
 from specbatch.tune.search import Plan, SearchResult, neural_space, ngram_space, search
-from specbatch.tune.session import Session
+from specbatch.tune.session import OutOfTime, Session
 from specbatch.tune.start import TuneInput, TuneOptions, cache_folder, rows_to_trace
+from specbatch.tune.trace import Trace
 from specbatch.tune.tuner import SearchLimits, TuneCache, Tuner
 from specbatch.types import GRAMMAR_FIELDS, Request
 
@@ -125,9 +127,12 @@ def tune_file(
     with part("trace", "tracing: the target writes, the draft guesses"):
         # However long the start took (kernels are compiled), the first rows have half the budget.
         trace = tuner.trace(left(_TRACE_SHARE), max(until, time.perf_counter() + options.budget_seconds / 2))
+        trace = _with_drawn(tuner, trace, texts, left(_TRACE_SHARE))
     outputs = sum(row.num_output for row in trace.rows)
     log(f"traced {len(trace.rows)} rows, {outputs:,} tokens in {seconds_of['trace']:.1f} s")
-    if trace.sampled and search_limits.depth and not run.config.engine.deterministic:
+    if trace.drawn is not None:
+        log("the rows are sampled: the gain of chains is corrected by a run that drew its drafts")
+    elif trace.sampled and session.draws_chains:
         log("the rows are sampled: the gain of chains is estimated from greedy ones, and the live runs measure it")
     session.texts = [row.tokens.tolist() for row in trace.rows]
     context = round(np.mean([row.num_prompt + row.num_output / 2 for row in trace.rows]))
@@ -182,6 +187,21 @@ def tune_file(
     return Tuned(forecast, profile, result, live, predicted, whole, chosen, ranks, run, session, requests, texts)
 
 
+def _with_drawn(tuner: Tuner, trace: Trace, texts: TextProcessor, seconds: float) -> Trace:
+    """Add the counts of a run that draws its chains, if rounds draw them and the time allows it. The trace is saved."""
+    if not trace.sampled or not tuner.session.draws_chains or trace.drawn is not None:
+        return trace
+    count = len(trace.rows)
+    requests = repeated(tuner.sample.to_trace, count, texts.stop_check)
+    try:
+        drawn = tuner.session.count_drawn(requests, trace.depth, time.perf_counter() + seconds)
+    except OutOfTime:
+        return trace
+    trace = replace(trace, drawn=drawn)
+    tuner.cache.save_trace(trace)
+    return trace
+
+
 def _experts_line(moe: MoeConfig, curve: ExpertCurve, batch: int, *, is_measured: bool) -> str:
     sizes = ", ".join(f"{curve(tokens):.0f}" for tokens in (1, 4, batch, 4 * batch))
     kind = "as measured" if is_measured else "if routing is uniform"
@@ -217,9 +237,16 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
             "move from round to round",
             hint="try a few values of speculation.num_steps with generate",
         )
-    if method in ("block", "peagle", "hybrid") or (not first.speculation.has_network and method != "ngram"):
+    if method in CORPUS_METHODS:
         raise ConfigError(
-            f"tune does not support speculation.method {method}: it tunes ngram and networks that draft step by step",
+            f"tune does not support speculation.method {method}: how many drafts are right depends on the outputs of "
+            "all rows, and a sample has few of them",
+            hint="leave speculation.num_draft_tokens and speculation.schedule out, because its rounds choose how many "
+            "nodes they verify; compare its seconds in stats.json with those of the tuned method",
+        )
+    if not first.speculation.has_network and method != "ngram":
+        raise ConfigError(
+            f"tune does not support speculation.method {method}: it tunes ngram and draft networks",
             hint="measure draft shapes of this method with generate",
         )
     on_cuda = first.on_cuda
@@ -231,7 +258,9 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
     # What is measured is for batches of these sizes: they are not to be lowered where memory is short.
     batch, chunk = first.engine.max_batch_size, first.engine.prefill_chunk_tokens
     engine = replace(engine, max_batch_size=batch, prefill_chunk_tokens=chunk)
-    limits = SearchLimits.of(method, on_cuda)
+    # Without options, the shape is a whole block.
+    max_drafts = first.speculation.shapes[0].num_steps if first.speculation.block_size else None
+    limits = SearchLimits.of(method, on_cuda, max_drafts)
     schedule = tuple(ScheduleSection(*entry) for entry in limits.schedule(batch))
     if on_cuda and engine.kv_cache_tokens is None:  # room for graphs that are captured later
         engine = replace(engine, memory_fraction=0.85 * first.engine.memory_fraction)
@@ -250,6 +279,7 @@ def _limits(run: ResolvedRun, session: Session, limits: SearchLimits) -> Limits:
         prefill_chunk=run.engine.prefill_chunk_tokens,
         page_size=engine.page_size,
         draft_kv_offset=None if net is None else net.draft_kv_offset,
+        block_size=run.speculation.block_size,
         max_verify_tokens=limits.verify_tokens,
         async_depth=1 if session.on_cuda else 0,
         chunk_cost=engine.chunk_cost,

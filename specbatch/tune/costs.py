@@ -35,6 +35,7 @@ KINDS = {
     "verify_tree": "the same of trees with branches, which need masks; as chains where not measured",
     "draft_start": "topk; the first draft step, which has its hidden states already",
     "draft_step": "branches of a request, topk; every later draft step",
+    "draft_pass": "num_steps; all drafts of a chain, where one pass of the draft network makes them",
     "extend": "tokens of a request, the longest path",
     "prefill": "tokens of a prompt chunk; its batch is 1",
     "prefill_plain": "the same without a draft network, where that was timed apart",
@@ -199,10 +200,15 @@ class CostModel:
         verify += self.part_ms("overhead", batch, 1)
         if shape.ngram_match is not None:
             return self._live(batch, verify)
+        return self._live(batch, self._draft_ms(batch, shape) + verify + self.part_ms("extend", batch, shape.max_path))
+
+    def _draft_ms(self, batch: int, shape: DraftShape) -> float:
+        if "draft_pass" in self.surfaces:
+            return self.part_ms("draft_pass", batch, shape.num_steps)
         draft = self.part_ms("draft_start", batch, shape.topk)
         if shape.num_steps > 1:
             draft += (shape.num_steps - 1) * self.part_ms("draft_step", batch, shape.topk)
-        return self._live(batch, draft + verify + self.part_ms("extend", batch, shape.max_path))
+        return draft
 
     def plain_ms(self, batch: int, *, followed: bool = False) -> float:
         """A round of plain decoding; `followed`: with the draft network brought along, for later rounds to draft."""

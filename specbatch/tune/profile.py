@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from specbatch.draft.none import MAX_ROOM
 from specbatch.draft.schedule import Schedule
-from specbatch.draft.shape import num_lookahead
+from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.prefill.admission_batching import ChunkCost
 from specbatch.errors import TuningError
 from specbatch.tune.trace import Trace
@@ -64,12 +64,17 @@ class Limits:
     max_verify_tokens: int | None = None  # requests x nodes of a round; None: no limit
     async_depth: int = 0  # rounds for which a request that has ended keeps its index: the host reads that much later
     chunk_cost: ChunkCost | None = None  # costs that decide whether short prompts are held; None: they are not held
+    block_size: int = 0  # slots that a block drafter writes in a round; 0: there is none
 
     def lookahead(self, schedule: Schedule) -> int:
         """Slots past the committed ones that a round may write, whatever the batch: the scheduler has one figure."""
         if all(shape is None for shape in schedule.items):
             return MAX_ROOM
-        return max(num_lookahead(shape, self.draft_kv_offset) for shape in schedule.items)
+        return max(map(self.lookahead_of, schedule.items))
+
+    def lookahead_of(self, shape: DraftShape | None) -> int:
+        """Return the slots past the committed ones that a round of this shape may write."""
+        return max(num_lookahead(shape, self.draft_kv_offset), 0 if shape is None else self.block_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,8 @@ tokens committed, and drafts kept by depth.
 Exact for greedy text with chains and n-grams, for sampled text with trees, n-grams and coupled chains (whose acceptance
 draws the numbers that plain sampling draws), and for smaller trees but for the rounds counted in `num_unknown` (see
 `subtrees`).
-For sampled text with other chains it is an estimate, from greedy chains instead of sampled ones.
+For sampled text with other chains it is an estimate, from greedy chains instead of sampled ones. A run that drew its
+drafts corrects it, if there was one (`Trace.drawn`): where a model is not sure, drawn drafts are accepted more often.
 
 Shape suffixes: R rows, P positions of all rows, S draft steps, Q draft shapes, T tokens of all rows.
 """
@@ -127,11 +128,31 @@ class Replayer:
             found = [self._accepted(shape) for shape in part]
             visits_QP = self._walk(np.stack([accepted_P for accepted_P, _ in found]))
             replays += [self._counted(*one) for one in zip(part, found, visits_QP, strict=True)]
-        return replays
+        return [self._as_drawn(replay) for replay in replays]
 
     def rank_shares(self) -> NDArray[np.float64] | None:
-        """See `WideTrees.rank_shares`; None for a trace without drafts."""
-        return self._trees.rank_shares(self._true_PS) if self._trace.topk else None
+        """See `WideTrees.rank_shares`; None for a trace without trees."""
+        return self._trees.rank_shares(self._true_PS) if self._trace.topk > 1 else None
+
+    def _as_drawn(self, replay: Replay) -> Replay:
+        """Return the replay of a chain as if its drafts had been drawn: with as many more tokens per round as the run
+        of the longest chain had within these steps."""
+        shape, drawn = replay.shape, self._trace.drawn
+        if drawn is None or not drawn[0] or not shape.is_chain or shape.ngram_match is not None:
+            return replay
+        shares = drawn[1 : 1 + shape.num_steps] / drawn[0]
+        gain = (1 + shares.sum()) / (1 + self._greedy_shares[: shape.num_steps].sum())
+        rounds_R = np.maximum(replay.rounds_R / gain, self._positions.num_committed_R / shape.max_path)
+        accepted_at = tuple((shares * rounds_R.sum()).tolist())
+        return replace(replay, rounds_R=rounds_R, unknown_R=replay.unknown_R / gain, accepted_at=accepted_at)
+
+    @cached_property
+    def _greedy_shares(self) -> NDArray[np.float64]:
+        """Compute the share of the rounds of the longest chain that accept a draft of each step, (S,)."""
+        depth = self._trace.depth
+        found = self._accepted(DraftShape(depth, 1, depth + 1))
+        replay = self._counted(DraftShape(depth, 1, depth + 1), found, self._walk(found[0][None])[0])
+        return np.array(replay.accepted_at) / replay.rounds
 
     def _accepted(self, shape: DraftShape) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
         """Return the number of drafts that a round at each position accepts, (P,), and whether it is uncertain,

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
-from specbatch.draft.shape import DraftShape, num_lookahead
+from specbatch.draft.shape import DraftShape
 from specbatch.errors import TuningError
 from specbatch.tune.costs import CostModel
 from specbatch.tune.predict import predict
@@ -188,7 +188,7 @@ def _fitting(replays: Sequence[Replay], profile: FileProfile, limits: Limits) ->
     kept, dropped, most = [], [], limits.max_verify_tokens
     for replay in replays:
         shape, nodes = replay.shape, replay.shape.num_draft_tokens
-        ahead = num_lookahead(shape, limits.draft_kv_offset)
+        ahead = limits.lookahead_of(shape)
         max_batch = limits.max_running if most is None else most // nodes
         reason = None
         if ahead > room:

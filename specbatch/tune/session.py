@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import SpeculationCounts
 from specbatch.draft import DraftMethod, DraftParts, NoDraft, make_method
-from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
 from specbatch.draft.shape import DraftShape
@@ -45,7 +45,7 @@ class Finished:
 
 
 # What is recorded of a round, of each request that goes on: its `rng.stream`, the index of the root in its tokens, the
-# chain, and the tree's tokens, scores and parents, as in `RowTrace`.
+# chain, and of trees the tokens, scores and parents, as in `RowTrace`.
 _RECORD_DTYPES = (np.int64, np.int64, np.int32, np.int32, np.float32, np.int16)
 
 
@@ -119,8 +119,8 @@ class Session:
 
     def trace(self, requests: Sequence[Request], topk: int, depth: int, until: float = math.inf) -> Trace:
         """Record the drafts of trees of `topk` branches and of chains, both of `depth` steps, at every position of
-        these requests' own texts. N-gram drafts need the texts alone: topk 0. The requests' `rng.stream` must differ.
-        Raises OutOfTime as `run` does."""
+        these requests' own texts. `topk` 1: chains alone. N-gram drafts need the texts alone: topk 0. The requests'
+        `rng.stream` must differ. Raises OutOfTime as `run` does."""
         sampled = any(request.params.temperature > 0 for request in requests)
         if self.parts.net is None:
             self.use(ByBatch.always(None))
@@ -130,6 +130,21 @@ class Session:
             completions, rounds = self._trace_drafts(requests, topk, depth, until)
         rows = [_row(r, c, drafts) for r, c, drafts in zip(requests, completions, rounds, strict=True)]
         return Trace(tuple(rows), topk, depth, sampled)
+
+    @property
+    def draws_chains(self) -> bool:
+        """Return whether sampled chains are drawn by themselves, so that a trace has other drafts than rounds."""
+        return self.parts.net is not None and not self.parts.coupled
+
+    def count_drawn(self, requests: Sequence[Request], depth: int, until: float = math.inf) -> NDArray[np.int64]:
+        """Run the requests with chains of `depth` steps, and return the counts of `Trace.drawn`. Raises OutOfTime as
+        `run` does."""
+        self._set(ByBatch.always(self.make(DraftShape(depth, 1, depth + 1))), ahead=False)
+        self._in_use = None
+        counts = self.run(requests, until=until).counts
+        found = np.zeros(1 + depth, dtype=np.int64)
+        found[0], found[1 : 1 + len(counts.accepted_at)] = counts.rounds, counts.accepted_at
+        return found
 
     def _trace_drafts(
         self, requests: Sequence[Request], topk: int, depth: int, until: float
@@ -141,7 +156,7 @@ class Session:
         wide = DraftShape(depth, topk, 2 if topk > 1 else depth + 1)
         tracing = self._in_use
         if not isinstance(tracing, TracingDraft) or tracing.wide != wide:  # else with the graphs of the last trace
-            tracing = TracingDraft(wide, self.parts)
+            tracing = TracingDraft(self.method, wide, self.parts)
             # A graph of each size that comes up: few do, and they are large.
             self._set(ByBatch.always(tracing), ahead=False)
             self._in_use = tracing
@@ -156,26 +171,27 @@ class Session:
 class TracingDraft(DraftMethod):
     """Records what a draft network would draft, token after token, along the target's own text.
 
-    Rounds draft a wide tree and a chain and then verify the root alone: each commits one token, the text is that of
-    plain decoding, and every position where a round could begin is seen once. The chain is greedy, unless drafts are
-    coupled: then it is what a round from that position would draft. What a narrower shape would have gained is computed
-    from the record (`specbatch.tune.replay`). Rounds may be graphs: they leave their record on the device, where the
-    host reads it before the next round.
+    Rounds draft a chain, and a wide tree if there are branches, and then verify the root alone: each commits one token,
+    the text is that of plain decoding, and every position where a round could begin is seen once. The chain is greedy,
+    unless drafts are coupled: then it is what a round from that position would draft. What a narrower shape would have
+    gained is computed from the record (`specbatch.tune.replay`). Rounds may be graphs: they leave their record on the
+    device, where the host reads it before the next round.
     """
 
     num_nodes = max_path = 1
 
-    def __init__(self, wide: DraftShape, parts: DraftParts) -> None:
+    def __init__(self, method: str, wide: DraftShape, parts: DraftParts) -> None:
         assert parts.net is not None, "without a draft network nothing is traced"
         self.wide = wide
-        self._tree = TreeDraft(parts.net, wide, parts.ops)
-        self._chain, self._coupled = ChainDraft(parts.net, wide, parts.ops, parts.coupled), parts.coupled
+        self._tree = None if wide.is_chain else TreeDraft(parts.net, wide, parts.ops)
+        self._chain = make_method(method, DraftShape(wide.num_steps, 1, wide.num_steps + 1), parts)
+        self._coupled = parts.coupled
         self._last: list[Tensor] | None = None  # whether each request goes on, then the record
-        self.net = parts.net
-        self.num_lookahead = self._tree.num_lookahead
+        self.net, self.reads_tokens = parts.net, self._chain.reads_tokens
+        self.num_lookahead = max(one.num_lookahead for one in (self._chain, self._tree) if one is not None)
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
-        candidates = self._tree.candidates(view, table)
+        candidates = () if self._tree is None else self._tree.candidates(view, table)
         chains = self._chain.draft(view, table, sampled and self._coupled).tokens_BN
         is_running = view.field(Field.DONE) == 0  # neither padding nor a request that ended in the round before
         parts = (is_running, view.field(Field.STREAM), view.length_B, chains[:, 1:], *candidates)
@@ -190,7 +206,7 @@ class TracingDraft(DraftMethod):
         """The record of the round that was launched last, of the requests that go on; waits for it."""
         assert self._last is not None, "no round was launched"
         is_running, *parts = [part.cpu() for part in self._last]
-        return [part[is_running].numpy().astype(d) for part, d in zip(parts, _RECORD_DTYPES, strict=True)]
+        return [part[is_running].numpy().astype(d) for part, d in zip(parts, _RECORD_DTYPES, strict=False)]
 
 
 def _row(request: Request, completion: Completion, rounds: dict[int, Sequence[np.ndarray]]) -> RowTrace:

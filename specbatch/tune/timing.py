@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
-from specbatch.draft import NoDraft
+from specbatch.draft import METHODS, NoDraft
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
@@ -202,6 +202,9 @@ def _parts(
         if session.parts.net is None:
             continue
         yield Measurement("extend", batch, shape.max_path, parts["extend"], noise)
+        if METHODS[session.method].one_pass:
+            yield Measurement("draft_pass", batch, shape.num_steps, parts["draft"], noise)
+            continue
         if shape.num_steps == 1:
             yield Measurement("draft_start", batch, shape.topk, parts["draft"], noise)
             continue

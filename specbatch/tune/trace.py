@@ -28,7 +28,8 @@ PAST_END = -2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTrace:
-    """One traced row. The arrays of drafts are None where nothing was drafted: all of them or none."""
+    """One traced row. The arrays of drafts are None where nothing was drafted, and those of trees where chains alone
+    were drafted."""
 
     num_prompt: int
     tokens: NDArray[np.int32]  # the prompt's, then the P of the target's continuation
@@ -42,9 +43,11 @@ class RowTrace:
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1, self.tokens.shape
         assert 1 <= self.num_prompt <= len(self.tokens), (self.num_prompt, len(self.tokens))
-        drafts = (self.chain_PS, self.tokens_PC, self.scores_PC, self.parents_PC)
-        lengths = {None if array is None else len(array) for array in drafts}
-        assert lengths in ({None}, {self.num_output}), (lengths, self.num_output)
+        tree = (self.tokens_PC, self.scores_PC, self.parents_PC)
+        for arrays in ((self.chain_PS,), tree):
+            lengths = {None if array is None else len(array) for array in arrays}
+            assert lengths in ({None}, {self.num_output}), (lengths, self.num_output)
+        assert self.chain_PS is not None or self.tokens_PC is None, "trees without chains"
 
     @property
     def num_output(self) -> int:
@@ -56,21 +59,27 @@ class RowTrace:
 class Trace:
     """Traced rows. All of them were drafted with the same width and depth.
 
-    `topk` 0: no drafts were recorded, which is all that n-grams need. `sampled`: the continuations were drawn at a
-    positive temperature.
+    `topk` 0: no drafts were recorded, which is all that n-grams need. `topk` 1: chains were, and no trees. `sampled`:
+    the continuations were drawn at a positive temperature.
+
+    `drawn`: counts of a run of the same rows with the longest chain, which drew its drafts: the rounds, then for each
+    step the rounds that accepted a draft of it. None: there was no such run.
     """
 
     rows: tuple[RowTrace, ...] = ()
     topk: int = 0
     depth: int = 0  # S, draft steps
     sampled: bool = False
+    drawn: NDArray[np.int64] | None = None  # (1 + S,)
 
     def __post_init__(self) -> None:
         num_candidates = DraftShape(self.depth, self.topk, 2).num_candidates
         for row in self.rows:
-            if row.chain_PS is not None and row.tokens_PC is not None:
-                columns = row.chain_PS.shape[1], row.tokens_PC.shape[1]
-                assert columns == (self.depth, num_candidates), (columns, self.depth, num_candidates)
+            if row.chain_PS is not None:
+                assert row.chain_PS.shape[1] == self.depth, (row.chain_PS.shape, self.depth)
+                assert (row.tokens_PC is None) == (self.topk == 1), self.topk
+            if row.tokens_PC is not None:
+                assert row.tokens_PC.shape[1] == num_candidates, (row.tokens_PC.shape, num_candidates)
 
     def save(self, path: Path) -> None:
         """Write one .npz, whole or not at all: a trace that is saved after every few rows loses only those after the
@@ -80,6 +89,8 @@ class Trace:
         for i, row in enumerate(self.rows):
             values = {field.name: getattr(row, field.name) for field in fields(row)}
             arrays |= {f"{name}_{i}": np.asarray(value) for name, value in values.items() if value is not None}
+        if self.drawn is not None:
+            arrays["drawn"] = self.drawn
         unfinished = path.with_name(path.name + ".part")
         try:
             with unfinished.open("wb") as file:
@@ -102,7 +113,8 @@ class Trace:
                 for i in range(num_rows):
                     row = {name: arrays[f"{name}_{i}"] for name in names if f"{name}_{i}" in stored}
                     rows.append(RowTrace(int(row.pop("num_prompt")), **row))
-                return Trace(tuple(rows), topk, depth, bool(sampled))
+                drawn = arrays["drawn"] if "drawn" in stored else None
+                return Trace(tuple(rows), topk, depth, bool(sampled), drawn)
         except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, AssertionError) as error:
             raise TuningError(
                 f"cannot read the trace {path}: {error or type(error).__name__}", hint="delete it and tune again"

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specbatch.draft import METHODS
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.errors import TuningError
@@ -27,6 +28,7 @@ from specbatch.tune.trace import RowTrace, Trace
 _TRACED_AT_ONCE = 64  # rows, at most
 _MAX_POSITIONS = 2**17  # positions of a trace: those of 8 branches and 8 steps take 4.6 KB each
 _SAVED_EVERY = 10.0  # seconds
+_PASS_DEPTH = 15  # drafts of a head that makes all of them in one pass
 _LITTLE_TIME = 60.0  # seconds for the trace; with less a CPU begins with few rows
 
 
@@ -40,14 +42,20 @@ class SearchLimits:
     verify_tokens: int  # largest number of tokens that a round verifies
 
     @staticmethod
-    def of(method: str, on_cuda: bool) -> SearchLimits:
+    def of(method: str, on_cuda: bool, max_drafts: int | None = None) -> SearchLimits:
+        """Return the limits of a draft method. `max_drafts`: those of a block; None: there is no block drafter."""
         if method == "ngram":
             return SearchLimits(0, 0, 33, 8192 if on_cuda else 512)
-        return SearchLimits(8, 8, 64, 4096) if on_cuda else SearchLimits(6, 4, 24, 256)
+        limits = SearchLimits(8, 8, 64, 4096) if on_cuda else SearchLimits(6, 4, 24, 256)
+        entry = METHODS[method]
+        if not entry.chains_only:
+            return limits
+        depth = max_drafts or (_PASS_DEPTH if entry.one_pass else limits.depth)
+        return SearchLimits(depth, 1, depth + 1, 8192 if on_cuda else 512)
 
     def schedule(self, max_batch_size: int) -> list[tuple[int, int, int, int]]:
         """Return the schedule with which the engine is built: (max_batch, num_steps, topk, num_draft_tokens), with
-        trees as wide as the number of requests allows."""
+        trees as wide, or chains as long, as the number of requests allows."""
         if not self.depth:
             return [(max_batch_size, self.nodes - 1, 1, self.nodes)]
         nodes = min(self.nodes, DraftShape(self.depth, self.topk, 2).num_candidates + 1)
@@ -56,7 +64,7 @@ class SearchLimits:
         if few >= max_batch_size:
             return [wide]
         narrow = max(2, min(nodes, self.verify_tokens // max_batch_size))
-        return [wide, (max_batch_size, self.depth, self.topk, narrow)]
+        return [wide, (max_batch_size, narrow - 1 if self.topk == 1 else self.depth, self.topk, narrow)]
 
 
 class TuneCache:

@@ -255,10 +255,13 @@ def test_a_trace_is_saved_and_read_back(tmp_path: Path) -> None:
     trace, _ = made(0, None)
     mixed = replace(trace, rows=(*trace.rows, RowTrace(1, np.array([3], np.int32))))
     path = tmp_path / "trace.npz"
-    for kept in (Trace(topk=2, depth=3), mixed, trace):  # also over an older file
+    drawn = replace(trace, drawn=np.array([9, 7, 4, 1]))
+    for kept in (Trace(topk=2, depth=3), mixed, drawn, trace):  # also over an older file
         kept.save(path)
         back = Trace.load(path)
         assert (back.topk, back.depth, back.sampled) == (kept.topk, kept.depth, kept.sampled)
+        assert (back.drawn is None) == (kept.drawn is None)
+        assert back.drawn is None or np.array_equal(back.drawn, drawn.drawn)
         assert len(back.rows) == len(kept.rows)
         for one, other in zip(back.rows, kept.rows, strict=True):
             for name in RowTrace.__slots__:

@@ -187,6 +187,44 @@ def test_coupled_sampled_chains_are_replayed_exactly(method: str, on_device: boo
         assert live.counts.accepted > 0
 
 
+def test_drawn_chains_are_replayed_with_the_counts_of_a_run() -> None:
+    """Greedy drafts alone would show less than what drawn drafts are worth."""
+    tuned = session("draft_model", on_device=True)
+    params = SamplingParams(max_tokens=30, temperature=0.9)
+    many = [Request(i, row.prompt_token_ids, params, RngKey(7, i, 0)) for i, row in enumerate(requests() * 2)]
+    greedy = tuned.trace(many, TOPK, DEPTH)
+    trace = replace(greedy, drawn=tuned.count_drawn(many, DEPTH))
+    for shape in SHAPES[:2]:
+        tuned.use(ByBatch.always(shape))
+        live = tuned.run(many).counts
+        found, uncorrected = replayed(Replayer(trace), shape), replayed(Replayer(greedy), shape)
+        assert found.tokens_per_round == pytest.approx(live.acceptance_length, rel=0.08)
+        assert found.tokens_R.tolist() == uncorrected.tokens_R.tolist()
+        assert uncorrected.tokens_per_round < 0.95 * found.tokens_per_round
+        expected = np.array(live.accepted_at) / live.rounds
+        assert np.array(found.accepted_at) / found.rounds == pytest.approx(expected, abs=0.1)
+    tree = SHAPES[-1]
+    assert replayed(Replayer(trace), tree).rounds_R.tolist() == replayed(Replayer(greedy), tree).rounds_R.tolist()
+
+
+def test_what_is_counted_of_a_run_that_draws() -> None:
+    tuned = session("draft_model", on_device=False)
+    assert tuned.draws_chains
+    assert not session("draft_model", on_device=False, coupled=True).draws_chains
+    assert not session("ngram", on_device=False).draws_chains
+    drawn = tuned.count_drawn(requests(0.9), DEPTH)
+    tuned.use(ByBatch.always(DraftShape(DEPTH, 1, DEPTH + 1)))
+    counts = tuned.run(requests(0.9)).counts
+    assert drawn.tolist() == [counts.rounds, *counts.accepted_at, *[0] * (DEPTH - len(counts.accepted_at))]
+    with pytest.raises(OutOfTime):
+        tuned.count_drawn(requests(0.9), DEPTH, until=0.0)
+    traces = []
+    for _ in range(2):
+        traces.append(tuned.trace(requests(0.9), TOPK, DEPTH))
+        tuned.count_drawn(requests(0.9), DEPTH)
+    assert_same(*traces)
+
+
 def test_what_ran_before_does_not_change_what_is_gathered() -> None:
     engine = tiny_device_engine("draft_model", WIDE, max_batch_size=32, num_pages=512, prefix_cache=False)
     parts = DraftParts(CPU, OPS, net_of(engine), (1, 3))

@@ -184,6 +184,37 @@ def test_one_sampled_row_among_those_that_run_live(
     assert session.call_args.args[4]
 
 
+@pytest.mark.usefixtures("trace_only")
+def test_chains_of_sampled_rows_are_counted_once(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, output = tmp_path / "rows.jsonl", tmp_path / "t.yaml"
+    rows = [{"prompt": f"Row {i}", "max_tokens": 6, "temperature": 0.7, "stop": ["zz"]} for i in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counted, traced = list[list[Request]](), list[Request]()
+    count_drawn, trace = Session.count_drawn, Session.trace
+
+    def counting(session: Session, requests: Sequence[Request], *args: Any) -> Any:
+        counted.append(list(requests))
+        return count_drawn(session, requests, *args)
+
+    def tracing(session: Session, requests: Sequence[Request], *args: Any) -> Any:
+        traced.extend(requests)
+        return trace(session, requests, *args)
+
+    monkeypatch.setattr(Session, "count_drawn", counting)
+    monkeypatch.setattr(Session, "trace", tracing)
+    sets = drafting_with(tiny_model)
+    for _ in range(2):
+        found = tune(path, "-o", output, "--rows", "4", target=tiny_model, sets=sets)
+        assert "corrected by a run that drew its drafts" in found.output
+    assert len(counted) == 1, "the second time it is in the trace"
+    assert len({id(request.check_stop) for request in (*counted[0], *traced)}) == 8, "each has a state, for one run"
+    monkeypatch.setattr(Session, "count_drawn", Mock(side_effect=OutOfTime))
+    found = tune(path, "-o", tmp_path / "other.yaml", "--rows", "4", target=tiny_model, sets=sets)
+    assert "estimated from greedy ones" in found.output
+
+
 def test_how_many_rows_are_traced() -> None:
     assert [rows_to_trace(False, places) for places in (1, 16, 256)] == [64, 64, 64]
     assert [rows_to_trace(True, places) for places in (1, 8, 16, 32, 256)] == [64, 64, 128, 256, 256]
@@ -602,10 +633,11 @@ def test_limits_of_an_engine(on_cuda: bool, async_depth: int, monkeypatch: pytes
     monkeypatch.setattr(Session, "on_cuda", on_cuda)
     engine = tiny_device_engine(num_layers=1)
     parts: Any = SimpleNamespace(net=None)
-    resolved: Any = SimpleNamespace(engine=SimpleNamespace(max_batch_size=4, prefill_chunk_tokens=32))
+    sizes = SimpleNamespace(max_batch_size=4, prefill_chunk_tokens=32)
+    resolved: Any = SimpleNamespace(engine=sizes, speculation=SimpleNamespace(block_size=16))
     limits = _limits(resolved, Session(engine, "none", parts, "none"), SearchLimits(1, 1, 2, 64))
     assert limits.chunk_cost == engine.chunk_cost
-    assert (limits.kv_tokens, limits.page_size, limits.draft_kv_offset) == (256, 4, None)
+    assert (limits.kv_tokens, limits.page_size, limits.draft_kv_offset, limits.block_size) == (256, 4, None, 16)
     assert (limits.async_depth, limits.max_verify_tokens) == (async_depth, 64)
     on_cpu = Session(tiny_engine(), "none", parts, "none")
     assert _limits(resolved, on_cpu, SearchLimits(1, 1, 2, 64)).chunk_cost is None, "nothing is held there"
