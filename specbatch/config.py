@@ -191,10 +191,10 @@ class SpeculationSection:
     verify_budget: float | Literal["auto"] | None = option(
         None,
         "Nodes that a round verifies for each request, on average, with the root; 1 or more. Chains share them by the "
-        "estimated probabilities of their drafts: a request without a likely draft verifies its root alone. Such as 2 "
-        "with `ngram`. `auto`: measured on CUDA, by the times of rounds and the drafts that come up; on a CPU as null. "
-        "null: every request verifies its whole chain. Rounds with grammars or token rules do so anyway. On CUDA it "
-        "is an error: no GPU has run it.",
+        "estimated probabilities of their drafts: a request without a likely draft verifies its root alone. A block "
+        "drafter with a confidence head estimates them by it. Such as 2 with `ngram`. `auto`: measured on CUDA, by the "
+        "times of rounds and the drafts that come up; on a CPU as null. null: every request verifies its whole chain. "
+        "Rounds with grammars or token rules do so anyway. On CUDA it is an error: no GPU has run it.",
         read=read_budget,
     )
     simulate_acceptance: float | None = option(

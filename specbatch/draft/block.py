@@ -40,7 +40,8 @@ class BlockDraft(DraftMethod):
         feature_BE = table.features_SE[view.req_idx_B] if self._net.feature_size else None
         layout = view.layout(model.block.block_size)
         block = model.block_output(root_B, before_B, feature_BE, layout, self._net.cache, self._num_steps)
+        confidence = model.confidence.steps(block) if self.scored and model.confidence is not None else None
         return drawn_chain(
             self._ops, view, self._num_steps, model.head.steps(block), target_ids,
-            sampled=sampled, coupled=self._coupled, scored=self.scored,
+            sampled=sampled, coupled=self._coupled, scored=self.scored, confidence=confidence,
         )  # fmt: skip

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from specbatch.batch import Field
+from specbatch.cache.request_table import BatchView
+from specbatch.draft.method import DraftTrees
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.round import Round
 from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.models.blocks.config import (
     ConvolutionConfig,
@@ -18,6 +22,7 @@ from specbatch.models.blocks.config import (
     RefinerConfig,
     SelectorConfig,
 )
+from specbatch.models.blocks.heads import ConfidenceHead
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_chi_square import ALPHA, p_value
@@ -139,25 +144,66 @@ def test_a_reduced_vocabulary(traits: str, prompts: list[list[int]], plain: dict
         assert accepted(found) > 3
 
 
-@pytest.mark.parametrize("traits", ["markov", "refiner"])
+CONFIDENCE: dict[str, dict[str, Any]] = {
+    "confidence": {"head": MarkovConfig(4, "gated"), "first": 0, "confidence_size": 32 + 4},
+    "confidence by the hidden state": {"confidence_size": 32},
+}
+
+
+@pytest.mark.parametrize("traits", ["markov", "refiner", *CONFIDENCE])
 def test_a_budget_for_verification(traits: str, prompts: list[list[int]], plain: dict[bool, list[Completion]]) -> None:
     for make in ENGINES:
-        settings: dict[str, Any] = {**SETTINGS, **TRAITS[traits], "max_batch_size": 6}
+        settings: dict[str, Any] = {**SETTINGS, **(TRAITS | CONFIDENCE)[traits], "max_batch_size": 6}
         found = run(make("block", CHAIN, budget=VerifyBudget(1.5), **settings), prompts, GREEDY)
         assert texts(found) == texts(plain[False])
         whole = run(make("block", CHAIN, **settings), prompts, GREEDY)
         assert sum(c.speculation.drafted for c in found) < sum(c.speculation.drafted for c in whole)
 
 
+@pytest.mark.parametrize("make", ENGINES)
+def test_the_confidence_head_shares_the_budget(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that finds all drafts equally likely gives each request the same number of nodes. Without a budget nothing
+    reads it, and the drafts are the same."""
+    prompts = random_prompts(6, shared=9, longest=30, vocab=VOCAB)
+    settings: dict[str, Any] = {**SETTINGS, **CONFIDENCE["confidence"], "max_batch_size": 6}
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+
+    def differences() -> list[int]:
+        """Return by how much the numbers of verified nodes differ in each round."""
+        found: list[int] = []
+        real = Round.share_budget
+
+        def noted(self: Round, view: BatchView, trees: DraftTrees, num_verified: int) -> DraftTrees:
+            shared = real(self, view, trees, num_verified)
+            is_running_B = view.field(Field.DONE) == 0
+            assert shared.num_verified_B is not None
+            if is_running_B.any():
+                counts_B = shared.num_verified_B[is_running_B]
+                found.append(int(counts_B.max() - counts_B.min()))
+            return shared
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Round, "share_budget", noted)
+            run(make("block", CHAIN, budget=VerifyBudget(3), **settings), prompts, params)
+        return found
+
+    assert max(differences()) > 2
+    monkeypatch.setattr(ConfidenceHead, "steps", lambda self, block: lambda draft, before_B: before_B * 0 - 0.5)
+    assert max(differences()) <= 1
+    monkeypatch.setattr(ConfidenceHead, "steps", None)
+    run(make("block", CHAIN, **settings), prompts, params)
+
+
 @pytest.mark.parametrize("budget", [None, 1.8])
-@pytest.mark.parametrize("traits", ["markov", "lattice"])
+@pytest.mark.parametrize("traits", ["markov", "lattice", "confidence"])
 def test_drawn_blocks_have_the_distribution_of_the_target(traits: str, budget: float | None) -> None:
     """Whole outputs of many requests with the same prompt, against all outputs and their probabilities."""
     params, prompt = SamplingParams(max_tokens=3, temperature=1.3, top_p=0.97, seed=11), [1, 2, 3, 4, 1, 2, 3, 4]
     tiny: dict[str, Any] = {"vocab": 5, "hidden": 16, "num_pages": 600, "scale": 0.5, "max_batch_size": 100}
+    heads = TRAITS | {"confidence": {"head": MarkovConfig(4), "confidence_size": 16 + 4}}
     engine = tiny_engine(
         "block", DraftShape(2, 1, 3), draft_vocab=3, budget=None if budget is None else VerifyBudget(budget),
-        prefill_chunk_tokens=500, **tiny, **TRAITS[traits],
+        prefill_chunk_tokens=500, **tiny, **heads[traits],
     )  # fmt: skip
     counts: Counter[tuple[int, ...]] = Counter()
     for row in range(400):

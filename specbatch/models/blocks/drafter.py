@@ -20,7 +20,7 @@ from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
 from specbatch.models.blocks.config import BlockConfig, ConvolutionConfig
-from specbatch.models.blocks.heads import BlockHead, BlockOutput, head_of
+from specbatch.models.blocks.heads import BlockHead, BlockOutput, confidence_of, head_of
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import CausalModel, PagedModel
 from specbatch.models.decoder_layer import ForwardPass, PreNormLayer
@@ -60,6 +60,7 @@ class BlockDrafter(PagedModel):
             ids = target_ids_of(weights.stored("d2t"), weights.stored("t2d"), c.vocab_size)
             self.target_ids = ids.to(self.device)
         self.head: BlockHead = head_of(block, weights, self.embedded)
+        self.confidence = confidence_of(block, weights, self.head)
         self._seen_W = _words_of_ones(block.block_size, self.device)
 
     def features(self, aux_hidden_states: list[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ A head may let a draft depend on the ones before it. Then the drafts of a block 
 costs little, because the backbone has already run.
 
 Shape suffixes: B requests, K positions of the block, S drafts, E hidden size, W draft vocabulary, V vocabulary of the
-target, R rank, C candidates.
+target, R rank, C candidates, F inputs of a layer.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ class MarkovHead(BlockHead):
     def __init__(self, config: MarkovConfig, weights: WeightLoader) -> None:
         name = "markov_head."
         self._config = config
-        self._first_VR = weights.tensor(f"{name}markov_w1.weight")
+        self.first_VR = weights.tensor(f"{name}markov_w1.weight")
         self._second = weights.linear(f"{name}markov_w2")
         self._gate = weights.linear(f"{name}gate_proj", has_bias=True) if config.kind == "gated" else None
         self._joint = weights.linear(f"{name}joint_proj", has_bias=True) if config.kind == "rnn" else None
 
     def steps(self, block: BlockOutput) -> Steps:
-        state_BR = self._first_VR.new_zeros(len(block.root_B), self._config.rank)
+        state_BR = self.first_VR.new_zeros(len(block.root_B), self._config.rank)
 
         def step(draft: int, before_B: Tensor) -> Tensor:
             nonlocal state_BR
-            latent_BR = self._first_VR[before_B]
+            latent_BR = self.first_VR[before_B]
             if self._gate is not None:
                 latent_BR = latent_BR * torch.sigmoid(self._gate(torch.cat((block.hidden(draft), latent_BR), dim=-1)))
             if self._joint is not None:
@@ -95,6 +95,33 @@ class MarkovHead(BlockHead):
                 state_BR = gate_BR * state_BR + (1 - gate_BR) * torch.tanh(new_BR)
                 latent_BR = torch.tanh(out_BR)
             return block.logits_SBW[draft] + self._second(latent_BR)
+
+        return step
+
+
+class ConfidenceHead:
+    """DSpark's estimate of the probability that a draft is accepted, if those before it are: a linear layer over the
+    hidden state and, in most files, the Markov head's vector of the token before. `tokens_VR`: these vectors; None: the
+    layer does not read them. It computes in float32 at least."""
+
+    def __init__(self, weights: WeightLoader, tokens_VR: Tensor | None) -> None:
+        name = "confidence_head.proj"
+        weight_F, self._bias_1 = weights.wide(f"{name}.weight")[0], weights.wide(f"{name}.bias")
+        rank = 0 if tokens_VR is None else tokens_VR.shape[1]
+        self._of_hidden_E, self._of_token_R = weight_F.split((len(weight_F) - rank, rank))
+        self._tokens_VR = tokens_VR
+
+    def steps(self, block: BlockOutput) -> Callable[[int, Tensor], Tensor]:
+        """Return the function that gives the logarithm of the probability (B,) of one draft after the other, from its
+        number and the token before it. It does not depend on the draft itself."""
+        dtype = self._bias_1.dtype
+        logits_BK = block.hidden_BKE.to(dtype) @ self._of_hidden_E + self._bias_1
+
+        def step(draft: int, before_B: Tensor) -> Tensor:
+            logit_B = logits_BK[:, block.first + draft]
+            if self._tokens_VR is not None:
+                logit_B = logit_B + self._tokens_VR[before_B].to(dtype) @ self._of_token_R
+            return F.logsigmoid(logit_B)
 
         return step
 
@@ -325,3 +352,12 @@ def head_of(block: BlockConfig, weights: WeightLoader, embedded: Callable[[Tenso
     if isinstance(config, RefinerConfig):
         return RefinerHead(config, weights)
     return LatticeHead(config, weights, embedded, block.decoder.hidden_size, block.decoder.rms_norm_eps)
+
+
+def confidence_of(block: BlockConfig, weights: WeightLoader, head: BlockHead) -> ConfidenceHead | None:
+    """Make the confidence head of a block drafter with this head; None: its file has none."""
+    if not block.confidence_size:
+        return None
+    reads_token = block.confidence_size > block.decoder.hidden_size
+    assert not reads_token or isinstance(head, MarkovHead), "the file gives the size"
+    return ConfidenceHead(weights, head.first_VR if reads_token and isinstance(head, MarkovHead) else None)

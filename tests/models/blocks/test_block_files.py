@@ -185,7 +185,7 @@ def test_the_number_of_drafts_is_that_of_the_block(target: Checkpoint, tmp_path:
     assert any("dflash, blocks of 5 with no head" in note for note in run.notes)
     anchored = resolved(target, written("DSpark of DeepSpec"))
     assert anchored.speculation.section.num_steps == SIZE
-    assert any("confidence head is not used" in note for note in anchored.notes)
+    assert any("confidence head estimates how likely drafts are" in note for note in anchored.notes)
     short = resolved(target, tmp_path / "DFlash", "speculation.num_steps=2")
     assert (short.speculation.section.num_draft_tokens, short.speculation.num_lookahead) == (3, SIZE)
     with pytest.raises(ConfigError, match=r"num_steps is 7, and a block of this drafter has 4 drafts"):
