@@ -177,9 +177,9 @@ class SpeculationSection:
     num_draft_tokens: int | None = option(
         None,
         "Nodes that a round verifies, with the root (the last committed token). "
-        "null: decided (`ngram`: 6, chain: num_steps + 1, tree: 8; `suffix` and `hybrid`: 32, and on CUDA up to 32, "
-        "fewer for large batches). With `suffix` and `hybrid` on CUDA it is the most: the acceptance of the last "
-        "rounds decides.",
+        "null: decided (`ngram`: 6, chain: num_steps + 1, tree: 8, with `block` num_steps + 1 if that is more; "
+        "`suffix` and `hybrid`: 32, and on CUDA up to 32, fewer for large batches). With `suffix` and `hybrid` on CUDA "
+        "it is the most: the acceptance of the last rounds decides.",
         AT_LEAST_1,
     )
     schedule: tuple[ScheduleSection, ...] | None = option(

@@ -191,7 +191,8 @@ def test_the_number_of_drafts_is_that_of_the_block(target: Checkpoint, tmp_path:
     with pytest.raises(ConfigError, match=r"num_steps is 7, and a block of this drafter has 4 drafts"):
         resolved(target, tmp_path / "DFlash", "speculation.num_steps=7")
     trees = {
-        ("speculation.topk=2",): (SIZE - 1, 2, SIZE),
+        ("speculation.topk=2",): (SIZE - 1, 2, 8),
+        ("speculation.topk=2", "speculation.num_steps=1"): (1, 2, 3),
         ("speculation.topk=3", "speculation.num_draft_tokens=12"): (SIZE - 1, 3, 12),
         ("speculation.topk=2", "speculation.num_steps=2", "speculation.num_draft_tokens=7"): (2, 2, 7),
     }
@@ -201,7 +202,7 @@ def test_the_number_of_drafts_is_that_of_the_block(target: Checkpoint, tmp_path:
         assert tree.num_lookahead == max(SIZE, shape[2])
     with pytest.raises(ConfigError, match=r"num_draft_tokens must be between 2 and 15"):
         resolved(target, tmp_path / "DFlash", "speculation.topk=2", "speculation.num_draft_tokens=16")
-    with pytest.raises(ConfigError, match=r"is shared by chains, and the draft shape 4/2/5 is a tree"):
+    with pytest.raises(ConfigError, match=r"is shared by chains, and the draft shape 4/2/8 is a tree"):
         resolved(target, tmp_path / "DFlash", "speculation.topk=2", "speculation.verify_budget=2")
     with pytest.raises(ConfigError, match=r"needs speculation\.draft"):
         resolve(load_config(None, ["speculation.method=block", "engine.device=cpu"]))
@@ -220,6 +221,8 @@ def test_random_drafters(name: str) -> None:
     sets = "model.target=random:tiny", "speculation.method=block", f"speculation.draft=random:{name}"
     run = resolve(load_config(None, [*sets, "engine.device=cpu"]))
     assert run.speculation.section.num_steps == (16 if name == "dspark" else 15)
+    tree = resolve(load_config(None, [*sets, "engine.device=cpu", "speculation.topk=4"])).speculation.section
+    assert (tree.num_steps, tree.num_draft_tokens) == ((16, 17) if name == "dspark" else (15, 16))
     with pytest.raises(ModelError, match="is a draft head, not a model"):
         resolve(load_config(None, [f"model.target=random:{name}", "engine.device=cpu"]))
 
