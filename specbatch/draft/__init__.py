@@ -53,7 +53,7 @@ class MethodEntry:
 
 
 def _from_network(shape: DraftShape, parts: DraftParts) -> DraftMethod:
-    assert parts.net is not None, "the method has a draft network"
+    assert isinstance(parts.net, ModelNet | EagleNet), "the method has such a network"
     if shape.is_chain:
         return ChainDraft(parts.net, shape, parts.ops, parts.coupled)
     return TreeDraft(parts.net, shape, parts.ops)
@@ -87,7 +87,7 @@ def _suffix(shape: DraftShape, parts: DraftParts) -> SuffixDraft:
 
 
 def _hybrid(shape: DraftShape, parts: DraftParts) -> DraftMethod:
-    assert parts.net is not None, "the method has a draft network"
+    assert isinstance(parts.net, EagleNet), "the method has a head"
     return HybridDraft(_suffix(shape, parts), parts.net, parts.ops)
 
 

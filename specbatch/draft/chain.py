@@ -20,7 +20,7 @@ from torch import Tensor
 from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.draft.network import DraftNet
+from specbatch.draft.network import SteppedNet
 from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape, num_lookahead
 
@@ -31,7 +31,7 @@ class ChainDraft(DraftMethod):
     """Chains of num_steps drafts; topk is not read. In a batch with sampled requests drafts are drawn, else they are
     the most likely tokens."""
 
-    def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
+    def __init__(self, net: SteppedNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         self.net = self._net = net
         self._num_steps = shape.num_steps
         self._ops, self._coupled = ops, coupled

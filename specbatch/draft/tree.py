@@ -15,14 +15,14 @@ from torch import Tensor
 from specbatch.batch import Beam, Candidates, Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.draft.network import DraftNet
+from specbatch.draft.network import SteppedNet
 from specbatch.draft.shape import DraftShape, num_lookahead
 
 
 class TreeDraft(DraftMethod):
     """Draft trees of num_draft_tokens nodes. The choice of nodes is deterministic, also where a request samples."""
 
-    def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType) -> None:
+    def __init__(self, net: SteppedNet, shape: DraftShape, ops: ModuleType) -> None:
         self.net = self._net = net
         self._shape = shape
         self._ops = ops

@@ -21,6 +21,7 @@ from specbatch.counts import SpeculationCounts
 from specbatch.draft import DraftMethod, DraftParts, NoDraft, make_method
 from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftTrees
+from specbatch.draft.network import EagleNet, ModelNet
 from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
 from specbatch.draft.shape import DraftShape
 from specbatch.draft.tree import TreeDraft
@@ -166,7 +167,7 @@ class TracingDraft(DraftMethod):
     num_nodes = max_path = 1
 
     def __init__(self, wide: DraftShape, parts: DraftParts) -> None:
-        assert parts.net is not None, "without a draft network nothing is traced"
+        assert isinstance(parts.net, ModelNet | EagleNet), "nothing else is traced"
         self.wide = wide
         self._tree = TreeDraft(parts.net, wide, parts.ops)
         self._chain, self._coupled = ChainDraft(parts.net, wide, parts.ops, parts.coupled), parts.coupled

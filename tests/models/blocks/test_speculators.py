@@ -120,7 +120,8 @@ def test_logits_are_those_of_speculators(name: str, target: Checkpoint, tmp_path
     drafter = BlockDrafter(opened.config, weights, decoder, attention_of(opened.config.decoder), 64)
     cache = drafter.new_cache(65, torch.float32)
     size, num_drafts = opened.config.block_size, opened.config.max_drafts
-    drafter.write_context(drafter.features([features]), batch_of([Span([0], 0, LENGTH)], 64, CPU), cache)
+    past = batch_of([Span([0], 0, LENGTH)], 64, CPU)
+    drafter.forward(tokens, drafter.features(features, [features]), past, cache)
     # A block writes over the context after its root.
     for root in sorted(expected, reverse=True):
         batch = batch_of([Span([0], root, size)], 64, CPU)
