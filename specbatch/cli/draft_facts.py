@@ -150,9 +150,7 @@ def _mode(path: Path) -> str:
 
 
 def _limits(head: EagleCheckpoint | BlockCheckpoint, method: str) -> list[str]:
-    limits = ["draft trees (topk above 1)"] if method == "peagle" else []
-    if method in ("block", "peagle"):
-        limits.append("run in specbatch tune")
+    limits = ["run in specbatch tune"] if method in ("block", "peagle") else []
     if f"speculation.method: {method}" in NOT_RUN_ON_CUDA:
         limits.append("run on a GPU, which none has tried yet")
     return limits

@@ -99,7 +99,7 @@ METHODS: dict[str, MethodEntry] = {
     "draft_model": MethodEntry(_from_network, ModelNet, can_score=True),
     "eagle": MethodEntry(_from_network, EagleNet, can_score=True),
     "eagle3": MethodEntry(_from_network, EagleNet, can_score=True),
-    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, chains_only=True, can_score=True),
+    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, can_score=True),
     "block": MethodEntry(_block, BlockNet, default_num_steps=15, can_score=True),
     "mtp": MethodEntry(_from_network, EagleNet, default_num_steps=1, chains_only=True, in_target=True, can_score=True),
 }

@@ -280,7 +280,8 @@ def drafters(gpu: FakeGpu) -> None:
     heads = [(name, traits) for name, traits in TRAITS.items() if "decoder" not in traits]
     cases = [("block", f"{name}, {shape}", shape, traits) for name, traits in heads for shape in (chain, tree)]
     cases += [("block", name, chain, traits) for name, traits in CONFIDENCE.items()]
-    for method, name, shape, traits in (*cases, ("peagle", "a chain", chain, {})):
+    cases += [("peagle", str(shape), shape, {}) for shape in (chain, tree)]
+    for method, name, shape, traits in cases:
         parts = _parts(method, shape, **traits)
         if "confidence_size" in traits:
             parts = replace(parts, budget=VerifyBudget(1.5))
