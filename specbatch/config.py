@@ -176,9 +176,9 @@ class SpeculationSection:
     num_draft_tokens: int | None = option(
         None,
         "Nodes that a round verifies, with the root (the last committed token). "
-        "null: decided (`ngram`: 6, chain: num_steps + 1, tree: 8; `suffix` and `hybrid`: 32, and on CUDA up to 32, "
-        "fewer for large batches). With `suffix` and `hybrid` on CUDA it is the most: the acceptance of the last "
-        "rounds decides.",
+        "null: decided (`ngram`: 6, chain: num_steps + 1, tree: 8, with `block` num_steps + 1 if that is more; "
+        "`suffix` and `hybrid`: 32, and on CUDA up to 32, fewer for large batches). With `suffix` and `hybrid` on CUDA "
+        "it is the most: the acceptance of the last rounds decides.",
         AT_LEAST_1,
     )
     schedule: tuple[ScheduleSection, ...] | None = option(
@@ -190,9 +190,10 @@ class SpeculationSection:
     verify_budget: float | Literal["auto"] | None = option(
         None,
         "Nodes that a round verifies for each request, on average, with the root; 1 or more. Chains share them by the "
-        "estimated probabilities of their drafts: a request without a likely draft verifies its root alone. Such as 2 "
-        "with `ngram`. `auto`: measured on CUDA, by the times of rounds and the drafts that come up; on a CPU as null. "
-        "null: every request verifies its whole chain. Rounds with grammars or token rules do so anyway.",
+        "estimated probabilities of their drafts: a request without a likely draft verifies its root alone. A block "
+        "drafter with a confidence head estimates them by it. Such as 2 with `ngram`. `auto`: measured on CUDA, by the "
+        "times of rounds and the drafts that come up; on a CPU as null. null: every request verifies its whole chain. "
+        "Rounds with grammars or token rules do so anyway.",
         read=read_budget,
     )
     simulate_acceptance: float | None = option(

@@ -62,19 +62,31 @@ class BlockReference:
     def logits(self, tokens: list[int], features: Tensor, before: list[int]) -> Tensor:
         """Return the logits of the drafts after `tokens`, the last of which is the root. `features`: the target's
         hidden states of all tokens but the root, of its layers joined. `before`: the token before each draft."""
-        block, size = self.block, self.block.block_size
-        context = self._norm(features @ self.w["fc.weight"].T, "hidden_norm")
-        embedded = self._embedded(torch.tensor([tokens[-1]] + [block.mask_token_id] * (size - 1)))
-        x = embedded
-        for layer in range(block.decoder.num_layers):
-            x = self._layer(layer, x, context)
-        hidden = self._norm(x, "norm")
+        block = self.block
+        hidden, context = self._hidden(tokens, features)
         logits = hidden[block.first :] @ self.lm_head.T * block.logits_scale
         if block.logits_soft_cap is not None:
             logits = torch.tanh(logits / block.logits_soft_cap) * block.logits_soft_cap
         if isinstance(block.head, LatticeConfig):
             return self._correlated(block.head, hidden[1:], logits, context[-1], before)
         return self._with_head(tokens, hidden, logits, before)
+
+    def confidences(self, tokens: list[int], features: Tensor, before: list[int]) -> Tensor:
+        """Return the estimated probability of each draft. The arguments are those of `logits`."""
+        inputs = self._hidden(tokens, features)[0][self.block.first :]
+        weight, bias = (self.w[f"confidence_head.proj.{part}"] for part in ("weight", "bias"))
+        if weight.shape[1] > inputs.shape[1]:
+            inputs = torch.cat((inputs, self.w["markov_head.markov_w1.weight"][torch.tensor(before)]), dim=-1)
+        return F.linear(inputs, weight, bias)[:, 0].sigmoid()
+
+    def _hidden(self, tokens: list[int], features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the hidden states of the block, and the features of past positions."""
+        masks = [self.block.mask_token_id] * (self.block.block_size - 1)
+        context = self._norm(features @ self.w["fc.weight"].T, "hidden_norm")
+        x = self._embedded(torch.tensor([tokens[-1], *masks]))
+        for layer in range(self.block.decoder.num_layers):
+            x = self._layer(layer, x, context)
+        return self._norm(x, "norm"), context
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         x = self.embedding[tokens]

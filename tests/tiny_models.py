@@ -480,7 +480,7 @@ def tiny_device_engine(
 
     config = target_config(family, num_layers or num_target_layers(method), hidden, vocab, head_dim)
     schedule, kind = as_schedule(shape), METHODS[method].net
-    offset = None if kind is None else kind.draft_kv_offset
+    offset = None if kind is None or method == "block" else kind.draft_kv_offset
     lookahead = MAX_ROOM if method == "none" else max(num_lookahead(one, offset) for one in schedule.items)
     if method == "block":
         lookahead = max(lookahead, BLOCK_SIZE)

@@ -83,6 +83,8 @@ def inspected_draft(path: Path, method: str) -> Facts:
         if block is not None:
             size, drafts = block.config.block_size, block.config.max_drafts
             facts.append(("block", f"{size} positions in one pass, up to {drafts} drafts a round"))
+            if block.config.confidence_size:
+                facts.append(("confidence", "a head that says how likely drafts are, for speculation.verify_budget"))
         sizes = head.tensors.shapes()
         count = sum(math.prod(shape) for name, shape in sizes.items() if name not in ("t2d", "d2t"))
         cached = 2 * c.decoder.num_layers * c.decoder.num_kv_heads * c.decoder.head_dim * _BYTES
@@ -97,7 +99,7 @@ def inspected_draft(path: Path, method: str) -> Facts:
             facts.append(("vocabulary", f"drafts only {c.draft_vocab_size} of {c.decoder.vocab_size} tokens"))
         if limits := _limits(head, method):
             facts.append(("does not", "; ".join(limits)))
-        notes = [note for note in head.notes if "ignores" in note or "not used" in note]
+        notes = [note for note in head.notes if "ignores" in note]
         return [*facts, *(("note", note.partition(": ")[2]) for note in notes)]
     finally:
         head.tensors.close()
@@ -147,11 +149,7 @@ def _mode(path: Path) -> str:
 
 
 def _limits(head: EagleCheckpoint | BlockCheckpoint, method: str) -> list[str]:
-    limits = []
-    if method in ("block", "peagle"):
-        limits.append("draft trees (topk above 1)")
-    if isinstance(head, BlockCheckpoint) and head.config.confidence_size:
-        limits.append("use its confidence head")
+    limits = ["trees in specbatch tune"] if method in ("block", "peagle") else []
     return limits
 
 

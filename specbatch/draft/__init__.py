@@ -54,7 +54,7 @@ class MethodEntry:
 
 
 def _from_network(shape: DraftShape, parts: DraftParts) -> DraftMethod:
-    assert parts.net is not None, "the method has a draft network"
+    assert isinstance(parts.net, ModelNet | EagleNet), "the method has such a network"
     if shape.is_chain:
         return ChainDraft(parts.net, shape, parts.ops, parts.coupled)
     return TreeDraft(parts.net, shape, parts.ops)
@@ -88,7 +88,7 @@ def _suffix(shape: DraftShape, parts: DraftParts) -> SuffixDraft:
 
 
 def _hybrid(shape: DraftShape, parts: DraftParts) -> DraftMethod:
-    assert parts.net is not None, "the method has a draft network"
+    assert isinstance(parts.net, EagleNet), "the method has a head"
     return HybridDraft(_suffix(shape, parts), parts.net, parts.ops)
 
 
@@ -100,8 +100,8 @@ METHODS: dict[str, MethodEntry] = {
     "draft_model": MethodEntry(_from_network, ModelNet, can_score=True),
     "eagle": MethodEntry(_from_network, EagleNet, can_score=True),
     "eagle3": MethodEntry(_from_network, EagleNet, can_score=True),
-    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, chains_only=True, can_score=True, one_pass=True),
-    "block": MethodEntry(_block, BlockNet, default_num_steps=15, chains_only=True, can_score=True, one_pass=True),
+    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, can_score=True, one_pass=True),
+    "block": MethodEntry(_block, BlockNet, default_num_steps=15, can_score=True, one_pass=True),
     "mtp": MethodEntry(_from_network, EagleNet, default_num_steps=1, chains_only=True, in_target=True, can_score=True),
 }
 

@@ -1,34 +1,38 @@
-"""Blocks from a block drafter: one pass of a small backbone drafts all tokens of a chain.
+"""Blocks from a block drafter: one pass of a small backbone drafts all tokens of a chain or a tree.
 
 The block always has the size that the drafter was trained with, because its positions see each other. A shape with
-fewer steps verifies the first drafts of it. Where a request samples, each draft is drawn from the distribution that the
-head gives it, and acceptance compares it with the target's; see `chain.py`, also for *coupled* drafts.
+fewer steps verifies the first drafts of it. Where a request samples, each draft of a chain is drawn from the
+distribution that the head gives it, and acceptance compares it with the target's; see `chain.py`, also for *coupled*
+drafts. Trees grow as those of other networks (`tree.py`), but only the head runs for each branch.
 
-Shape suffix: B requests.
+Shape suffixes: B requests, R branches of all requests.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from specbatch.batch import Field
+from torch import Tensor
+
+from specbatch.batch import Beam, Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.chain import drawn_chain
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import BlockNet
 from specbatch.draft.shape import DraftShape
+from specbatch.draft.tree import beam_candidates, likely_tree
 
 
 class BlockDraft(DraftMethod):
-    """Chains of num_steps drafts, at most as many as a block has; topk is not read."""
+    """Chains of num_steps drafts, at most as many as a block has, or trees of this depth."""
 
     def __init__(self, net: BlockNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         block = net.model.block
         assert shape.num_steps <= block.max_drafts, "setup checks this"
         self.net = self._net = net
-        self._num_steps = shape.num_steps
+        self._shape = shape
         self._ops, self._coupled = ops, coupled
-        self.num_nodes = self.max_path = shape.num_steps + 1
+        self.num_nodes, self.max_path = shape.num_draft_tokens, shape.max_path
         self.num_lookahead = max(self.num_nodes, block.block_size)
         self.reads_tokens = net.model.head.reads_before
 
@@ -39,8 +43,18 @@ class BlockDraft(DraftMethod):
             before_B = table.tokens_SL[view.req_idx_B, (view.length_B - 1).clamp(min=0)].long()
         feature_BE = table.features_SE[view.req_idx_B] if self._net.feature_size else None
         layout = view.layout(model.block.block_size)
-        block = model.block_output(root_B, before_B, feature_BE, layout, self._net.cache, self._num_steps)
+        shape = self._shape
+        block = model.block_output(root_B, before_B, feature_BE, layout, self._net.cache, shape.num_steps)
+        steps = model.head.steps(block)
+        if not shape.is_chain:
+
+            def logits(step: int, beam: Beam, parents_R: Tensor) -> Tensor:
+                return steps(step, beam.tokens_BK.reshape(-1), parents_R)
+
+            candidates = beam_candidates(self._ops, shape, steps(0, root_B), logits, target_ids)
+            return likely_tree(self._ops, view, shape, candidates)
+        confidence = model.confidence.steps(block) if self.scored and model.confidence is not None else None
         return drawn_chain(
-            self._ops, view, self._num_steps, model.head.steps(block), target_ids,
-            sampled=sampled, coupled=self._coupled, scored=self.scored,
+            self._ops, view, shape.num_steps, steps, target_ids,
+            sampled=sampled, coupled=self._coupled, scored=self.scored, confidence=confidence,
         )  # fmt: skip

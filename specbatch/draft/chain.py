@@ -20,7 +20,7 @@ from torch import Tensor
 from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.draft.network import DraftNet
+from specbatch.draft.network import SteppedNet
 from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape, num_lookahead
 
@@ -31,7 +31,7 @@ class ChainDraft(DraftMethod):
     """Chains of num_steps drafts; topk is not read. In a batch with sampled requests drafts are drawn, else they are
     the most likely tokens."""
 
-    def __init__(self, net: DraftNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
+    def __init__(self, net: SteppedNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         self.net = self._net = net
         self._num_steps = shape.num_steps
         self._ops, self._coupled = ops, coupled
@@ -68,19 +68,26 @@ def drawn_chain(
     sampled: bool,
     coupled: bool,
     scored: bool = False,
+    confidence: Callable[[int, Tensor], Tensor] | None = None,
 ) -> DraftTrees:
     """Choose a chain of drafts. `logits`: from the number of a draft and the token before it (B,), the draft's logits
     (B, W). `target_ids_W`: the target token of each draft token; None: the same vocabulary. `scored`: the chain gets
-    scores."""
+    scores. `confidence`: from the same, the logarithm of the draft's estimated probability (B,); None: it follows from
+    the logits."""
     tokens, probs = [view.field(Field.ROOT)], []
     scores = [torch.zeros(len(tokens[0]), dtype=torch.float32, device=tokens[0].device)]
     for step in range(num_steps):
         logits_BW = logits(step, tokens[-1])
+        best_B: Tensor | None = None
         if scored:
             # The probability of the most likely draft, not of the one that is drawn: whether a draft is verified must
             # not depend on the draft itself, or rejection sampling would be biased.
-            best_B1, ids_B1 = ops.draft_topk(logits_BW, 1)
-            scores.append(scores[-1] + best_B1[:, 0])
+            if confidence is None:
+                estimate_B1, best_B1 = ops.draft_topk(logits_BW, 1)
+                estimate_B, best_B = estimate_B1[:, 0], best_B1[:, 0]
+            else:
+                estimate_B = confidence(step, tokens[-1]).float()
+            scores.append(scores[-1] + estimate_B)
         if sampled:
             position_B = view.length_B + (step + 1)
             if scored and not coupled:
@@ -91,7 +98,7 @@ def drawn_chain(
             probs.append(ops.distribution(logits_BW, *view.sampling))
             ids = ops.draw(probs[-1], u)
         else:
-            ids = ids_B1[:, 0] if scored else ops.argmax(logits_BW)
+            ids = ops.argmax(logits_BW) if best_B is None else best_B
         tokens.append(ids if target_ids_W is None else target_ids_W[ids])
     drawn_from = torch.stack(probs, dim=1) if probs and not coupled else None
     scores_BN = torch.stack(scores, dim=1) if scored else None

@@ -21,7 +21,7 @@ from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import EngineStats
 from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftMethod, DraftTrees
-from specbatch.draft.network import DraftNet
+from specbatch.draft.network import SteppedNet
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.draft.suffix import NETWORK, SuffixDraft
 
@@ -36,7 +36,7 @@ class HybridDraft(DraftMethod):
 
     reads_tokens = True
 
-    def __init__(self, suffix: SuffixDraft, net: DraftNet, ops: ModuleType) -> None:
+    def __init__(self, suffix: SuffixDraft, net: SteppedNet, ops: ModuleType) -> None:
         self.net = self._net = net
         self._ops, self._suffix = ops, suffix
         self.num_nodes = self.max_path = suffix.num_nodes

@@ -12,7 +12,7 @@ Shape suffixes: T packed tokens, R tokens whose hidden states are returned, E hi
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,9 +58,9 @@ class DraftNet(Protocol):
         of `decoder`, see `Decoder.forward`."""
         ...
 
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Compute logits (R, W) in float32, or in float64 if the model has this dtype."""
-        ...
+
+class SteppedNet(DraftNet, Protocol):
+    """A draft network that drafts one token after the other."""
 
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         """Compute logits (R, W) in the network's dtype."""
@@ -104,89 +104,56 @@ class ModelNet:
             tokens_T = tokens_T.clamp(max=self._model.config.vocab_size - 1)
         return self._model.forward(tokens_T, layout, self.cache, logits_indices=logits_indices, trunk=trunk)[0]
 
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        return self._model.logits(hidden_RE)[:, : self._width]
-
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
         return self._model.raw_logits(hidden_RE)[:, : self._width]
 
 
-class EagleNet:
-    """An EAGLE-1/2 or EAGLE-3 head, or the layer for multi-token prediction of the target's checkpoint."""
+Head = TypeVar("Head", bound=EagleHead | MtpHead | BlockDrafter)
+
+
+class HeadNet(Generic[Head]):
+    """A network whose cache follows the target's features."""
 
     draft_kv_offset = 0
     decoder: CausalModel | None = None
 
-    def __init__(self, head: EagleHead | MtpHead, cache: KVCache) -> None:
-        self.cache = cache
-        self.aux_layers, self.reads_hidden = head.aux_layers, head.reads_hidden
-        self._head = head
-        self.target_ids = head.target_ids
-        self.feature_size = head.config.hidden_size
+    def __init__(self, model: Head, cache: KVCache) -> None:
+        self.model, self.cache = model, cache
+        self.aux_layers, self.reads_hidden = model.aux_layers, model.reads_hidden
+        self.target_ids, self.feature_size = model.target_ids, model.feature_size
 
     def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
-        return self._head.features(hidden_TE, aux_hidden_states)
+        return self.model.features(hidden_TE, aux_hidden_states)
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        features_TE: Tensor | None,
+        layout: PagedBatch,
+        logits_indices: LogitsIndices | None = None,
+        trunk: Trunk | None = None,
+    ) -> Tensor:
+        assert features_TE is not None
+        assert trunk is None
+        return self.model.forward(tokens_T, features_TE, layout, self.cache, logits_indices)
+
+
+class EagleNet(HeadNet[EagleHead | MtpHead]):
+    """An EAGLE-1/2 or EAGLE-3 head, or the layer for multi-token prediction of the target's checkpoint."""
 
     def masks(self, count: int) -> tuple[Tensor, Tensor]:
         """Return `count` mask tokens of a P-EAGLE head and their features (count, E), in new memory."""
-        head = self._head
+        head = self.model
         assert isinstance(head, EagleHead), "the method has such a head"
         assert head.mask_feature_E is not None
         assert head.mask_token_id is not None
         features_TE = head.mask_feature_E.repeat(count, 1)
         return torch.full((count,), head.mask_token_id, dtype=torch.int64, device=features_TE.device), features_TE
 
-    def forward(
-        self,
-        tokens_T: Tensor,
-        features_TE: Tensor | None,
-        layout: PagedBatch,
-        logits_indices: LogitsIndices | None = None,
-        trunk: Trunk | None = None,
-    ) -> Tensor:
-        assert features_TE is not None
-        assert trunk is None
-        return self._head.forward(tokens_T, features_TE, layout, self.cache, logits_indices)
-
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        return self._head.logits(hidden_RE)
-
     def raw_logits(self, hidden_RE: Tensor) -> Tensor:
-        return self._head.raw_logits(hidden_RE)
+        return self.model.raw_logits(hidden_RE)
 
 
-class BlockNet:
-    """A block drafter. Its cache follows the target's features. What is left for the next round is the last of these,
-    if the head reads it."""
-
-    draft_kv_offset = 0
-    decoder: CausalModel | None = None
-
-    def __init__(self, model: BlockDrafter, cache: KVCache) -> None:
-        self.cache, self.model = cache, model
-        self.aux_layers, self.reads_hidden = model.aux_layers, model.reads_hidden
-        self.target_ids = model.target_ids
-        self.feature_size = model.block.decoder.hidden_size if model.head.reads_feature else 0
-
-    def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor | None:
-        return self.model.features(aux_hidden_states)
-
-    def forward(
-        self,
-        tokens_T: Tensor,
-        features_TE: Tensor | None,
-        layout: PagedBatch,
-        logits_indices: LogitsIndices | None = None,
-        trunk: Trunk | None = None,
-    ) -> Tensor:
-        """Write the cache of past positions, and return their features, of which only `feature_size` are kept."""
-        assert features_TE is not None
-        assert trunk is None
-        self.model.write_context(features_TE, layout, self.cache)
-        return (features_TE if logits_indices is None else features_TE[logits_indices.index_R])[:, : self.feature_size]
-
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        raise AssertionError("a block drafter drafts whole blocks")
-
-    def raw_logits(self, hidden_RE: Tensor) -> Tensor:
-        raise AssertionError("a block drafter drafts whole blocks")
+class BlockNet(HeadNet[BlockDrafter]):
+    """A block drafter. What is left for the next round is the feature of the last past position, if the head of the
+    drafter reads it."""

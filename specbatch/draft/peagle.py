@@ -1,7 +1,8 @@
-"""Chains from a P-EAGLE head, which drafts all tokens in one pass.
+"""Chains and trees from a P-EAGLE head, which drafts all tokens in one pass.
 
 The first draft comes from the hidden state that draft-extend has left, as in EAGLE-3. The others come from mask tokens
-after the root, each with the head's learned feature in place of the target's. A position sees those before it.
+after the root, each with the head's learned feature in place of the target's. A position sees those before it. In a
+tree all branches have the same drafts at a position.
 
 Shape suffixes: B requests, S drafts, E hidden size.
 """
@@ -18,28 +19,34 @@ from specbatch.draft.chain import drawn_chain
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import EagleNet
 from specbatch.draft.shape import DraftShape, num_lookahead
+from specbatch.draft.tree import beam_candidates, likely_tree
 
 
 class ParallelEagleDraft(DraftMethod):
-    """Chains of num_steps drafts; topk is not read."""
+    """Chains of num_steps drafts, or trees of this depth."""
 
     def __init__(self, net: EagleNet, shape: DraftShape, ops: ModuleType, coupled: bool = False) -> None:
         self.net = self._net = net
-        self._num_steps = shape.num_steps
+        self._shape = shape
         self._ops, self._coupled = ops, coupled
-        self.num_nodes = self.max_path = shape.num_steps + 1
+        self.num_nodes, self.max_path = shape.num_draft_tokens, shape.max_path
         self.num_lookahead = num_lookahead(shape, net.draft_kv_offset)
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
-        net, num_masks = self._net, self._num_steps - 1
+        net, shape, num_masks = self._net, self._shape, self._shape.num_steps - 1
         root_B, hidden_BE = view.field(Field.ROOT), table.features_SE[view.req_idx_B]
         hidden_SBE = hidden_BE[None]
         if num_masks:
             tokens_T, features_TE = net.masks(len(root_B) * num_masks)
             masked_TE = net.forward(tokens_T, features_TE, view.layout(num_masks))
             hidden_SBE = torch.cat((hidden_SBE, masked_TE.view(len(root_B), num_masks, -1).transpose(0, 1)))
-        logits_SBW = net.raw_logits(hidden_SBE.flatten(0, 1)).view(self._num_steps, len(root_B), -1)
+        logits_SBW = net.raw_logits(hidden_SBE.flatten(0, 1)).view(shape.num_steps, len(root_B), -1)
+        if not shape.is_chain:
+            candidates = beam_candidates(
+                self._ops, shape, logits_SBW[0], lambda step, beam, parents_R: logits_SBW[step], net.target_ids
+            )
+            return likely_tree(self._ops, view, shape, candidates)
         return drawn_chain(
-            self._ops, view, self._num_steps, lambda step, _: logits_SBW[step], net.target_ids,
+            self._ops, view, shape.num_steps, lambda step, _: logits_SBW[step], net.target_ids,
             sampled=sampled, coupled=self._coupled, scored=self.scored,
         )  # fmt: skip

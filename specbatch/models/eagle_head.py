@@ -49,6 +49,7 @@ class EagleHead(PagedModel):
         self.aux_layers = head.aux_layers
         # Of every token: EAGLE-1/2 read it, and an EAGLE-3 head can read the last layer's output.
         self.reads_hidden = head.kind == "eagle" or target.config.num_layers in head.aux_layers
+        self.feature_size = c.hidden_size
         self._kind = head.kind
         self._norm_before_residual = head.norm_before_residual
         self._embed = weights.embedding(weights.tensor("embed_tokens.weight")) if head.has_embedding else target.embed

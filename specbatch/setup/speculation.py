@@ -52,7 +52,8 @@ class Speculation:
         if self.method == "none":
             return MAX_ROOM
         net = METHODS[self.method].net
-        draft_kv_offset = None if net is None else net.draft_kv_offset
+        # The branches of a block drafter's trees have no slots in its cache.
+        draft_kv_offset = None if net is None or self.block_size else net.draft_kv_offset
         return max(self.block_size, *(num_lookahead(shape, draft_kv_offset) for shape in self.schedule.items))
 
 
@@ -133,8 +134,11 @@ def with_block(speculation: Speculation, given: SpeculationSection, block: Block
     """Return the speculation for a block drafter, whose number of drafts is known when its files are open. `given`: the
     section of the configuration."""
     section, schedule = speculation.section, speculation.schedule
-    if given.schedule is None and (given.num_steps, given.num_draft_tokens) == (None, None):
-        shape = DraftShape(block.max_drafts, 1, block.max_drafts + 1)
+    if given.schedule is None and (given.topk > 1 or (given.num_steps, given.num_draft_tokens) == (None, None)):
+        steps = given.num_steps or block.max_drafts
+        most = DraftShape(steps, given.topk, 2).num_candidates + 1
+        shape = DraftShape(steps, given.topk, given.num_draft_tokens or min(max(DEFAULT_TREE_TOKENS, steps + 1), most))
+        shape.check()
         section = replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens)
         schedule = ByBatch.always(shape)
     for shape in shapes_of(schedule):

@@ -19,6 +19,7 @@ from specbatch.kernels import ops_for
 from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
+from tests.draft.test_block import CONFIDENCE
 from tests.draft.test_block import TRAITS as BLOCK_TRAITS
 from tests.engine.test_edits import MIXED, decided, requests
 from tests.engine.test_nonfinite import all_nan, nan_embedding
@@ -168,10 +169,11 @@ def test_other_traits_of_an_eagle3_head(traits: dict[str, Any], shape: DraftShap
 
 @pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", [DraftShape(5, 1, 6), DraftShape(4, 3, 12)], ids=str)
 @pytest.mark.parametrize("traits", BLOCK_TRAITS)
-def test_block_drafters(traits: str, params: SamplingParams, graphs: GraphMode) -> None:
+def test_block_drafters(traits: str, shape: DraftShape, params: SamplingParams, graphs: GraphMode) -> None:
     """A sampled chain's text depends on what was drafted. With few tokens, random drafts are often right."""
-    prompts, shape = random_prompts(9, shared=10, vocab=7), DraftShape(5, 1, 6)
+    prompts = random_prompts(9, shared=10, vocab=7)
     settings = {"num_pages": 512, "max_batch_size": 8, "vocab": 7, "dtype": torch.float32, **BLOCK_TRAITS[traits]}
     cpu = run(tiny_device_engine("block", shape, **settings), prompts, params)
     gpu = run(tiny_device_engine("block", shape, **settings, device=CUDA, graphs=graphs), prompts, params)
@@ -186,6 +188,16 @@ def test_heads_that_draft_in_parallel(params: SamplingParams, graphs: GraphMode)
     settings: dict[str, Any] = {"num_pages": 512, "max_batch_size": 8, "vocab": 7, "dtype": torch.float32}
     cpu = run(tiny_device_engine("peagle", shape, **settings), prompts, params)
     gpu = run(tiny_device_engine("peagle", shape, **settings, device=CUDA, graphs=graphs), prompts, params)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+    assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
+
+
+@pytest.mark.parametrize("traits", CONFIDENCE)
+def test_confidence_heads_share_a_budget(traits: str) -> None:
+    prompts, shape, budget = random_prompts(9, shared=10, vocab=7), DraftShape(5, 1, 6), VerifyBudget(2.5)
+    settings = {"num_pages": 512, "max_batch_size": 8, "vocab": 7, "dtype": torch.float32, **CONFIDENCE[traits]}
+    cpu = run(tiny_device_engine("block", shape, **settings, budget=budget), prompts, GREEDY)
+    gpu = run(tiny_device_engine("block", shape, **settings, budget=budget, device=CUDA), prompts, GREEDY)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
     assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
 

@@ -271,13 +271,22 @@ def drafters(gpu: FakeGpu) -> None:
     """Rounds of all heads that draft a block in one pass: none reads what only the GPU has."""
     kernels.importlib = SimpleNamespace(import_module=lambda name: triton_ops)  # type: ignore[attr-defined]
     from specbatch.draft.shape import DraftShape
+    from specbatch.engine.verify_budget import VerifyBudget
     from specbatch.setup.compile_ahead import compile_kernels
-    from tests.draft.test_block import TRAITS
+    from tests.draft.test_block import CONFIDENCE, TRAITS
 
     _follow_cuda()
-    heads = [("block", name, traits) for name, traits in TRAITS.items() if "decoder" not in traits]
-    for method, name, traits in (*heads, ("peagle", "a chain", {})):
-        parts = _parts(method, DraftShape(5, 1, 6), **traits)
+    chain, tree = DraftShape(5, 1, 6), DraftShape(3, 2, 5)
+    heads = [(name, traits) for name, traits in TRAITS.items() if "decoder" not in traits]
+    cases = [("block", f"{name}, {shape}", shape, traits) for name, traits in heads for shape in (chain, tree)]
+    cases += [("block", name, chain, traits) for name, traits in CONFIDENCE.items()]
+    cases += [("peagle", str(shape), shape, {}) for shape in (chain, tree)]
+    for method, name, shape, traits in cases:
+        parts = _parts(method, shape, **traits)
+        if "confidence_size" in traits:
+            parts = replace(parts, budget=VerifyBudget(1.5))
+            for one in parts.methods.items:
+                one.scored = True
         del gpu.launched[:]  # P-EAGLE projects its learned feature when it is loaded
         note = compile_kernels(parts, 4, 64, 100, f"{method}, {name}")
         assert "kernels compiled ahead" in note, f"{name}: {note}"

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.gpu] if CUDA else []
 @pytest.mark.parametrize("k", [1, 3, 10, 16])
 def test_draft_topk(ops: Ops, k: int) -> None:
     logits = random_logits(6, 40, k, ties=True)
+    logits[1, (k + 1) // 2 :] = -torch.inf  # fewer candidates than k
     scores, ids = ops.draft_topk(logits, k)
     for b in range(6):
         order = sorted(range(40), key=lambda i: (-float(logits[b, i]), i))[:k]

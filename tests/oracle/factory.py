@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specbatch.draft import DraftParts
+from specbatch.draft.network import EagleNet, ModelNet
 from specbatch.draft.schedule import Schedule
 from specbatch.draft.shape import DraftShape
 from tests.oracle.neural import NeuralProposer
@@ -23,5 +24,5 @@ def proposer_of(method: str, schedule: Schedule, parts: DraftParts, vocab_size: 
 
 
 def neural_proposer(shape: DraftShape, parts: DraftParts, vocab_size: int, page_size: int) -> NeuralProposer:
-    assert parts.net is not None, "the method has a draft network"
+    assert isinstance(parts.net, ModelNet | EagleNet), "the method drafts one token after the other"
     return NeuralProposer(parts.net, shape, vocab_size, page_size, parts.device, parts.coupled)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specbatch.batch import Candidates
 from specbatch.cache.pages import KVCache
-from specbatch.draft.network import DraftNet
+from specbatch.draft.network import SteppedNet
 from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape, num_lookahead
 from specbatch.engine.sequence import Sequence
@@ -37,11 +37,11 @@ class _State:
 
 
 class NeuralProposer:
-    """Chain or tree drafting with a `DraftNet`."""
+    """Chain or tree drafting with a `SteppedNet`."""
 
     def __init__(
         self,
-        net: DraftNet,
+        net: SteppedNet,
         shape: DraftShape,
         target_vocab_size: int,
         page_size: int,
@@ -98,8 +98,12 @@ class NeuralProposer:
         if ready:
             # Draft logits are computed for the selected rows only, because the vocabulary is the expensive part.
             logits_indices = hidden[last_rows]
-            for state, logits, last in zip(ready, self._net.logits(logits_indices), logits_indices, strict=True):
+            for state, logits, last in zip(ready, self._logits(logits_indices), logits_indices, strict=True):
                 state.logits, state.hidden = logits, last
+
+    def _logits(self, hidden_RE: Tensor) -> Tensor:
+        logits_RW = self._net.raw_logits(hidden_RE)
+        return logits_RW.to(torch.promote_types(logits_RW.dtype, torch.float32))
 
     def propose(self, sequences: list[Sequence]) -> DraftTree:
         if self._shape.is_chain:
@@ -131,7 +135,7 @@ class NeuralProposer:
                 hidden_BE = self._net.forward(
                     torch.tensor([c[-1] for c in chains], device=self._device), hidden_BE, layout
                 )
-                logits_BW = self._net.logits(hidden_BE)
+                logits_BW = self._logits(hidden_BE)
             best = self._to_target(argmax(logits_BW)).tolist()
             for b, seq in enumerate(sequences):
                 if greedy or seq.request.params.temperature == 0:
@@ -170,7 +174,7 @@ class NeuralProposer:
             ]
             layout = batch_of(spans, self._page_size, device)
             out = self._net.forward(beam_BK.reshape(-1), features.reshape(batch * k, -1), layout)
-            step_scores, ids = unbroken_drafts(*torch.log_softmax(self._net.logits(out), dim=-1).topk(k, dim=-1))
+            step_scores, ids = unbroken_drafts(*torch.log_softmax(self._logits(out), dim=-1).topk(k, dim=-1))
             candidate_scores = (scores_BK[:, :, None] + step_scores.view(batch, k, k)).view(batch, k * k)
             candidate_tokens = self._to_target(ids).view(batch, k * k)
             first = sum(t.shape[1] for t in tokens)

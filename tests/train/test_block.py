@@ -101,9 +101,8 @@ def test_the_pass_over_many_blocks_is_what_drafting_does(markov_rank: int, tmp_p
         _, states = decoder.forward(tokens, layout, decoder.new_cache(64, torch.float64), block.aux_layers)
         for root in range(example.prompt_length, len(tokens) - 1):
             cache = model.new_cache(64, torch.float64)
-            model.write_context(
-                model.features([s[:root] for s in states]), batch_of([Span([0], 0, root)], 64, CPU), cache
-            )
+            features = model.features(states[0], [s[:root] for s in states])
+            model.forward(tokens[:root], features, batch_of([Span([0], 0, root)], 64, CPU), cache)
             layout = batch_of([Span([0], root, SIZE)], 64, CPU)
             output = model.block_output(tokens[root : root + 1], None, None, layout, cache, block.max_drafts)
             steps = model.head.steps(output)

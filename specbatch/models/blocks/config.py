@@ -192,7 +192,7 @@ class BlockConfig:
     has_lm_head: bool = False  # an LM head of its own; False: the target's
     has_vocab_map: bool = False  # d2t: a reduced vocabulary
     has_mask_embedding: bool = False  # the mask token has a vector of its own
-    confidence_size: int = 0  # inputs of the confidence head, which is not used; 0: there is none
+    confidence_size: int = 0  # inputs of the confidence head; 0: there is none
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None

@@ -5,8 +5,8 @@ target's hidden states of several layers, then a norm. A feature is the same for
 of its own. The entries of a block, the root and mask tokens after it, are computed in the pass that drafts them, and
 are written over when the target has accepted tokens.
 
-Shape suffixes: T packed tokens, B requests, K positions of a block, E hidden size, G groups of features, W draft
-vocabulary.
+Shape suffixes: T packed tokens, R selected ones, B requests, K positions of a block, E hidden size, G groups of
+features, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specbatch.attention.interface import AttentionBackend
-from specbatch.batch import PagedBatch
+from specbatch.batch import LogitsIndices, PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.kernels import ops_for
 from specbatch.models.blocks.config import BlockConfig, ConvolutionConfig
-from specbatch.models.blocks.heads import BlockHead, BlockOutput, head_of
+from specbatch.models.blocks.heads import BlockHead, BlockOutput, confidence_of, head_of
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import CausalModel, PagedModel
 from specbatch.models.decoder_layer import ForwardPass, PreNormLayer
@@ -60,17 +60,29 @@ class BlockDrafter(PagedModel):
             ids = target_ids_of(weights.stored("d2t"), weights.stored("t2d"), c.vocab_size)
             self.target_ids = ids.to(self.device)
         self.head: BlockHead = head_of(block, weights, self.embedded)
+        self.confidence = confidence_of(block, weights, self.head)
+        self.feature_size = c.hidden_size if self.head.reads_feature else 0
         self._seen_W = _words_of_ones(block.block_size, self.device)
 
-    def features(self, aux_hidden_states: list[Tensor]) -> Tensor:
-        """Return the features (T, E) of the target's hidden states."""
+    def features(self, hidden_TE: Tensor, aux_hidden_states: list[Tensor]) -> Tensor:
+        """Return the target's features (T, E), from what its forward pass returned."""
         return self._hidden_norm(self._fc(torch.cat(aux_hidden_states, dim=-1)))
 
-    def write_context(self, features_TE: Tensor, batch: PagedBatch, cache: KVCache) -> None:
-        """Write the keys and values of past positions."""
+    def forward(
+        self,
+        tokens_T: Tensor,
+        features_TE: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        logits_indices: LogitsIndices | None = None,
+    ) -> Tensor:
+        """Write the keys and values of past positions, which do not depend on the tokens. Return their features, or
+        those of the selected ones, as far as the head reads them: (R, feature_size)."""
         step = ForwardPass(batch, self._backend, cache, in_graph=True)  # nothing attends, so there is no plan
         for layer in self._layers:
             layer.attention.queries(features_TE, step, None)
+        selected_RE = features_TE if logits_indices is None else features_TE[logits_indices.index_R]
+        return selected_RE[:, : self.feature_size]
 
     def hidden_states(self, root_B: Tensor, batch: PagedBatch, cache: KVCache) -> Tensor:
         """Compute the hidden states (B, K, E) of blocks, after the final norm. `batch` has K new tokens of each request

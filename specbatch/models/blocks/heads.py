@@ -3,8 +3,9 @@
 A head may let a draft depend on the ones before it. Then the drafts of a block are chosen one after the other, which
 costs little, because the backbone has already run.
 
-Shape suffixes: B requests, K positions of the block, S drafts, E hidden size, W draft vocabulary, V vocabulary of the
-target, R rank, C candidates.
+Shape suffixes: B requests, K positions of the block, S drafts, T branches of all requests (one of each in a chain, the
+same number of each in a tree), E hidden size, W draft vocabulary, V vocabulary of the target, R rank, C candidates, F
+inputs of a layer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +48,31 @@ class BlockOutput:
         return self.hidden_BKE[:, self.first + draft]
 
 
-# Given the number of a draft, and the token before it (B,), return the draft's logits (B, W).
-Steps = Callable[[int, Tensor], Tensor]
+def _of_branches(x_BX: Tensor, before_T: Tensor) -> Tensor:
+    """Repeat the rows of requests for their branches, of which `before_T` has one element each."""
+    count = len(before_T) // len(x_BX)
+    return x_BX if count == 1 else x_BX.repeat_interleave(count, dim=0)
+
+
+class Steps(Protocol):
+    """The function that gives the logits of one draft after the other."""
+
+    def __call__(self, draft: int, before_T: Tensor, parents_T: Tensor | None = None) -> Tensor:
+        """Return the logits (T, W) of draft number `draft`, or (B, W) where they do not depend on the branch.
+        `before_T`: the token before it in each branch. `parents_T`: the branch of the call before that each one
+        continues; None: the same one."""
+        ...
+
+
+def _continued(state_TR: Tensor, parents_T: Tensor | None) -> Tensor:
+    """Return the states of the branches that continue the branches `parents_T`."""
+    return state_TR if parents_T is None else state_TR[parents_T]
+
+
+def _of_candidates(block: BlockOutput, ids_TC: Tensor, scores_TC: Tensor) -> Tensor:
+    """Return logits (T, W) that are -inf for all tokens but the candidates."""
+    logits_TW = block.logits_SBW.new_full((len(ids_TC), block.logits_SBW.shape[-1]), -torch.inf)
+    return logits_TW.scatter_(1, ids_TC, scores_TC.to(logits_TW.dtype))
 
 
 class BlockHead(ABC):
@@ -66,7 +91,7 @@ class NoHead(BlockHead):
     """DFlash: each draft is chosen alone."""
 
     def steps(self, block: BlockOutput) -> Steps:
-        return lambda draft, before_B: block.logits_SBW[draft]
+        return lambda draft, before_T, parents_T=None: block.logits_SBW[draft]
 
 
 class MarkovHead(BlockHead):
@@ -75,26 +100,54 @@ class MarkovHead(BlockHead):
     def __init__(self, config: MarkovConfig, weights: WeightLoader) -> None:
         name = "markov_head."
         self._config = config
-        self._first_VR = weights.tensor(f"{name}markov_w1.weight")
+        self.first_VR = weights.tensor(f"{name}markov_w1.weight")
         self._second = weights.linear(f"{name}markov_w2")
         self._gate = weights.linear(f"{name}gate_proj", has_bias=True) if config.kind == "gated" else None
         self._joint = weights.linear(f"{name}joint_proj", has_bias=True) if config.kind == "rnn" else None
 
     def steps(self, block: BlockOutput) -> Steps:
-        state_BR = self._first_VR.new_zeros(len(block.root_B), self._config.rank)
+        state_TR = self.first_VR.new_zeros(len(block.root_B), self._config.rank)
+
+        def step(draft: int, before_T: Tensor, parents_T: Tensor | None = None) -> Tensor:
+            nonlocal state_TR
+            latent_TR, hidden_TE = self.first_VR[before_T], _of_branches(block.hidden(draft), before_T)
+            if self._gate is not None:
+                latent_TR = latent_TR * torch.sigmoid(self._gate(torch.cat((hidden_TE, latent_TR), dim=-1)))
+            if self._joint is not None:
+                state_TR = _continued(state_TR, parents_T)
+                joint = self._joint(torch.cat((state_TR, latent_TR, hidden_TE), dim=-1))
+                gate_TR, new_TR, out_TR = joint.chunk(3, dim=-1)
+                gate_TR = torch.sigmoid(gate_TR)
+                state_TR = gate_TR * state_TR + (1 - gate_TR) * torch.tanh(new_TR)
+                latent_TR = torch.tanh(out_TR)
+            return _of_branches(block.logits_SBW[draft], before_T) + self._second(latent_TR)
+
+        return step
+
+
+class ConfidenceHead:
+    """DSpark's estimate of the probability that a draft is accepted, if those before it are: a linear layer over the
+    hidden state and, in most files, the Markov head's vector of the token before. `tokens_VR`: these vectors; None: the
+    layer does not read them. It computes in float32 at least."""
+
+    def __init__(self, weights: WeightLoader, tokens_VR: Tensor | None) -> None:
+        name = "confidence_head.proj"
+        weight_F, self._bias_1 = weights.wide(f"{name}.weight")[0], weights.wide(f"{name}.bias")
+        rank = 0 if tokens_VR is None else tokens_VR.shape[1]
+        self._of_hidden_E, self._of_token_R = weight_F.split((len(weight_F) - rank, rank))
+        self._tokens_VR = tokens_VR
+
+    def steps(self, block: BlockOutput) -> Callable[[int, Tensor], Tensor]:
+        """Return the function that gives the logarithm of the probability (B,) of one draft after the other, from its
+        number and the token before it. It does not depend on the draft itself."""
+        dtype = self._bias_1.dtype
+        logits_BK = block.hidden_BKE.to(dtype) @ self._of_hidden_E + self._bias_1
 
         def step(draft: int, before_B: Tensor) -> Tensor:
-            nonlocal state_BR
-            latent_BR = self._first_VR[before_B]
-            if self._gate is not None:
-                latent_BR = latent_BR * torch.sigmoid(self._gate(torch.cat((block.hidden(draft), latent_BR), dim=-1)))
-            if self._joint is not None:
-                joint = self._joint(torch.cat((state_BR, latent_BR, block.hidden(draft)), dim=-1))
-                gate_BR, new_BR, out_BR = joint.chunk(3, dim=-1)
-                gate_BR = torch.sigmoid(gate_BR)
-                state_BR = gate_BR * state_BR + (1 - gate_BR) * torch.tanh(new_BR)
-                latent_BR = torch.tanh(out_BR)
-            return block.logits_SBW[draft] + self._second(latent_BR)
+            logit_B = logits_BK[:, block.first + draft]
+            if self._tokens_VR is not None:
+                logit_B = logit_B + self._tokens_VR[before_B].to(dtype) @ self._of_token_R
+            return F.logsigmoid(logit_B)
 
         return step
 
@@ -112,12 +165,11 @@ class SelectorHead(BlockHead):
     def steps(self, block: BlockOutput) -> Steps:
         values_SBC, ids_SBC = block.logits_SBW.topk(self._top_k, dim=-1)
 
-        def step(draft: int, before_B: Tensor) -> Tensor:
-            ids_BC = ids_SBC[draft]
-            context_BR = self._before_VR[before_B] * self._projection(block.hidden(draft))
-            scores_BC = values_SBC[draft] + (self._after_VR[ids_BC] @ context_BR[:, :, None])[:, :, 0]
-            logits_BW = torch.full_like(block.logits_SBW[draft], -torch.inf)
-            return logits_BW.scatter_(1, ids_BC, scores_BC)
+        def step(draft: int, before_T: Tensor, parents_T: Tensor | None = None) -> Tensor:
+            ids_TC = _of_branches(ids_SBC[draft], before_T)
+            context_TR = self._before_VR[before_T] * _of_branches(self._projection(block.hidden(draft)), before_T)
+            scores_TC = (self._after_VR[ids_TC] @ context_TR[:, :, None])[:, :, 0]
+            return _of_candidates(block, ids_TC, _of_branches(values_SBC[draft], before_T) + scores_TC)
 
         return step
 
@@ -132,26 +184,25 @@ class DominoHead(BlockHead):
         self._down, self._up = weights.linear("embed_proj.0"), weights.linear("embed_proj.2")
 
     def steps(self, block: BlockOutput) -> Steps:
-        state_BR = block.hidden_BKE.new_zeros(len(block.root_B), self._config.state_size)
+        state_TR = block.hidden_BKE.new_zeros(len(block.root_B), self._config.state_size)
 
-        def step(draft: int, before_B: Tensor) -> Tensor:
-            nonlocal state_BR
-            state_BR = self._next(self._embedded(before_B), state_BR)
-            logits_BW = block.logits_SBW[draft]
+        def step(draft: int, before_T: Tensor, parents_T: Tensor | None = None) -> Tensor:
+            nonlocal state_TR
+            state_TR = self._next(self._embedded(before_T), _continued(state_TR, parents_T))
             if block.first + draft < self._config.first:
-                return logits_BW
-            inner = self._down(torch.cat((block.hidden(draft), state_BR), dim=-1))
-            return logits_BW + self._up(F.silu(inner))
+                return block.logits_SBW[draft]
+            inner = self._down(torch.cat((_of_branches(block.hidden(draft), before_T), state_TR), dim=-1))
+            return _of_branches(block.logits_SBW[draft], before_T) + self._up(F.silu(inner))
 
         return step
 
-    def _next(self, x_BE: Tensor, state_BR: Tensor) -> Tensor:
+    def _next(self, x_TE: Tensor, state_TR: Tensor) -> Tensor:
         """Return the state of the GRU (Cho et al. 2014, in torch's form) after a token."""
-        reset, update, new = self._of_input(x_BE).chunk(3, dim=-1)
-        reset_of_state, update_of_state, new_of_state = self._of_state(state_BR).chunk(3, dim=-1)
+        reset, update, new = self._of_input(x_TE).chunk(3, dim=-1)
+        reset_of_state, update_of_state, new_of_state = self._of_state(state_TR).chunk(3, dim=-1)
         update = torch.sigmoid(update + update_of_state)
         candidate = torch.tanh(new + torch.sigmoid(reset + reset_of_state) * new_of_state)
-        return (1 - update) * candidate + update * state_BR
+        return (1 - update) * candidate + update * state_TR
 
 
 class RefinerHead(BlockHead):
@@ -184,7 +235,7 @@ class RefinerHead(BlockHead):
             if before_BK.shape[1] < size:  # positions after the last draft, which it does not see
                 before_BK = F.pad(before_BK, (0, size - before_BK.shape[1]))
             logits_SBW = block.logits_SBW + self._bias(fixed, before_BK, first, num_drafts)
-        return lambda draft, before_B: logits_SBW[draft]
+        return lambda draft, before_T, parents_T=None: logits_SBW[draft]
 
     def _bias(self, fixed: Tensor, before_BK: Tensor, first: int, num_drafts: int) -> Tensor:
         x_BKR = self._apply("in_proj", torch.cat((fixed, self._embedding_VR[before_BK]), dim=-1))
@@ -240,14 +291,13 @@ class LatticeHead(BlockHead):
         tokens_SBC = ids_SBC if target_ids_W is None else target_ids_W[ids_SBC]
         first_BC, pairs_BSCC = self._scores(block, values_SBC.transpose(0, 1), tokens_SBC.transpose(0, 1))
 
-        def step(draft: int, before_B: Tensor) -> Tensor:
-            scores_BC = first_BC
+        def step(draft: int, before_T: Tensor, parents_T: Tensor | None = None) -> Tensor:
+            ids_TC, scores_TC = _of_branches(ids_SBC[draft], before_T), _of_branches(first_BC, before_T)
             if draft:
-                chosen_B = (tokens_SBC[draft - 1] == before_B[:, None]).int().argmax(dim=1)
-                index = chosen_B[:, None, None].expand(-1, 1, c.top_k)
-                scores_BC = pairs_BSCC[:, draft - 1].gather(1, index)[:, 0]
-            logits_BW = torch.full_like(block.logits_SBW[draft], -torch.inf)
-            return logits_BW.scatter_(1, ids_SBC[draft], scores_BC.to(logits_BW.dtype))
+                is_chosen_TC = _of_branches(tokens_SBC[draft - 1], before_T) == before_T[:, None]
+                index = is_chosen_TC.int().argmax(dim=1)[:, None, None].expand(-1, 1, c.top_k)
+                scores_TC = _of_branches(pairs_BSCC[:, draft - 1], before_T).gather(1, index)[:, 0]
+            return _of_candidates(block, ids_TC, scores_TC)
 
         return step
 
@@ -325,3 +375,12 @@ def head_of(block: BlockConfig, weights: WeightLoader, embedded: Callable[[Tenso
     if isinstance(config, RefinerConfig):
         return RefinerHead(config, weights)
     return LatticeHead(config, weights, embedded, block.decoder.hidden_size, block.decoder.rms_norm_eps)
+
+
+def confidence_of(block: BlockConfig, weights: WeightLoader, head: BlockHead) -> ConfidenceHead | None:
+    """Make the confidence head of a block drafter with this head; None: its file has none."""
+    if not block.confidence_size:
+        return None
+    reads_token = block.confidence_size > block.decoder.hidden_size
+    assert not reads_token or isinstance(head, MarkovHead), "the file gives the size"
+    return ConfidenceHead(weights, head.first_VR if reads_token and isinstance(head, MarkovHead) else None)

@@ -377,7 +377,10 @@ class _BlockJson:
             f"inputs of layers {layers}"
         ]
         if block.confidence_size:
-            notes.append("speculation.draft: its confidence head is not used: all drafts of a block are verified")
+            notes.append(
+                "speculation.draft: its confidence head estimates how likely drafts are: speculation.verify_budget "
+                "reads it, and nothing else does"
+            )
         if ignored := self._ignored():
             notes.append(f"speculation.draft: its config.json has keys that specbatch ignores: {first_names(ignored)}")
         return notes

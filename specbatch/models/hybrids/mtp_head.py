@@ -42,6 +42,7 @@ class MtpHead(PagedModel):
     ) -> None:
         c = head.decoder
         super().__init__(c, weights, backend, num_positions)
+        self.feature_size = c.hidden_size
         eps, offset = c.rms_norm_eps, c.norm_offset
         self._embed, self.lm_head = target.embed, target.lm_head
         self._embedding_norm = weights.norm("mtp.pre_fc_norm_embedding", eps, offset)

@@ -185,13 +185,25 @@ def test_the_number_of_drafts_is_that_of_the_block(target: Checkpoint, tmp_path:
     assert any("dflash, blocks of 5 with no head" in note for note in run.notes)
     anchored = resolved(target, written("DSpark of DeepSpec"))
     assert anchored.speculation.section.num_steps == SIZE
-    assert any("confidence head is not used" in note for note in anchored.notes)
+    assert any("confidence head estimates how likely drafts are" in note for note in anchored.notes)
     short = resolved(target, tmp_path / "DFlash", "speculation.num_steps=2")
     assert (short.speculation.section.num_draft_tokens, short.speculation.num_lookahead) == (3, SIZE)
     with pytest.raises(ConfigError, match=r"num_steps is 7, and a block of this drafter has 4 drafts"):
         resolved(target, tmp_path / "DFlash", "speculation.num_steps=7")
-    with pytest.raises(ConfigError, match="topk must be 1 for block"):
-        resolved(target, tmp_path / "DFlash", "speculation.topk=2")
+    trees = {
+        ("speculation.topk=2",): (SIZE - 1, 2, 8),
+        ("speculation.topk=2", "speculation.num_steps=1"): (1, 2, 3),
+        ("speculation.topk=3", "speculation.num_draft_tokens=12"): (SIZE - 1, 3, 12),
+        ("speculation.topk=2", "speculation.num_steps=2", "speculation.num_draft_tokens=7"): (2, 2, 7),
+    }
+    for sets, shape in trees.items():
+        tree = resolved(target, tmp_path / "DFlash", *sets).speculation
+        assert (tree.section.num_steps, tree.section.topk, tree.section.num_draft_tokens) == shape
+        assert tree.num_lookahead == max(SIZE, shape[2])
+    with pytest.raises(ConfigError, match=r"num_draft_tokens must be between 2 and 15"):
+        resolved(target, tmp_path / "DFlash", "speculation.topk=2", "speculation.num_draft_tokens=16")
+    with pytest.raises(ConfigError, match=r"is shared by chains, and the draft shape 4/2/8 is a tree"):
+        resolved(target, tmp_path / "DFlash", "speculation.topk=2", "speculation.verify_budget=2")
     with pytest.raises(ConfigError, match=r"needs speculation\.draft"):
         resolve(load_config(None, ["speculation.method=block", "engine.device=cpu"]))
     assert len(IDS) == 3
@@ -202,6 +214,8 @@ def test_random_drafters(name: str) -> None:
     sets = "model.target=random:tiny", "speculation.method=block", f"speculation.draft=random:{name}"
     run = resolve(load_config(None, [*sets, "engine.device=cpu"]))
     assert run.speculation.section.num_steps == (16 if name == "dspark" else 15)
+    tree = resolve(load_config(None, [*sets, "engine.device=cpu", "speculation.topk=4"])).speculation.section
+    assert (tree.num_steps, tree.num_draft_tokens) == ((16, 17) if name == "dspark" else (15, 16))
     with pytest.raises(ModelError, match="is a draft head, not a model"):
         resolve(load_config(None, [f"model.target=random:{name}", "engine.device=cpu"]))
 

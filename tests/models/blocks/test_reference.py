@@ -154,6 +154,10 @@ CASES = {
     "DSpark of SpecForge": Case(
         as_json(architectures=["DSparkDraftModel"], markov_rank=4), {"head": MarkovConfig(4), "first": 0}
     ),
+    "DSpark, confidence by the hidden state": Case(
+        as_json(**{**_DEEPSPEC, "confidence_head_with_markov": False}),
+        {"head": MarkovConfig(4, "gated"), "first": 0, "confidence_size": E},
+    ),
     "Domino": Case(
         as_json(
             architectures=["DominoDraftModel"],
@@ -225,7 +229,7 @@ def test_logits_are_those_of_the_reference(
     model = LlamaForCausalLM.from_pretrained(target.path).eval()
     embedding, lm_head = model.model.embed_tokens.weight.detach(), model.lm_head.weight.detach()
     reference = BlockReference(block, tensors, embedding, lm_head)
-    passes: list[tuple[int, list[Tensor], list[int]]] = []
+    passes: list[tuple[int, list[Tensor], list[int], list[float]]] = []
     text: list[int] = []
     real = BlockDrafter.block_output
 
@@ -241,15 +245,19 @@ def test_logits_are_those_of_the_reference(
         output = real(self, root_B, before_B, feature_BE, batch, cache, num_drafts)
         logits: list[Tensor] = []
         before: list[int] = []
+        sure: list[float] = []
         length, num_right = int(batch.starts_B[0]), len(passes) % 5
-        passes.append((length, logits, before))
+        passes.append((length, logits, before, sure))
         steps = type(self.head).steps(self.head, output)
+        confidence = None if self.confidence is None else self.confidence.steps(output)
 
         def noted(draft: int, before_B: Tensor) -> Tensor:
             """Random drafts are rarely right. So the first ones of most rounds are made so."""
             row_BW = steps(draft, before_B).clone()
             logits.append(row_BW[0].clone())
             before.append(int(before_B[0]))
+            if confidence is not None:
+                sure.append(float(confidence(draft, before_B)[0].exp()))
             if draft < num_right and length + 1 + draft < len(text):
                 is_right_W = (torch.arange(VOCAB) if self.target_ids is None else self.target_ids) == text[
                     length + 1 + draft
@@ -283,12 +291,16 @@ def test_logits_are_those_of_the_reference(
         with torch.inference_mode():
             states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
         features = torch.cat([states[i + 1][0] for i in IDS], -1)
-        for length, logits, before in passes:
+        for length, logits, before, sure in passes:
             if length >= len(text):
                 continue
             expected = reference.logits(text[: length + 1], features[:length], before)
             assert len(logits) == block.max_drafts
             torch.testing.assert_close(torch.stack(logits), expected, atol=1e-4, rtol=1e-4)
+            assert bool(sure) == bool(block.confidence_size)
+            if sure:
+                confidences = reference.confidences(text[: length + 1], features[:length], before)
+                torch.testing.assert_close(torch.tensor(sure), confidences, atol=1e-4, rtol=1e-4)
             checked += 1
     assert checked > 20
     assert accepted > 20

@@ -30,7 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash, windows": {"block_size": 4},
     "dspark": {"markov_rank": 4, "draft_vocab_size": 23},
     "dspark, gated": {"markov_rank": 4, "markov_head_type": "gated"},
-    "dspark, rnn": {"markov_rank": 4, "markov_head_type": "rnn"},
+    "dspark, rnn": {"markov_rank": 4, "markov_head_type": "rnn", "confidence_head_with_markov": False},
     "dflash2": {"conv_group_size": 8, "selector_rank": 4, "selector_top_k": 5},
     "xpress": {"xpress_rank": 4},
 }
@@ -71,8 +71,9 @@ def random_drafter(name: str, target: Checkpoint) -> Any:
     return model
 
 
-def expected_logits(model: Any, features: Tensor, tokens: Tensor) -> dict[int, Tensor]:
-    """Return the logits of the drafts by the position of the root, with the text's own tokens before each draft."""
+def expected_logits(model: Any, features: Tensor, tokens: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Return the logits of the drafts by the position of the root, with the text's own tokens before each draft; and
+    their confidences, if the drafter has any."""
     hidden, logits, _, _, indices = model._backbone_forward(
         features[None], tokens[None], torch.ones(1, LENGTH), torch.randn(1, LENGTH, E),
         torch.zeros(1, LENGTH, dtype=torch.long), max_anchors=ANCHORS,
@@ -94,8 +95,15 @@ def expected_logits(model: Any, features: Tensor, tokens: Tensor) -> dict[int, T
             chosen[:, :1] = root
             refined = logits + model.refiner_head.block_bias(torch.cat((before_root, chosen[:, :-1]), 1), hidden)
         logits = refined
+    confidences = {}
+    if getattr(model, "confidence_head", None) is not None:
+        read = hidden
+        if model.config.confidence_head_with_markov:
+            read = torch.cat((hidden, model.markov_head.prev_embeddings(before)), -1)
+        confidences = dict(zip(indices.view(ANCHORS, size)[:, 0].tolist(), model.confidence_head(read), strict=True))
     first = 0 if is_shifted else 1
-    return {int(row[0]): part[first:] for row, part in zip(indices.view(ANCHORS, size), logits, strict=True)}
+    of_roots = zip(indices.view(ANCHORS, size)[:, 0].tolist(), logits, strict=True)
+    return {root: part[first:] for root, part in of_roots}, confidences
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -104,7 +112,7 @@ def test_logits_are_those_of_speculators(name: str, target: Checkpoint, tmp_path
     model = random_drafter(name, target)
     model.save_pretrained(tmp_path)
     features, tokens = torch.randn(LENGTH, len(AUX) * E), torch.randint(1, VOCAB, (LENGTH,))
-    expected = expected_logits(model, features, tokens)
+    expected, confidences = expected_logits(model, features, tokens)
 
     opened = open_block_drafter(tmp_path, target)
     decoder = build_decoder(target.config, target.tensors, 64, torch.float32, CPU)
@@ -112,7 +120,8 @@ def test_logits_are_those_of_speculators(name: str, target: Checkpoint, tmp_path
     drafter = BlockDrafter(opened.config, weights, decoder, attention_of(opened.config.decoder), 64)
     cache = drafter.new_cache(65, torch.float32)
     size, num_drafts = opened.config.block_size, opened.config.max_drafts
-    drafter.write_context(drafter.features([features]), batch_of([Span([0], 0, LENGTH)], 64, CPU), cache)
+    past = batch_of([Span([0], 0, LENGTH)], 64, CPU)
+    drafter.forward(tokens, drafter.features(features, [features]), past, cache)
     # A block writes over the context after its root.
     for root in sorted(expected, reverse=True):
         batch = batch_of([Span([0], root, size)], 64, CPU)
@@ -120,3 +129,8 @@ def test_logits_are_those_of_speculators(name: str, target: Checkpoint, tmp_path
         steps = drafter.head.steps(block)
         found = torch.cat([steps(draft, tokens[root + draft : root + draft + 1]) for draft in range(num_drafts)])
         torch.testing.assert_close(found, expected[root], atol=1e-4, rtol=1e-4)
+        assert (drafter.confidence is not None) == bool(confidences) == name.startswith("dspark")
+        if drafter.confidence is not None:
+            sure = drafter.confidence.steps(block)
+            found = torch.cat([sure(draft, tokens[root + draft : root + draft + 1]) for draft in range(num_drafts)])
+            torch.testing.assert_close(found.exp(), confidences[root].sigmoid(), atol=1e-4, rtol=1e-4)
