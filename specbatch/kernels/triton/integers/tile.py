@@ -17,6 +17,7 @@ MAX_TOKENS = 128
 _MAX_DIRECT_TOKENS = 16  # the most tokens of a `DirectTile` for sizes that were not measured
 _WIDE = 8192  # a GEMM with more outputs has enough programs
 _MIN_STEP = 16  # tensor cores multiply 16 inputs at once
+_MIN_STAGED_GROUP = 32
 _SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
 _MULTIPROCESSORS = 132  # the number of an H100 and an H200
 
@@ -52,7 +53,7 @@ class IntegerTile:
 
 @dataclass(frozen=True)
 class DirectTile:
-    """One way to cut y = x W^T of few tokens and weights of 4 bits into programs (`direct.py`).
+    """One way to cut y = x W^T of few tokens into programs (`direct.py`).
 
     block_m: tokens of a program, a multiple of 8; M <= block_m. block_o: its output features, a multiple of 16; in a
         gated GEMM half of them are gate, half are up. num_warps: 32 threads each, which divide the input features.
@@ -110,25 +111,29 @@ def integer_tile_for(
     *,
     has_whole_zeros: bool = True,
 ) -> Tile | None:
-    """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory. Only a `DirectTile`
-    takes zero points that are no whole numbers."""
+    """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory. An `IntegerTile`
+    takes neither zero points that are no whole numbers nor groups of 16 inputs, which make its steps too short."""
+    needs_direct = not has_whole_zeros or group < min(I, _MIN_STAGED_GROUP)
     bounds = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
-    tile = _MEASURED[O, I][min(bounds)] if bounds and bits == 4 else guess(M, O, bits)
-    if isinstance(tile, DirectTile) and not is_direct(I, bits, group):
-        tile = staged_guess(M, O)
-    if isinstance(tile, IntegerTile):
-        return for_group(tile, I, bits, group) if has_whole_zeros else None
-    return tile
+    if bounds and bits == 4:
+        tile = _MEASURED[O, I][min(bounds)]
+    else:
+        tile = direct_guess(M, O, bits) if needs_direct else guess(M, O, bits)
+    if isinstance(tile, DirectTile) and is_direct(I, group):
+        return tile
+    if tile is None or needs_direct:
+        return None
+    return for_group(tile if isinstance(tile, IntegerTile) else staged_guess(M, O), I, bits, group)
 
 
-def is_direct(I: int, bits: int, group: int) -> bool:  # noqa: E741
-    """Return whether a `DirectTile` can multiply such weights: 32 neighbouring inputs must have one scale."""
-    return bits == 4 and (group >= I or group % 32 == 0)
+def is_direct(I: int, group: int) -> bool:  # noqa: E741
+    """Return whether a `DirectTile` can multiply such weights: 16 neighbouring inputs must have one scale."""
+    return group >= I or group % 16 == 0
 
 
-def can_fuse_norm(I: int, group: int) -> bool:  # noqa: E741
-    """Return whether a `DirectTile` can norm the input: 128 neighbouring inputs must have one scale."""
-    return group >= I or group % 128 == 0
+def can_fuse_norm(I: int, bits: int, group: int) -> bool:  # noqa: E741
+    """Return whether a `DirectTile` can norm the input: 128 neighbouring inputs of a step must have one scale."""
+    return bits == 4 and (group >= I or group % 128 == 0)
 
 
 def for_group(tile: IntegerTile, I: int, bits: int, group: int) -> IntegerTile:  # noqa: E741
@@ -158,8 +163,18 @@ def _stage_bytes(tile: IntegerTile, bits: int) -> int:
 
 def guess(M: int, O: int, bits: int) -> Tile | None:  # noqa: E741
     """Choose a tile for sizes that were not measured."""
-    if bits != 4 or M > _MAX_DIRECT_TOKENS:
-        return staged_guess(M, O)
+    return (direct_guess(M, O, bits) if bits == 4 else None) or staged_guess(M, O)
+
+
+def direct_guess(M: int, O: int, bits: int) -> DirectTile | None:  # noqa: E741
+    """Choose a `DirectTile` for sizes that were not measured; None: there are too many tokens. With 8 bits, larger ones
+    have more numbers than registers."""
+    if M > _MAX_DIRECT_TOKENS:
+        return None
+    if bits == 8:
+        if M <= 8:
+            return DirectTile(8, 16, 8, registers=168) if O <= _WIDE else DirectTile(8, 32, 4, False, 168)
+        return DirectTile(16, 16, 8, registers=168) if O <= _WIDE else DirectTile(16, 32, 4, False, 255)
     if M <= 8:
         return DirectTile(8, 16, 8) if O <= _WIDE else DirectTile(8, 32, 8, registers=168)
     return DirectTile(16, 32, 8, registers=168) if O <= _WIDE else DirectTile(16, 64, 4, registers=255)
