@@ -117,8 +117,8 @@ def _of_group(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK_O: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
     """Load the scales or zero points (WARPS, BLOCK_O) of input `first` of each strip, as float32. `base`: the first
-    inputs of the strips. They are those of rows from LOCAL on of the program. A load of 16 rows has fewer elements than threads, so Triton loads them where they are
-    used. Larger ones go through shared memory."""
+    inputs of the strips. They are those of rows from LOCAL on of the program. A load of 16 rows has fewer elements than
+    threads, so Triton loads them where they are used. Larger ones go through shared memory."""
     if BLOCK_O > 16:
         HALF: tl.constexpr = BLOCK_O // 2
         one = _of_group(pointer, base, first, row, OUT, OUTPUTS, WIDTH, GROUP, GROUPS, HALF, LOCAL)
@@ -230,9 +230,7 @@ def direct_kernel(
     GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
     # Neighbouring inputs with the same scale, as far as a strip goes.
     NEIGHBOURS: tl.constexpr = 256 if BITS == 4 else 64
-    SUB: tl.constexpr = (
-        NEIGHBOURS if GROUPS == 1 or GROUP % NEIGHBOURS == 0 else GROUP & -GROUP
-    )
+    SUB: tl.constexpr = NEIGHBOURS if GROUPS == 1 or GROUP % NEIGHBOURS == 0 else GROUP & -GROUP
     STEPS: tl.constexpr = (STRIPS + WARPS * SPLITS - 1) // (WARPS * SPLITS)
     RAGGED: tl.constexpr = STRIPS % (WARPS * SPLITS) != 0
     MASKED: tl.constexpr = RAGGED or IN % 256 != 0

@@ -119,11 +119,11 @@ def integer_tile_for(
         tile = _MEASURED[O, I][min(bounds)]
     else:
         tile = direct_guess(M, O, bits) if needs_direct else guess(M, O, bits)
-    if isinstance(tile, DirectTile) and is_direct(I, group):
-        return tile
-    if tile is None or needs_direct:
-        return None
-    return for_group(tile if isinstance(tile, IntegerTile) else staged_guess(M, O), I, bits, group)
+    if isinstance(tile, DirectTile):
+        if is_direct(I, group):
+            return tile
+        tile = staged_guess(M, O)
+    return None if tile is None or needs_direct else for_group(tile, I, bits, group)
 
 
 def is_direct(I: int, group: int) -> bool:  # noqa: E741
@@ -171,12 +171,14 @@ def direct_guess(M: int, O: int, bits: int) -> DirectTile | None:  # noqa: E741
     have more numbers than registers."""
     if M > _MAX_DIRECT_TOKENS:
         return None
-    if bits == 8:
-        if M <= 8:
-            return DirectTile(8, 16, 8, registers=168) if O <= _WIDE else DirectTile(8, 32, 4, False, 168)
-        return DirectTile(16, 16, 8, registers=168) if O <= _WIDE else DirectTile(16, 32, 4, False, 255)
     if M <= 8:
+        if bits == 8:
+            narrow, wide = DirectTile(8, 16, 8, registers=168), DirectTile(8, 32, 4, ahead=False, registers=168)
+            return narrow if O <= _WIDE else wide
         return DirectTile(8, 16, 8) if O <= _WIDE else DirectTile(8, 32, 8, registers=168)
+    if bits == 8:
+        narrow, wide = DirectTile(16, 16, 8, registers=168), DirectTile(16, 32, 4, ahead=False, registers=255)
+        return narrow if O <= _WIDE else wide
     return DirectTile(16, 32, 8, registers=168) if O <= _WIDE else DirectTile(16, 64, 4, registers=255)
 
 
