@@ -54,7 +54,8 @@ class GgufIntegers(IntegerQuantization):
     def describe(self) -> str:
         types = Counter(self.types.values()).most_common()
         layers = ", ".join(f"{count} in {kind.name} as int{FORMS[kind].bits}" for kind, count in types)
-        return f"layers of a GGUF file ({layers}; inputs as they are{'' if self.is_kept else '; dequantised while loading'})"
+        kept = "" if self.is_kept else "; dequantised while loading"
+        return f"layers of a GGUF file ({layers}; inputs as they are{kept})"
 
 
 def read_integers(raw: Tensor, shape: tuple[int, ...], kind: GGMLQuantizationType) -> IntegerNumbers:
