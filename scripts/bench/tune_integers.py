@@ -197,9 +197,8 @@ def random_weight(size: tuple[int, int], form: Form, device: str = DEVICE) -> In
     (num_out, num_in), bits = size, form.bits
     groups = 1 if form.group is None else math.ceil(num_in / form.group)
     numbers = torch.randint(1 << bits, size, dtype=torch.uint8, device=device)
-    scales = (torch.rand(groups, num_out, device=device) + 0.5).to(
-        torch.float32 if form.is_wide else DTYPE
-    ) * 2.0**-bits
+    scales = (torch.rand(groups, num_out, device=device) + 0.5) * 2.0**-bits
+    scales = scales if form.is_wide else scales.to(DTYPE)
     zeros = torch.randint(1 << bits, (groups, num_out), dtype=torch.uint8, device=device) if form.zeros else None
     if zeros is not None and form.is_wide:
         zeros = zeros + torch.rand(groups, num_out, device=device)
