@@ -89,7 +89,8 @@ CHECKED_TILES = (
 
 def candidates(gemm: Gemm, tokens: int, form: Form = TIMED["int4"]) -> Iterator[Tile]:
     """Yield the tiles that are tried."""
-    yield from direct_candidates(gemm, tokens) if form.bits == 4 else direct_candidates_of_bytes(tokens)
+    has_small_groups = form.bits == 8 or form.is_wide
+    yield from small_direct_candidates(tokens) if has_small_groups else direct_candidates(gemm, tokens)
     if not (form.is_wide and form.zeros):
         yield from staged_candidates(gemm, tokens)
 
@@ -153,16 +154,19 @@ def direct_candidates(gemm: Gemm, tokens: int) -> Iterator[DirectTile]:
         yield DirectTile(32, 16, 8, ahead=False, registers=168)
 
 
-def direct_candidates_of_bytes(tokens: int) -> Iterator[DirectTile]:
+def small_direct_candidates(tokens: int) -> Iterator[DirectTile]:
+    """Yield tiles for weights of 8 bits or with small groups, which need more registers."""
     if tokens <= 8:
         yield DirectTile(8, 16, 8, registers=168)
+        yield DirectTile(8, 16, 8)
         yield DirectTile(8, 16, 4, registers=168)
         yield DirectTile(8, 16, 8, registers=168, prefetch=1024)
-        yield DirectTile(8, 32, 4, ahead=False, registers=168)
-        yield DirectTile(8, 32, 8, ahead=False, registers=168)
+        yield DirectTile(8, 32, 4, ahead=False, registers=255)
+        yield DirectTile(8, 32, 8, ahead=False, registers=255)
     elif tokens <= 16:
-        yield DirectTile(16, 16, 8, registers=168)
-        yield DirectTile(16, 16, 4, registers=168)
+        yield DirectTile(16, 16, 8, registers=232)
+        yield DirectTile(16, 16, 8, ahead=False, registers=255)
+        yield DirectTile(16, 16, 4, registers=232)
         yield DirectTile(16, 32, 4, ahead=False, registers=255)
     elif tokens <= 32:
         yield DirectTile(32, 16, 8, ahead=False, registers=255)

@@ -113,17 +113,13 @@ def integer_tile_for(
 ) -> Tile | None:
     """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory. An `IntegerTile`
     takes neither zero points that are no whole numbers nor groups of 16 inputs, which make its steps too short."""
-    needs_direct = not has_whole_zeros or group < min(I, _MIN_STAGED_GROUP)
+    if not has_whole_zeros or group < min(I, _MIN_STAGED_GROUP):
+        return guess_for_small_groups(M, O, bits) if is_direct(I, group) else None
     bounds = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
-    if bounds and bits == 4:
-        tile = _MEASURED[O, I][min(bounds)]
-    else:
-        tile = direct_guess(M, O, bits) if needs_direct else guess(M, O, bits)
-    if isinstance(tile, DirectTile):
-        if is_direct(I, group):
-            return tile
+    tile = _MEASURED[O, I][min(bounds)] if bounds and bits == 4 else guess(M, O, bits)
+    if isinstance(tile, DirectTile) and not is_direct(I, group):
         tile = staged_guess(M, O)
-    return None if tile is None or needs_direct else for_group(tile, I, bits, group)
+    return for_group(tile, I, bits, group) if isinstance(tile, IntegerTile) else tile
 
 
 def is_direct(I: int, group: int) -> bool:  # noqa: E741
@@ -163,23 +159,23 @@ def _stage_bytes(tile: IntegerTile, bits: int) -> int:
 
 def guess(M: int, O: int, bits: int) -> Tile | None:  # noqa: E741
     """Choose a tile for sizes that were not measured."""
-    return (direct_guess(M, O, bits) if bits == 4 else None) or staged_guess(M, O)
+    if bits != 4 or M > _MAX_DIRECT_TOKENS:
+        return staged_guess(M, O)
+    if M <= 8:
+        return DirectTile(8, 16, 8) if O <= _WIDE else DirectTile(8, 32, 8, registers=168)
+    return DirectTile(16, 32, 8, registers=168) if O <= _WIDE else DirectTile(16, 64, 4, registers=255)
 
 
-def direct_guess(M: int, O: int, bits: int) -> DirectTile | None:  # noqa: E741
-    """Choose a `DirectTile` for sizes that were not measured; None: there are too many tokens. With 8 bits, larger ones
-    have more numbers than registers."""
+def guess_for_small_groups(M: int, O: int, bits: int) -> DirectTile | None:  # noqa: E741
+    """Choose a tile for weights of which each 16 or 32 inputs have a scale; None: there are too many tokens. Larger
+    tiles have more scales than registers. (Compiled for sm_90, none of these uses local memory.)"""
     if M > _MAX_DIRECT_TOKENS:
         return None
+    if O > _WIDE:
+        return DirectTile(8 if M <= 8 else 16, 32, 4, ahead=False, registers=255)
     if M <= 8:
-        if bits == 8:
-            narrow, wide = DirectTile(8, 16, 8, registers=168), DirectTile(8, 32, 4, ahead=False, registers=168)
-            return narrow if O <= _WIDE else wide
-        return DirectTile(8, 16, 8) if O <= _WIDE else DirectTile(8, 32, 8, registers=168)
-    if bits == 8:
-        narrow, wide = DirectTile(16, 16, 8, registers=168), DirectTile(16, 32, 4, ahead=False, registers=255)
-        return narrow if O <= _WIDE else wide
-    return DirectTile(16, 32, 8, registers=168) if O <= _WIDE else DirectTile(16, 64, 4, registers=255)
+        return DirectTile(8, 16, 8, registers=128 if bits == 4 else 168)
+    return DirectTile(16, 16, 8, registers=232)
 
 
 def staged_guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
