@@ -3,7 +3,6 @@ interpreter."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Literal
 
@@ -27,7 +26,6 @@ from specbatch.kernels.triton.integers.tile import (
     Tile,
     fitting,
     guess,
-    guess_for_small_groups,
     integer_tile_for,
     staged_guess,
 )
@@ -151,14 +149,30 @@ def test_the_direct_kernel_with_numbers_in_another_type() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_the_direct_kernel_with_sizes_of_models(dtype: torch.dtype, zeros: bool) -> None:
-    for (num_out, num_in), bits in itertools.product(((6144, 4096), (4096, 14336), (1000, 2880)), (4, 8)):
-        for group in (16, 32, 64, 128, None):
-            weight = weight_of(num_out, num_in, bits, group, zeros=zeros, dtype=dtype)
+    for num_out, num_in in ((6144, 4096), (4096, 14336), (1000, 2880)):
+        for group in (32, 64, 128, None):
+            weight = weight_of(num_out, num_in, 4, group, zeros=zeros, dtype=dtype)
             for tokens in (1, 2, 8, 9, 16):
-                tile = guess(tokens, num_out, 4) if bits == 4 and group != 16 else None
-                tile = tile or guess_for_small_groups(tokens, num_out, bits)
+                tile = guess(tokens, num_out, 4)
                 assert isinstance(tile, DirectTile)
                 check(inputs(tokens, num_in, dtype), weight, tile, extra=True)
+
+
+@pytest.mark.skipif(not CUDA, reason="the interpreter multiplies all types alike")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("bits", "group", "zeros"), [(4, 32, "float"), (8, 32, "float"), (8, 16, False), (8, 16, True)]
+)
+def test_the_direct_kernel_with_small_groups_of_models(
+    bits: int, group: int, zeros: bool | Literal["float"], dtype: torch.dtype
+) -> None:
+    """Scales and zero points are in float32, as those of K types of GGUF."""
+    for num_out, num_in in ((4096, 14336), (9216, 4096), (1000, 2880)):
+        weight = weight_of(num_out, num_in, bits, group, zeros=zeros, dtype=torch.float32)
+        for tokens in (1, 8, 9, 16):
+            tile = integer_tile_for(tokens, num_out, num_in, bits, group, has_whole_zeros=weight.has_whole_zeros)
+            assert isinstance(tile, DirectTile)
+            check(inputs(tokens, num_in, dtype), weight, tile, extra=True)
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 64), (4, 128), (4, 256), (4, None), (8, 128)])

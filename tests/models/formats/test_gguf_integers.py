@@ -20,10 +20,12 @@ from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.gguf_integers import FORMS, read_integers
 from specbatch.models.linears.fp8 import JoinedLinear
 from specbatch.models.linears.integer import IntegerLinear
+from specbatch.models.linears.sharded import ModelShard
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.setup.model import resolve_quantization, saved_bytes
 from tests.coins import plain_logits
 from tests.models.formats.test_gguf import SIZES, random_blocks, state_of, write
+from tests.models.test_quantization import LoneRank
 from tests.tiny_models import attention_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -118,6 +120,21 @@ def test_a_file_of_several_types(family: type[LlamaConfig] | type[Qwen2Config], 
             logits.append(plain_logits(decoder, list(range(3, 40))))
     assert float(logits[0].std()) > 0.01
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_has_a_part(tmp_path: Path) -> None:
+    config, path = LlamaConfig(**SIZES), tmp_path / "m.gguf"
+    write(path, config, state_of(config), Q.Q5_K, kinds={"down_proj": Q.Q6_K})
+    model = open_checkpoint(path)
+    whole, *parts = (
+        WeightLoader(model.tensors, torch.float32, CPU, shard=shard, quantization=model.quantization)
+        for shard in (None, *(ModelShard.of(model.config, LoneRank(rank)) for rank in range(2)))
+    )
+    x, query, down = torch.randn(3, 512), "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+    of_query = torch.cat([part.linear(query)(x[:, :256]) for part in parts], dim=1)
+    torch.testing.assert_close(of_query, whole.linear(query)(x[:, :256]), rtol=1e-4, atol=1e-5)
+    of_down = sum(part.linear(down)(half) for part, half in zip(parts, x.chunk(2, dim=1), strict=True))
+    torch.testing.assert_close(of_down, whole.linear(down)(x), rtol=1e-4, atol=1e-5)
 
 
 def test_bytes_that_are_saved(tmp_path: Path) -> None:
