@@ -114,7 +114,7 @@ def _resolve_integers(
         )
     layers = (name.removesuffix(".weight") for name in expected_tensors(target.config))
     groups = {layer: found.form(layer).group for layer in filter(found.keeps, layers)}
-    for group in set(groups.values()) - {None}:
+    for group in filter(None, set(groups.values())):
         _check_groups([layer for layer in groups if groups[layer] == group], target.config, num_ranks, group)
     return found
 

@@ -17,7 +17,6 @@ from specbatch.kernels.integers import UNIT
 from specbatch.models.checks import flag, mapping, shown, whole_number
 from specbatch.models.linears.layer_quantization import (
     LayerQuantization,
-    Same,
     check_known_keys,
     check_pattern,
     layer_names,
@@ -65,7 +64,7 @@ class IntegerQuantization(LayerQuantization):
     def keeps(self, layer: str) -> bool:
         return super().keeps(layer) and ".experts." not in layer
 
-    def dequantised(self: Same) -> Same:
+    def dequantised(self) -> IntegerQuantization:
         return replace(self, keeps_layers=False)
 
     def saved_bytes(self, plain: Mapping[str, tuple[int, ...]], itemsize: int) -> int:
