@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Q
 from transformers import LlamaConfig, Qwen2Config
 
 from specbatch.config_load import load_config
+from specbatch.kernels import torch as reference
 from specbatch.kernels.integers import IntegerWeight
 from specbatch.models.config import expected_tensors
 from specbatch.models.decoder import Decoder
@@ -91,7 +92,9 @@ def test_a_file_of_one_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", [LlamaConfig, Qwen2Config])
-def test_a_file_of_several_types(family: type[LlamaConfig] | type[Qwen2Config], tmp_path: Path) -> None:
+def test_a_file_of_several_types(
+    family: type[LlamaConfig] | type[Qwen2Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All layers but one of float16 stay packed, and logits are those of the dequantised model."""
     config, path = family(**SIZES), tmp_path / "m.gguf"
     write(path, config, state_of(config), Q.Q4_K, kinds=MIXED)
@@ -108,11 +111,14 @@ def test_a_file_of_several_types(family: type[LlamaConfig] | type[Qwen2Config], 
     plain = WeightLoader(model.tensors, torch.float32, CPU)
     names = [f"model.layers.0.self_attn.{kind}_proj" for kind in "qkv"]
     has_bias = family is Qwen2Config
-    assert isinstance(loader.linear(*names[:2], has_bias=has_bias), IntegerLinear), "neighbours of one type are joined"
     linear = loader.linear(*names, has_bias=has_bias)
     assert isinstance(linear, JoinedLinear)
     x = torch.randn(5, 256)
+    calls: list[int] = []
+    multiply = reference.integer_linear
+    monkeypatch.setattr(reference, "integer_linear", lambda x, *rest: calls.append(1) or multiply(x, *rest))
     torch.testing.assert_close(linear(x), plain.linear(*names, has_bias=has_bias)(x), rtol=1e-4, atol=1e-5)
+    assert len(calls) == 2, "queries and keys are one GEMM"
     logits = []
     for one in (loader, plain):
         decoder = Decoder(model.config, one, attention_of(model.config), 128)
