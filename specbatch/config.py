@@ -51,7 +51,7 @@ class ModelSection:
         "auto",
         "`auto`: as the checkpoint is. `none`: quantised weights are dequantised when they are loaded. `fp8` and "
         "`int4`: quantise the linear layers of a checkpoint that is not quantised. Layers in FP8 need CUDA from Ada "
-        "on, or run on a CPU, which emulates them. Weights in whole numbers (AWQ, GPTQ) stay packed on CUDA with "
+        "on, or run on a CPU, which emulates them. Weights in whole numbers (AWQ, GPTQ, GGUF) stay packed on CUDA with "
         "`int4`, or if they would take more than half of the free memory; otherwise they are dequantised when they are "
         "loaded, because from 64 rows on that is faster. Texts differ from those of `none`.",
     )

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specbatch.models.linears.integer_quantization import IntegerQuantization
+from specbatch.models.linears.integer_quantization import UniformIntegers
 from specbatch.models.linears.quantization import parse_quantization
 from tests.tiny_checkpoint import RAW, random_state, write_checkpoint
 
@@ -54,7 +54,7 @@ def awq_words(numbers: Tensor) -> Tensor:
     return pack_words(numbers.unflatten(-1, (-1, 8))[..., order].flatten(-2), 4)
 
 
-def quantised(weight_OI: Tensor, found: IntegerQuantization, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
+def quantised(weight_OI: Tensor, found: UniformIntegers, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     """Return a layer's tensors in files, without its name, and the weight that they mean: (number - zero) * scale."""
     generator = torch.Generator().manual_seed(seed)
     num_out, num_in = weight_OI.shape
@@ -98,7 +98,7 @@ def integer_checkpoint(folder: Path, section: dict[str, Any], **changes: Any) ->
     write_checkpoint(folder, **changes)
     raw = {**RAW, **changes, "quantization_config": section}
     found = parse_quantization(raw)
-    assert isinstance(found, IntegerQuantization)
+    assert isinstance(found, UniformIntegers)
     stored, meant = {}, {}
     for i, (name, tensor) in enumerate(random_state({**RAW, **changes}).items()):
         layer = name.removesuffix(".weight")

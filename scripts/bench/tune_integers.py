@@ -1,6 +1,6 @@
 """Times the GEMMs with weights of whole numbers on a GPU against those of bfloat16, and finds the best tiles.
 
-    python scripts/bench/tune_integers.py -o tune_integers.json [--budget 150] [--shape llama-3-8b] [--bits 8]
+    python scripts/bench/tune_integers.py -o tune_integers.json [--budget 150] [--shape llama-3-8b] [--form q6_k]
     python scripts/bench/tune_integers.py --table tune_integers.json
 
 For each GEMM of a layer and each number of tokens: microseconds in CUDA-graph replay over copies of the weight that
@@ -44,11 +44,23 @@ from specbatch.models.random_weights import geometries
 
 
 class Form(NamedTuple):
-    """A form of weights. `group` None: one scale for each output."""
+    """A form of weights. `group` None: one scale for each output. `is_wide`: scales and zero points are in float32, and
+    zero points are no whole numbers, as those of K types of GGUF."""
 
     bits: int
     group: int | None
     zeros: bool
+    is_wide: bool = False
+
+
+TIMED = {
+    "int4": Form(4, 128, False),
+    "int8": Form(8, 128, False),
+    "q8_0": Form(8, 32, False),
+    "q4_k": Form(4, 32, True, True),
+    "q5_k": Form(8, 32, True, True),
+    "q6_k": Form(8, 16, False, True),
+}
 
 
 ROWS = [1, 16, 64, 256, 4, 512, 32, 128, 8, 1024, 2048]  # the most important ones are first
@@ -60,6 +72,7 @@ EPS = 1e-5  # the epsilon of norms
 LARGEST_ERROR = 8e-3  # results that are rounded to bfloat16 have an error of 1.7e-3, gated ones of about twice that
 # What is checked: forms of weights, a size that is no multiple of tiles, and tiles. None: the weight is dequantised.
 FORMS = [Form(bits, group, z) for bits in (4, 8) for group in (32, 64, 128, 256, None) for z in (False, True)]
+FORMS += [TIMED["q4_k"], TIMED["q5_k"], TIMED["q6_k"]]
 CHECKED_SIZE, CHECKED_ROWS = (616, 1088), 300
 CHECKED_TILES = (
     None,
@@ -74,12 +87,17 @@ CHECKED_TILES = (
 )
 
 
-def candidates(gemm: Gemm, tokens: int, bits: int = 4) -> Iterator[Tile]:
+def candidates(gemm: Gemm, tokens: int, form: Form = TIMED["int4"]) -> Iterator[Tile]:
     """Yield the tiles that are tried."""
+    has_small_groups = form.bits == 8 or form.is_wide
+    yield from small_direct_candidates(tokens) if has_small_groups else direct_candidates(gemm, tokens)
+    if not (form.is_wide and form.zeros):
+        yield from staged_candidates(gemm, tokens)
+
+
+def staged_candidates(gemm: Gemm, tokens: int) -> Iterator[IntegerTile]:
     outputs = gemm.weight_shape[0]
     splits = (1,) if outputs > 8192 else (1, 2) if outputs > 4096 else (1, 2, 4)
-    if bits == 4 and tokens <= 32:
-        yield from direct_candidates(gemm, tokens)
     if tokens <= 8:
         yield IntegerTile(8, 64, 64, 4, 4)
         yield from (IntegerTile(8, 64, 64, 5, 4, splits=s, prefetch=256) for s in splits[1:])
@@ -130,19 +148,40 @@ def direct_candidates(gemm: Gemm, tokens: int) -> Iterator[DirectTile]:
         yield DirectTile(16, 64, 8, ahead=False, registers=255)
         if gemm.weight_shape[0] <= 8192:
             yield DirectTile(16, 64, 4, ahead=False, registers=255, splits=2)
-    else:
+    elif tokens <= 32:
         yield DirectTile(32, 32, 8, ahead=False, registers=255)
         yield DirectTile(32, 32, 4, ahead=False, registers=255)
         yield DirectTile(32, 16, 8, ahead=False, registers=168)
+
+
+def small_direct_candidates(tokens: int) -> Iterator[DirectTile]:
+    """Yield tiles for weights of 8 bits or with small groups, which need more registers."""
+    if tokens <= 8:
+        yield DirectTile(8, 16, 8, registers=168)
+        yield DirectTile(8, 16, 8)
+        yield DirectTile(8, 16, 4, registers=168)
+        yield DirectTile(8, 16, 8, registers=168, prefetch=1024)
+        yield DirectTile(8, 32, 4, ahead=False, registers=255)
+        yield DirectTile(8, 32, 8, ahead=False, registers=255)
+    elif tokens <= 16:
+        yield DirectTile(16, 16, 8, registers=232)
+        yield DirectTile(16, 16, 8, ahead=False, registers=255)
+        yield DirectTile(16, 16, 4, registers=232)
+        yield DirectTile(16, 32, 4, ahead=False, registers=255)
+    elif tokens <= 32:
+        yield DirectTile(32, 16, 8, ahead=False, registers=255)
+        yield DirectTile(32, 16, 4, ahead=False, registers=255)
 
 
 def checked_ops(form: Form) -> tuple[str, ...]:
     return ("residual", "norm", "norm_gated") if form.group == 128 else ("residual",)
 
 
-def fits(tile: Tile | None, bits: int) -> bool:
-    """Return whether a tile can multiply weights of this number of bits."""
-    return bits == 4 or not isinstance(tile, DirectTile)
+def fits(tile: Tile | None, form: Form) -> bool:
+    """Return whether a tile can multiply weights of this form, whose numbers its registers can hold."""
+    if isinstance(tile, IntegerTile):
+        return not (form.is_wide and form.zeros)
+    return tile is None or form.bits == 4 or tile.block_o * tile.block_m <= 256
 
 
 def name_of(tile: Tile) -> str:
@@ -162,8 +201,11 @@ def random_weight(size: tuple[int, int], form: Form, device: str = DEVICE) -> In
     (num_out, num_in), bits = size, form.bits
     groups = 1 if form.group is None else math.ceil(num_in / form.group)
     numbers = torch.randint(1 << bits, size, dtype=torch.uint8, device=device)
-    scales = (torch.rand(groups, num_out, device=device) + 0.5).to(DTYPE) * 2.0**-bits
+    scales = (torch.rand(groups, num_out, device=device) + 0.5) * 2.0**-bits
+    scales = scales if form.is_wide else scales.to(DTYPE)
     zeros = torch.randint(1 << bits, (groups, num_out), dtype=torch.uint8, device=device) if form.zeros else None
+    if zeros is not None and form.is_wide:
+        zeros = zeros + torch.rand(groups, num_out, device=device)
     return IntegerWeight(pack_integers(numbers, bits), scales, zeros, bits, num_in, form.group or num_in)
 
 
@@ -178,8 +220,8 @@ def compile_task(size: tuple[int, int], form: Form, tile: Tile | None, op: str, 
     (num_out, num_in), bits = size, form.bits
     groups = 1 if form.group is None else math.ceil(num_in / form.group)
     words = torch.empty(num_out, math.ceil(num_in / UNIT) * UNIT * bits // 16, dtype=torch.int16)
-    zeros = torch.empty(groups, num_out, dtype=torch.uint8) if form.zeros else None
-    scales = torch.empty(groups, num_out, dtype=DTYPE)
+    zeros = torch.empty(groups, num_out, dtype=torch.float32 if form.is_wide else torch.uint8) if form.zeros else None
+    scales = torch.empty(groups, num_out, dtype=torch.float32 if form.is_wide else DTYPE)
     weight = IntegerWeight(words, scales, zeros, bits, num_in, form.group or num_in)
     if tile is None:
         ops.dequantised(weight, DTYPE)
@@ -235,13 +277,13 @@ class Bench:
     def compile_tiles(self, gemms: list[Gemm], rows: list[int]) -> None:
         for tokens in rows:
             for gemm in gemms:
-                for tile in (None, *candidates(gemm, tokens, self._form.bits)):
+                for tile in (None, *candidates(gemm, tokens, self._form)):
                     self._start(gemm.weight_shape, self._form, tile, gemm.op, tokens == 1)
 
     def compile_checks(self) -> None:
         for form in FORMS:
             for tile, op in itertools.product(CHECKED_TILES, checked_ops(form)):
-                if fits(tile, form.bits):
+                if fits(tile, form):
                     self._start(CHECKED_SIZE, form, tile, op, op.startswith("norm"))
 
     def _start(self, *task: Any) -> None:
@@ -265,7 +307,7 @@ class Bench:
             x, residual = normal(CHECKED_ROWS, CHECKED_SIZE[1]), normal(CHECKED_ROWS, CHECKED_SIZE[0])
             norm = normal(CHECKED_SIZE[1])
             for tile, op in itertools.product(CHECKED_TILES, checked_ops(form)):
-                if not fits(tile, form.bits):
+                if not fits(tile, form):
                     continue
                 self._await(CHECKED_SIZE, form, tile, op, op.startswith("norm"))
                 if tile is None:
@@ -325,9 +367,9 @@ class Bench:
 
         timed("bf16", lambda i: library(wide[i % len(wide)]), min(calls, len(wide)))
         best: tuple[float, Tile | None] = math.inf, None
-        if tokens >= 64:
+        if tokens >= 16:
             best = timed("dequantise", lambda i: library(ops.dequantised(weights[i], DTYPE)), calls), None
-        for tile in candidates(gemm, tokens, self._form.bits):
+        for tile in candidates(gemm, tokens, self._form):
             if self.out_of_time():
                 break
             try:
@@ -405,13 +447,13 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="print the table of a file written before, and stop")
     parser.add_argument("--budget", type=float, default=150.0, help="seconds")
     parser.add_argument("--shape", action="append", choices=sorted(geometries()))
-    parser.add_argument("--bits", type=int, default=4, choices=(4, 8))
+    parser.add_argument("--form", default="int4", choices=TIMED)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     args = parser.parse_args()
     if args.table is not None:
         print_table(args.table)
         return
-    bench = Bench(args.output, time.monotonic() + args.budget, Form(args.bits, 128, False))
+    bench = Bench(args.output, time.monotonic() + args.budget, TIMED[args.form])
     all_gemms = {name: list(Geometry.of(geometries()[name]).layer.values()) for name in args.shape or ["llama-3-8b"]}
     first, others = args.rows[:FIRST], args.rows[FIRST:]
     every = list(itertools.chain(*all_gemms.values()))

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from specbatch.cli.draft_facts import Facts, draft_method, inspected_draft, open_head
 from specbatch.errors import SpecbatchError
 from specbatch.models.checks import first_names
-from specbatch.models.config import ModelConfig
+from specbatch.models.config import ModelConfig, expected_tensors
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.mtp_files import open_mtp
 from specbatch.models.formats.tokenizer import describe_tokenizer_difference, load_tokenizer
@@ -71,8 +71,9 @@ def _weights(model: Checkpoint) -> Facts:
         used = f", of which a token uses {weights.active / 1e9:.2f}" if config.moe is not None else ""
         billions = f"{weights.total / 1e9:.2f} billion parameters{used}"
         facts.append(("weights", f"{billions}; {weights.total * _BYTES / GIB:.1f} GiB in bfloat16"))
-    if model.quantization is not None:
-        facts.append(("quantised", model.quantization.describe()))
+        if (quantization := model.quantization) is not None:
+            left = weights.total * _BYTES - quantization.saved_bytes(expected_tensors(config), _BYTES)
+            facts.append(("quantised", f"{quantization.describe()}; {left / GIB:.1f} GiB on CUDA if layers stay so"))
     if config.delta is not None:
         facts.append(("state", f"{config.delta.matrix_bytes / 2**20:.1f} MiB a row in float32, of a hybrid's layers"))
     return [*facts, ("KV cache", f"{token_bytes / 1024:.1f} KiB a token in bfloat16")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights
 from specbatch.kernels.integers import IntegerWeight
 from specbatch.models.formats.gguf import GgufSource
+from specbatch.models.formats.gguf_integers import GgufIntegers
 from specbatch.models.formats.integer_tensors import read_integers
 from specbatch.models.formats.tensor_files import PackedReader
 from specbatch.models.layers import LayerNorm, RMSNorm
@@ -40,7 +42,7 @@ from specbatch.models.linears.fp8 import (
     quantise_weight,
 )
 from specbatch.models.linears.integer import IntegerLinear, IntegerNumbers, joined_integers, quantise_integers
-from specbatch.models.linears.integer_quantization import IntegerQuantization
+from specbatch.models.linears.integer_quantization import IntegerForm, IntegerQuantization, UniformIntegers
 from specbatch.models.linears.invariant import InvariantGatedLinear, InvariantGemm, InvariantLinear
 from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.linear import (
@@ -303,15 +305,25 @@ class WeightLoader:
         return Fp8Linear(joined, bias, self._wide_linear, input_ranks)
 
     def _integer(self, names: tuple[str, ...], has_bias: bool) -> Linear:
-        """Make one linear layer of several, some of which have weights in whole numbers."""
-        weights = [self._own_integer_numbers(name) for name in names if self._covers(name)]
-        orders = [weight.order(name) for weight, name in zip(weights, filter(self._covers, names), strict=True)]
-        joined = joined_integers(weights, orders) if len(weights) == len(names) else None
+        """Make one linear layer of several, some of which have weights in whole numbers. Neighbours of the same form
+        are one GEMM."""
+        parts = [tuple(part) for _, part in groupby(names, self._integer_form)]
+        if len(parts) > 1:
+            return JoinedLinear([self.linear(*part, has_bias=has_bias) for part in parts])
+        weights = [self._own_integer_numbers(name) for name in names]
+        orders = [weight.order(name) for weight, name in zip(weights, names, strict=True)]
+        joined = joined_integers(weights, orders)
         if joined is None:
             return JoinedLinear([self.linear(name, has_bias=has_bias) for name in names])
         bias = _joined([self.tensor(f"{name}.bias") for name in names]) if has_bias else None
         del weights
         return IntegerLinear(self._settled(joined), orders[0], bias, self._ops)
+
+    def _integer_form(self, layer: str) -> IntegerForm | None:
+        """Return the form of a layer's whole numbers; None: it has none."""
+        quantization = self._quantization
+        assert isinstance(quantization, IntegerQuantization)
+        return quantization.form(layer) if quantization.keeps(layer) else None
 
     def _settled(self, weight: IntegerWeight) -> IntegerWeight:
         """Copy a packed weight, which was made among larger tensors, so that their memory can be freed."""
@@ -340,14 +352,13 @@ class WeightLoader:
 
     def _integer_numbers(self, layer: str) -> IntegerNumbers:
         quantization = self._quantization
-        assert isinstance(quantization, IntegerQuantization)
+        if isinstance(quantization, GgufIntegers):
+            assert isinstance(self._tensors, GgufSource), type(self._tensors)
+            return self._tensors.integers(f"{layer}.weight", self.device)
+        assert isinstance(quantization, UniformIntegers)
         if quantization.layout == "plain":
             weight = self.stored(f"{layer}.weight").to(device=self.device, dtype=self.dtype)
             return quantise_integers(weight, quantization.bits, quantization.group or weight.shape[1])
-
-        if quantization.layout == "gguf":
-            assert isinstance(self._tensors, GgufSource), type(self._tensors)
-            return self._tensors.integers(f"{layer}.weight", self.device)
 
         def load(kind: str) -> Tensor | None:
             try:

@@ -102,8 +102,6 @@ def _resolve_integers(
         return found.dequantised()
     num_ranks = config.engine.tensor_parallel
     if config.model.quantization != "int4":
-        if found.has_wide_groups:  # no GPU has run it yet
-            return found.dequantised()
         whole = sum(map(math.prod, expected_tensors(target.config).values())) * dtype.itemsize // num_ranks
         if whole <= _DEQUANTISED_SHARE * (available_memory(device) if available is None else available):
             return found.dequantised()
@@ -114,9 +112,10 @@ def _resolve_integers(
             f"engine.tensor_parallel: {num_ranks} divides inputs that {found.method} has in another order (act-order)",
             hint="use one rank, or set model.quantization: none",
         )
-    if found.group is not None:
-        layers = [name.removesuffix(".weight") for name in expected_tensors(target.config)]
-        _check_groups(list(filter(found.keeps, layers)), target.config, num_ranks, found.group)
+    layers = (name.removesuffix(".weight") for name in expected_tensors(target.config))
+    groups = {layer: found.form(layer).group for layer in filter(found.keeps, layers)}
+    for group in filter(None, set(groups.values())):
+        _check_groups([layer for layer in groups if groups[layer] == group], target.config, num_ranks, group)
     return found
 
 

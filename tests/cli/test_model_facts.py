@@ -35,13 +35,21 @@ def test_facts_of_a_native_model(tmp_path: Path) -> None:
     assert "quantised" not in facts
 
 
-def test_a_quantised_model_and_drafts(tmp_path: Path) -> None:
+def test_a_quantised_model_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbatch.cli.model_facts.GIB", 1 << 10)
     integer_checkpoint(
         tmp_path / "awq", AWQ, hidden_size=160, intermediate_size=192, num_attention_heads=5, num_key_value_heads=5
     )
     other = write_checkpoint(tmp_path / "other", vocab_size=300)
     same = write_checkpoint(tmp_path / "same")
-    assert "int4 (awq" in facts_of(tmp_path / "awq")["quantised"]
+    facts = facts_of(tmp_path / "awq")
+    assert facts["weights"].endswith("; 925.0 GiB in bfloat16")
+    assert facts["quantised"].startswith("int4 (awq")
+    # Each output of a layer has 256 numbers, and 3 bytes for each 32 of its 160 or 192 inputs.
+    outputs, down_outputs = 2 * (4 * 160 + 2 * 192), 2 * 160
+    plain = 925 * 1024 - 2 * (outputs * 160 + down_outputs * 192)
+    left = plain + outputs * (128 + 5 * 3) + down_outputs * (128 + 6 * 3)
+    assert facts["quantised"].endswith(f"; {left / 1024:.1f} GiB on CUDA if layers stay so")
     assert facts_of(tmp_path / "awq", same)["draft same"] == "speculation.method: draft_model"
     assert "does not fit: " in facts_of(tmp_path / "awq", other)["draft other"]
 

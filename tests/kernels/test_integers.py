@@ -106,8 +106,9 @@ def test_our_kernel_with_all_groups() -> None:
             check(inputs(3, 288), weight, tile, extra=zeros)
 
 
-@pytest.mark.parametrize("group", [32, 64, 96, 128, 256, 384, None])
-def test_the_direct_kernel_with_all_groups(group: int | None) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [16, 32, 64, 96, 128, 256, 384, None])
+def test_the_direct_kernel_with_all_groups(group: int | None, bits: int) -> None:
     """Sizes that are no multiples of tiles, fewer units than warps, as many, and more; a bias and a residual."""
     for num_tokens, num_in, tile in (
         (7, 768, DIRECT),
@@ -116,20 +117,21 @@ def test_the_direct_kernel_with_all_groups(group: int | None) -> None:
         (15, 1056, DirectTile(16, 16, 2, splits=2)),
     ):
         for zeros in (False, True):
-            check(inputs(num_tokens, num_in), weight_of(40, num_in, 4, group, zeros=zeros), tile, extra=zeros)
+            check(inputs(num_tokens, num_in), weight_of(40, num_in, bits, group, zeros=zeros), tile, extra=zeros)
 
 
-@pytest.mark.parametrize("group", [32, 256])
-def test_zero_points_that_are_no_whole_numbers(group: int) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [16, 32, 256])
+def test_zero_points_that_are_no_whole_numbers(group: int, bits: int) -> None:
     """The direct kernel takes them. More tokens are multiplied with a dequantised weight."""
-    weight = weight_of(40, 800, 4, group, zeros="float", dtype=torch.float32)
+    weight = weight_of(40, 800, bits, group, zeros="float", dtype=torch.float32)
     for tile in (DIRECT, replace(DIRECT, splits=2), DirectTile(16, 32, 2)):
         check(inputs(7, 800), weight, tile, extra=True)
     for dtype in (torch.float32, DTYPE):
         found, expected = ops.dequantised(weight, dtype), dequantise_integers(weight, dtype)
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-5)
     for tokens, name in ((3, "DirectTile"), (17, "NoneType")):
-        tile = integer_tile_for(tokens, 40, 800, 4, group, has_whole_zeros=False)
+        tile = integer_tile_for(tokens, 40, 800, bits, group, has_whole_zeros=False)
         assert type(tile).__name__ == name
         y = inputs(tokens, 800).double() @ dequantise_integers(weight, torch.float64).T
         found = ops.integer_linear(inputs(tokens, 800), weight).double()
@@ -156,10 +158,27 @@ def test_the_direct_kernel_with_sizes_of_models(dtype: torch.dtype, zeros: bool)
                 check(inputs(tokens, num_in, dtype), weight, tile, extra=True)
 
 
-@pytest.mark.parametrize("group", [64, 128, 256, None])
-def test_a_norm_before_the_gemm(group: int | None) -> None:
+@pytest.mark.skipif(not CUDA, reason="the interpreter multiplies all types alike")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("bits", "group", "zeros"), [(4, 32, "float"), (8, 32, "float"), (8, 16, False), (8, 16, True)]
+)
+def test_the_direct_kernel_with_small_groups_of_models(
+    bits: int, group: int, zeros: bool | Literal["float"], dtype: torch.dtype
+) -> None:
+    """Scales and zero points are in float32, as those of K types of GGUF."""
+    for num_out, num_in in ((4096, 14336), (9216, 4096), (1000, 2880)):
+        weight = weight_of(num_out, num_in, bits, group, zeros=zeros, dtype=torch.float32)
+        for tokens in (1, 8, 9, 16):
+            tile = integer_tile_for(tokens, num_out, num_in, bits, group, has_whole_zeros=weight.has_whole_zeros)
+            assert isinstance(tile, DirectTile)
+            check(inputs(tokens, num_in, dtype), weight, tile, extra=True)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (4, 128), (4, 256), (4, None), (8, 128)])
+def test_a_norm_before_the_gemm(bits: int, group: int | None) -> None:
     """One token, whose norm can be computed in our kernel; several; a norm in float32; a dequantised weight."""
-    weight = weight_of(40, 800, 4, group, zeros=group == 128)
+    weight = weight_of(40, 800, bits, group, zeros=group == 128)
     weight = weight._replace(scales_GO=weight.scales_GO / 64)
     exact = dequantise_integers(weight, torch.float64).T
     factors = 0.5 + torch.rand(800, generator=torch.Generator().manual_seed(0)).to(DEVICE, DTYPE)
@@ -234,5 +253,8 @@ def test_tiles() -> None:
     assert grouped == replace(tile, step=32, num_stages=2 * tile.num_stages), "a step lies in one group"
     assert isinstance(guess(1, 4096, 4), DirectTile)
     assert isinstance(integer_tile_for(1, 4096, 4096, 4, 128), DirectTile)
-    for bits, group in ((8, 128), (4, 16)):
-        assert isinstance(integer_tile_for(1, 4096, 4096, bits, group), IntegerTile), "only the other kernel has them"
+    assert isinstance(integer_tile_for(1, 4096, 4096, 8, 128), IntegerTile), "as measured"
+    assert isinstance(integer_tile_for(1, 4096, 4096, 8, 16), DirectTile)
+    assert isinstance(integer_tile_for(1, 4096, 4096, 8, 32, has_whole_zeros=False), DirectTile)
+    assert integer_tile_for(17, 4096, 4096, 8, 16) is None, "steps would be too short"
+    assert isinstance(integer_tile_for(17, 32, 16, 8, 16), IntegerTile), "one group of all inputs"

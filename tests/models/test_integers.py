@@ -21,7 +21,7 @@ from specbatch.models.decoder import Decoder
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.linears.fp8 import JoinedLinear
 from specbatch.models.linears.integer import IntegerLinear, IntegerNumbers, quantise_integers
-from specbatch.models.linears.integer_quantization import INT4_ON_LOAD, IntegerQuantization
+from specbatch.models.linears.integer_quantization import INT4_ON_LOAD, UniformIntegers
 from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.quantization import chosen, parse_quantization
 from specbatch.models.linears.sharded import ModelShard
@@ -141,7 +141,7 @@ def test_refusals_name_the_culprit(section: dict[str, Any], words: str) -> None:
 def test_configurations_of_transformers_are_read() -> None:
     for config in (GPTQConfig(bits=4, group_size=64), AwqConfig(bits=4, group_size=64)):
         found = parse_quantization({"quantization_config": json.loads(config.to_json_string(use_diff=False))})
-        assert isinstance(found, IntegerQuantization)
+        assert isinstance(found, UniformIntegers)
         assert (found.bits, found.group) == (4, 64)
 
 
@@ -312,7 +312,7 @@ def test_a_rank_has_a_part(tmp_path: Path) -> None:
 
 def test_experts_are_dequantised() -> None:
     found = parse_quantization({"quantization_config": GPTQ})
-    assert isinstance(found, IntegerQuantization)
+    assert isinstance(found, UniformIntegers)
     assert found.covers("model.layers.0.mlp.experts.0.up_proj")
     assert not found.keeps("model.layers.0.mlp.experts.0.up_proj")
 

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Q
+from transformers import LlamaConfig
 
 from specbatch.models.decoder import Decoder
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.weight_loader import WeightLoader
 from tests.coins import plain_logits
 from tests.integer_checkpoints import FORMATS, integer_checkpoint
+from tests.models.formats import test_gguf as gguf
+from tests.models.formats.test_gguf_integers import MIXED
 from tests.models.test_quantization import texts
 from tests.tiny_models import attention_of
 
@@ -25,7 +29,19 @@ SIZES = {"hidden_size": 320, "intermediate_size": 448, "num_attention_heads": 5,
 def test_logits_are_those_of_the_dequantised_model(section: dict[str, Any], tmp_path: Path) -> None:
     """One token, a few and many are computed. Dequantised weights are rounded, packed ones are not."""
     integer_checkpoint(tmp_path, section, **SIZES)
-    found = open_checkpoint(tmp_path)
+    check_logits(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_K, Q.Q5_K, Q.Q6_K], ids=lambda kind: kind.name)
+def test_logits_of_gguf_files_that_mix_types(kind: Q, tmp_path: Path) -> None:
+    """Most layers are in this type. 13 tokens are multiplied by the direct kernel, too."""
+    config = LlamaConfig(**gguf.SIZES)
+    gguf.write(tmp_path / "m.gguf", config, gguf.state_of(config), kind, kinds=MIXED)
+    check_logits(tmp_path / "m.gguf")
+
+
+def check_logits(path: Path) -> None:
+    found = open_checkpoint(path)
     assert found.quantization is not None
     for dtype, largest in ((torch.bfloat16, 0.05), (torch.float16, 0.01)):
         decoders = [
@@ -37,9 +53,9 @@ def test_logits_are_those_of_the_dequantised_model(section: dict[str, Any], tmp_
             )
             for quantization in (found.quantization, found.quantization.dequantised())
         ]
-        for num_tokens in (1, 7, 100):
+        for num_tokens in (1, 7, 13, 100):
             with torch.inference_mode():
-                kept, plain = (plain_logits(one, list(range(3, 3 + num_tokens))).float() for one in decoders)
+                kept, plain = (plain_logits(one, [3 + i % 37 for i in range(num_tokens)]).float() for one in decoders)
             assert float((kept - plain).norm() / plain.norm()) < largest, (dtype, num_tokens)
 
 

@@ -43,6 +43,6 @@ def test_the_tiles_fit_into_shared_memory() -> None:
             for tile in tiles:
                 if isinstance(tile, DirectTile):
                     assert tokens <= tile.block_m
-                    assert is_direct(4096, 4, 128)
+                    assert is_direct(4096, 128)
                 else:
                     assert tile == fitting(tile, 4, 232_448), (outputs, tokens)

@@ -34,7 +34,7 @@ from specbatch.models.formats.tensor_files import (
     is_stored_rotary,
     open_tensors,
 )
-from specbatch.models.linears.integer_quantization import WHOLE_NUMBERS, IntegerQuantization
+from specbatch.models.linears.integer_quantization import WHOLE_NUMBERS, UniformIntegers
 from specbatch.models.linears.layer_quantization import LayerQuantization
 from specbatch.models.linears.quantization import Quantization, parse_quantization, same_scale
 
@@ -112,7 +112,7 @@ def open_checkpoint(path: Path, backend: BackendName = "auto") -> Checkpoint:
         raise ModelError(f"{path}: {error.message}") from error
     if config.tie_word_embeddings and _has_own_lm_head(tensors):
         config = dataclasses.replace(config, tie_word_embeddings=False)
-    if isinstance(quantization, IntegerQuantization):
+    if isinstance(quantization, UniformIntegers):
         quantization = quantization.of_files(tensors.shapes())
     if config.delta is not None and isinstance(quantization, Quantization):
         quantization = _of_scales(quantization, config, tensors)
@@ -248,7 +248,7 @@ def _check_tensors(
     needed = {name: shape for name, shape in tensors.shapes().items() if not _is_harmless(name, config)}
     expected = expected_tensors(config)
     if quantization is not None:
-        if isinstance(quantization, IntegerQuantization):
+        if isinstance(quantization, UniformIntegers):
             for name in _biases_of_zeros(tensors, quantization, expected):
                 del needed[name]
         expected = quantization.stored(expected, needed)
@@ -261,7 +261,7 @@ def _check_tensors(
     if problems:
         tensors.close()
         hint = "the files may come from different models, or the model uses features that are not supported"
-        if config.delta is not None and isinstance(quantization, IntegerQuantization):
+        if config.delta is not None and isinstance(quantization, UniformIntegers):
             hint = "of a hybrid, only MLPs may be whole numbers: use the unquantised checkpoint, or one in FP8"
         raise ModelError(
             f"{path} does not match its configuration ({config.model_type}, {config.num_layers} layers): {problems}",
@@ -270,7 +270,7 @@ def _check_tensors(
 
 
 def _biases_of_zeros(
-    tensors: TensorSource, quantization: IntegerQuantization, expected: Mapping[str, tuple[int, ...]]
+    tensors: TensorSource, quantization: UniformIntegers, expected: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
     """Return the biases that quantised layers of a model without biases have. Some writers give each layer one."""
     layers = {name: name.removesuffix(".bias") for name in tensors.shapes() if name.endswith(".bias")}
@@ -286,7 +286,7 @@ def _wrong_types(tensors: TensorSource, quantization: LayerQuantization | None) 
     wrong = []
     for name, dtype in getattr(tensors, "dtypes", {}).items():
         layer, _, kind = name.rpartition(".")
-        if kind in WHOLE_NUMBERS and isinstance(quantization, IntegerQuantization):
+        if kind in WHOLE_NUMBERS and isinstance(quantization, UniformIntegers):
             if dtype != WHOLE_NUMBERS[kind]:
                 wrong.append(f"{name} is {dtype}, not {WHOLE_NUMBERS[kind]}")
             continue

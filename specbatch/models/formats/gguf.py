@@ -1,5 +1,5 @@
 """GGUF files: header and tensors, under Hugging Face names (the model configuration: `gguf_config.py`). Tensors are
-dequantised, or in whole numbers if their type has one scale for 32 of these.
+dequantised, or in whole numbers (`gguf_integers.py`).
 
 The header is parsed here because `gguf.GGUFReader` spends seconds on the 150,000 token strings of a vocabulary (each
 becomes numpy objects), for every file of every run. Types, block sizes and dequantisation come from the `gguf` package.
@@ -27,8 +27,8 @@ from gguf.quants import dequantize
 from specbatch.errors import ModelError
 from specbatch.models.checks import shown
 from specbatch.models.config import ModelConfig
+from specbatch.models.formats.gguf_integers import FORMS, GgufIntegers, read_integers
 from specbatch.models.linears.integer import IntegerNumbers
-from specbatch.models.linears.integer_quantization import IntegerQuantization
 
 T = TypeVar("T")
 _Q = GGMLQuantizationType
@@ -37,11 +37,6 @@ SUPPORTED_TENSOR_TYPES = (
     _Q.F32, _Q.F16, _Q.BF16, _Q.Q8_0, _Q.Q4_0, _Q.Q4_1, _Q.Q5_0, _Q.Q5_1, _Q.Q4_K, _Q.Q5_K, _Q.Q6_K,
 )
 # fmt: on
-# The types whose numbers are a scale times a whole number, of these bits, less a minimum where they have one. So is
-# each 32 numbers of a block of Q4_K.
-_INTEGERS = {_Q.Q4_0: 4, _Q.Q4_1: 4, _Q.Q4_K: 4, _Q.Q8_0: 8}
-_WITH_MINIMUM = (_Q.Q4_1, _Q.Q4_K)
-_BLOCK = 32  # numbers that share a scale
 
 # Little-endian struct codes of the scalar metadata types 0..12; 8 is string, 9 is array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -192,21 +187,10 @@ class GgufFile:
         return torch.from_numpy(result.reshape(shape))
 
     def integers(self, name: str, device: torch.device) -> IntegerNumbers:
-        """Return a matrix of one of the types _INTEGERS. A block is its scale in float16, and bytes: of Q4_0 the low
-        bits are the first half of its numbers, of Q8_0 each is a signed number. Q4_1 has a minimum, too."""
+        """Return a matrix of one of the types FORMS."""
         tensor = self.tensors[name]
         raw = torch.from_numpy(np.array(self.data[tensor.start : tensor.start + tensor.num_bytes])).to(device)
-        if tensor.type == _Q.Q4_K:
-            return _q4_k(raw.view(tensor.shape[0], tensor.shape[1] // 256, -1))
-        blocks = raw.view(tensor.shape[0], tensor.shape[1] // _BLOCK, -1)
-        if tensor.type == _Q.Q4_1:
-            scales, minima = blocks[..., :4].contiguous().view(torch.float16).float().unbind(-1)
-            numbers = torch.cat((blocks[..., 4:] & 15, blocks[..., 4:] >> 4), dim=-1)
-            return _less_minima(numbers, scales, -minima)
-        scales_OG, bits = blocks[..., :2].contiguous().view(torch.float16)[..., 0], _INTEGERS[tensor.type]
-        values = blocks[..., 2:]
-        numbers = values ^ 128 if bits == 8 else torch.cat((values & 15, values >> 4), dim=-1)
-        return IntegerNumbers(numbers.flatten(1), scales_OG, None, bits, _BLOCK)
+        return read_integers(raw, tensor.shape, tensor.type)
 
     def text(self, key: str) -> str | None:
         """A text of the metadata, None where there is none."""
@@ -225,28 +209,6 @@ class GgufFile:
     def close(self) -> None:
         # The mapping is closed with its last reference, which is this one.
         del self.data
-
-
-def _q4_k(blocks: torch.Tensor) -> IntegerNumbers:
-    """Read blocks of Q4_K (rows, blocks of a row, 144 bytes). A block has 8 times 32 numbers: two factors in float16,
-    by which 8 scales and 8 minima of 6 bits are multiplied, and the numbers. Of each 32 bytes of numbers, the low bits
-    are the 32 numbers before those of the high bits. https://github.com/ggml-org/ggml (`block_q4_K`)"""
-    factors = blocks[..., :4].contiguous().view(torch.float16).float()
-    first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
-    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
-    minima = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
-    values = blocks[..., 16:].unflatten(-1, (4, 32))
-    numbers = torch.stack((values & 15, values >> 4), dim=-2).flatten(-3, -2)
-    wide_scales, wide_minima = factors[..., :1] * scales, factors[..., 1:] * minima
-    return _less_minima(numbers.flatten(1, 2), wide_scales.flatten(1), wide_minima.flatten(1))
-
-
-def _less_minima(numbers: torch.Tensor, scales_OG: torch.Tensor, minima_OG: torch.Tensor) -> IntegerNumbers:
-    """Return scale * number - minimum with zero points, which are no whole numbers. `numbers`: (rows, groups, 32)."""
-    has_scale = scales_OG != 0
-    scales = torch.where(has_scale, scales_OG, 1.0)
-    numbers = torch.where(has_scale[..., None], numbers, 0)
-    return IntegerNumbers(numbers.flatten(1), scales, minima_OG / scales, 4, _BLOCK)
 
 
 def _read_string(buffer: memoryview, offset: int) -> tuple[str, int]:
@@ -354,25 +316,13 @@ class GgufSource:
                 return _unpermute(tensor, self._config.num_kv_heads)
         return tensor
 
-    def integer_quantization(self) -> IntegerQuantization | None:
-        """Return the quantization of the linear layers that are whole numbers of the same type; None: there are none.
-        Other layers are dequantised."""
+    def integer_quantization(self) -> GgufIntegers | None:
+        """Return the quantization of the linear layers that are whole numbers; None: there are none. Experts are
+        dequantised."""
         layers = {name.removesuffix(".weight"): name for name in self._names if name.endswith("_proj.weight")}
         types = {layer: self._file.tensors[self._names[name][0]].type for layer, name in layers.items()}
-        found = [kind for kind in types.values() if kind in _INTEGERS]
-        if not found:
-            return None
-        most = max(set(found), key=found.count)
-        ignored = tuple(layer for layer, kind in types.items() if kind != most)
-        return IntegerQuantization(
-            method=most.name,
-            ignored=ignored,
-            layout="gguf",
-            bits=_INTEGERS[most],
-            group=_BLOCK,
-            has_zeros=most in _WITH_MINIMUM,
-            has_wide_groups=most in _WITH_MINIMUM,
-        )
+        found = {layer: kind for layer, kind in types.items() if kind in FORMS and ".experts." not in layer}
+        return GgufIntegers(method="GGUF", types=found) if found else None
 
     def integers(self, name: str, device: torch.device) -> IntegerNumbers:
         """Return a weight of a layer that `integer_quantization` covers, on `device`."""

@@ -21,14 +21,12 @@ from torch import Tensor
 
 from specbatch.errors import ModelError
 from specbatch.models.linears.integer import IntegerNumbers
-from specbatch.models.linears.integer_quantization import IntegerQuantization
+from specbatch.models.linears.integer_quantization import UniformIntegers
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the numbers 0 to 7 are in a word
 
 
-def read_integers(
-    layer: str, load: Callable[[str], Tensor | None], quantization: IntegerQuantization
-) -> IntegerNumbers:
+def read_integers(layer: str, load: Callable[[str], Tensor | None], quantization: UniformIntegers) -> IntegerNumbers:
     """Read one weight. `load`: returns a tensor of the layer by its name without that of the layer, on the device where
     numbers are unpacked; None: there is no such tensor. Raise ModelError for values that are no weight."""
     bits, layout = quantization.bits, quantization.layout

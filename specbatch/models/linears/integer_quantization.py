@@ -7,9 +7,10 @@ Read are AWQ (`version: gemm`), GPTQ (`checkpoint_format: gptq` and `gptq_v2`), 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from specbatch.errors import ModelError
 from specbatch.kernels.integers import UNIT
@@ -23,34 +24,42 @@ from specbatch.models.linears.layer_quantization import (
 )
 
 # The layout of tensors in files. "gptq" stores zero points less one. "plain": files have the unquantised weight.
-# "gguf": a GGUF file, whose reader also dequantises.
-IntegerLayout = Literal["gptq", "gptq_v2", "awq", "packed", "plain", "gguf"]
+IntegerLayout = Literal["gptq", "gptq_v2", "awq", "packed", "plain"]
 _GROUPS = (32, 64, 128)  # inputs that share a scale, and multiples of the last one
 _SCALE_BYTES = 2  # float16 or bfloat16
 
 
-@dataclass(frozen=True, kw_only=True)
-class IntegerQuantization(LayerQuantization):
-    """`group`: the inputs that share a scale; None: all inputs of an output do. `has_zeros`: files have zero points;
-    otherwise all are half of the range. `is_ordered`: files give the group of each input. `has_wide_groups`: scales and
-    zero points are kept in float32."""
+class IntegerForm(NamedTuple):
+    """The form of a weight in memory. `group`: the inputs that share a scale; None: all inputs of an output do.
+    `group_bytes`: the bytes of a scale and its zero point."""
 
-    layout: IntegerLayout
     bits: int
     group: int | None
-    has_zeros: bool
+    group_bytes: int
+
+    def num_bytes(self, num_out: int, num_in: int) -> int:
+        numbers = -(-num_in // UNIT) * UNIT * self.bits // 8
+        return num_out * (numbers + _num_groups(num_in, self.group) * self.group_bytes)
+
+
+def _num_groups(num_in: int, group: int | None) -> int:
+    return 1 if group is None else -(-num_in // group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntegerQuantization(LayerQuantization):
+    """A quantization to whole numbers. `is_ordered`: files give the group of each input."""
+
     is_ordered: bool = False
     keeps_layers: bool = True
-    has_wide_groups: bool = False
 
     @property
     def is_kept(self) -> bool:
         return self.keeps_layers
 
-    def covers(self, layer: str) -> bool:
-        if self.layout in ("plain", "gguf") and ".experts." in layer:
-            return False  # they would be rounded without saving memory, or are dequantised by the file's reader
-        return super().covers(layer) and (self.layout != "gguf" or self.is_kept)
+    @abstractmethod
+    def form(self, layer: str) -> IntegerForm:
+        """Return the form of a layer that this quantization covers."""
 
     def keeps(self, layer: str) -> bool:
         return super().keeps(layer) and ".experts." not in layer
@@ -58,7 +67,31 @@ class IntegerQuantization(LayerQuantization):
     def dequantised(self) -> IntegerQuantization:
         return replace(self, keeps_layers=False)
 
-    def of_files(self, found: Collection[str]) -> IntegerQuantization:
+    def saved_bytes(self, plain: Mapping[str, tuple[int, ...]], itemsize: int) -> int:
+        layers = {name.removesuffix(".weight"): shape for name, shape in plain.items() if len(shape) == 2}
+        kept = {layer: shape for layer, shape in layers.items() if self.keeps(layer)}
+        return sum(math.prod(shape) * itemsize - self.form(layer).num_bytes(*shape) for layer, shape in kept.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformIntegers(IntegerQuantization):
+    """A quantization whose layers have the same form. `group`: see `IntegerForm`. `has_zeros`: files have zero points;
+    otherwise all are half of the range."""
+
+    layout: IntegerLayout
+    bits: int
+    group: int | None
+    has_zeros: bool
+
+    def form(self, layer: str) -> IntegerForm:
+        return IntegerForm(self.bits, self.group, _SCALE_BYTES + self.has_zeros)
+
+    def covers(self, layer: str) -> bool:
+        if self.layout == "plain" and ".experts." in layer:
+            return False  # they would be rounded without saving memory
+        return super().covers(layer)
+
+    def of_files(self, found: Collection[str]) -> UniformIntegers:
         """Return the quantization of a checkpoint that has the tensors `found`. AWQ lists parts of names, and programs
         differ in which names these are a part of: "gate" can leave out `gate_proj`. A listed layer with an unquantised
         weight is left out."""
@@ -68,19 +101,7 @@ class IntegerQuantization(LayerQuantization):
         return replace(self, ignored=tuple(name for name in plain if any(part in name for part in self.ignored)))
 
     def num_groups(self, num_in: int) -> int:
-        return 1 if self.group is None else -(-num_in // self.group)
-
-    def saved_bytes(self, plain: Mapping[str, tuple[int, ...]], itemsize: int) -> int:
-        if not self.is_kept:
-            return 0
-        matrices = {name: shape for name, shape in plain.items() if len(shape) == 2}
-        kept = [shape for name, shape in matrices.items() if self.keeps(name.removesuffix(".weight"))]
-        per_group = 8 if self.has_wide_groups else _SCALE_BYTES + (1 if self.has_zeros else 0)
-        return sum(
-            math.prod(shape) * itemsize
-            - shape[0] * (-(-shape[1] // UNIT) * UNIT * self.bits // 8 + self.num_groups(shape[1]) * per_group)
-            for shape in kept
-        )
+        return _num_groups(num_in, self.group)
 
     def stored(self, plain: Mapping[str, tuple[int, ...]], found: Collection[str]) -> dict[str, tuple[int, ...]]:
         if self.layout == "plain":
@@ -125,7 +146,7 @@ class IntegerQuantization(LayerQuantization):
 
 
 # What `model.quantization: int4` makes of a checkpoint that is not quantised.
-INT4_ON_LOAD = IntegerQuantization(method="while loading", layout="plain", bits=4, group=128, has_zeros=False)
+INT4_ON_LOAD = UniformIntegers(method="while loading", layout="plain", bits=4, group=128, has_zeros=False)
 
 # The names of tensors that hold whole numbers, with the type that they have in files.
 WHOLE_NUMBERS: Mapping[str, str] = {
@@ -149,7 +170,7 @@ _PACKED_READ = ("num_bits", "type", "symmetric", "strategy", "group_size", "acto
 _PACKED_HARMLESS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 
-def parse_gptq(section: Mapping[str, Any], where: str) -> IntegerQuantization:
+def parse_gptq(section: Mapping[str, Any], where: str) -> UniformIntegers:
     """https://github.com/ModelCloud/GPTQModel"""
     neutral = ("is_marlin_format", "dynamic", "modules_in_block_to_quantize", "rotation", "adapter")
     check_known_keys(section, (*_GPTQ_READ, *_GPTQ_HARMLESS, *neutral), where)
@@ -162,7 +183,7 @@ def parse_gptq(section: Mapping[str, Any], where: str) -> IntegerQuantization:
     if section.get("pack_dtype", "int32") != "int32":
         raise unsupported(f"{where}: pack_dtype {shown(section['pack_dtype'])}")
     (layout,) = formats
-    return IntegerQuantization(
+    return UniformIntegers(
         method="gptq",
         layout="gptq" if layout == "gptq" else "gptq_v2",
         bits=_bits(section.get("bits"), where),
@@ -187,7 +208,7 @@ def _dynamic(value: object, name: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def parse_awq(section: Mapping[str, Any], where: str) -> IntegerQuantization:
+def parse_awq(section: Mapping[str, Any], where: str) -> UniformIntegers:
     """https://github.com/casper-hansen/AutoAWQ"""
     read = ("quant_method", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version")
     neutral = ("desc_act", "lm_head", "dynamic", "modules_in_block_to_quantize")
@@ -206,7 +227,7 @@ def parse_awq(section: Mapping[str, Any], where: str) -> IntegerQuantization:
     bits = _bits(section.get("bits", section.get("w_bit")), where)
     if bits != 4:
         raise unsupported(f"{where}: {bits} bits")
-    return IntegerQuantization(
+    return UniformIntegers(
         method="awq",
         layout="awq",
         bits=bits,
@@ -216,7 +237,7 @@ def parse_awq(section: Mapping[str, Any], where: str) -> IntegerQuantization:
     )
 
 
-def parse_packed(weights: object, ignored: tuple[str, ...], where: str) -> IntegerQuantization:
+def parse_packed(weights: object, ignored: tuple[str, ...], where: str) -> UniformIntegers:
     """Read the quantization of compressed-tensors' `pack-quantized`. `weights`: the arguments of its weights."""
     name = f"{where}: weights"
     arguments = mapping(weights, name)
@@ -228,7 +249,7 @@ def parse_packed(weights: object, ignored: tuple[str, ...], where: str) -> Integ
         raise unsupported(f"{name} with the strategy {shown(strategy)}")
     if order not in (None, False, "weight", "static", "group", "dynamic"):
         raise unsupported(f"{name}: actorder {shown(order)}")
-    return IntegerQuantization(
+    return UniformIntegers(
         method="compressed-tensors",
         layout="packed",
         bits=_bits(arguments.get("num_bits"), name),

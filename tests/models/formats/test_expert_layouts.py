@@ -213,7 +213,11 @@ def test_gguf(family: str, tmp_path: Path) -> None:
 def test_quantised_gguf(tmp_path: Path) -> None:
     """Blocks of a type lie in rows, so an expert is whole blocks."""
     write_gguf(tmp_path / "m.gguf", "qwen3_moe", Q.Q8_0)
-    found = open_checkpoint(tmp_path / "m.gguf").tensors.load("model.layers.1.mlp.experts.2.up_proj.weight")
+    model = open_checkpoint(tmp_path / "m.gguf")
+    found = model.tensors.load("model.layers.1.mlp.experts.2.up_proj.weight")
+    assert model.quantization is not None
+    assert model.quantization.covers("model.layers.1.self_attn.q_proj")
+    assert not model.quantization.covers("model.layers.1.mlp.experts.2.up_proj")
     expected = model_of("qwen3_moe").state_dict()["model.layers.1.mlp.experts.gate_up_proj"][2, 96:]
     assert float((found - expected).abs().max()) < 0.01
 

@@ -40,7 +40,7 @@ from specbatch.kernels.triton.skinny.dot import combine_kernel
 
 _COMBINE_BLOCK = 512  # output features of one program that sums splits
 _BLOCK_O, _STEP = 32, 128  # the tile of a program that dequantises
-_UNIT_WORDS = UNIT // 4  # words of a unit with 4 bits
+_STRIP_WORDS = 64  # words that a warp of the direct kernel multiplies at once
 _NORM_BLOCK = 4096  # features of the norm that are read at once
 
 
@@ -141,7 +141,7 @@ def _fuses_norm(tile: Tile, x_MI: Tensor, weight: IntegerWeight, norm_weight_I: 
         and tile.fuse_norm
         and x_MI.shape[0] == 1
         and norm_weight_I.dtype == x_MI.dtype
-        and can_fuse_norm(weight.num_in, weight.group)
+        and can_fuse_norm(weight.num_in, weight.bits, weight.group)
     )
 
 
@@ -159,19 +159,19 @@ def _launch_direct(
 ) -> None:
     num_tokens, num_in = x_MI.shape
     assert num_tokens <= tile.block_m, (num_tokens, tile)
-    assert is_direct(num_in, weight.bits, weight.group), weight
+    assert is_direct(num_in, weight.group), weight
     assert num_tokens == 1 or x_MI.stride(0) % 8 == 0, x_MI.stride()  # rows begin at multiples of 16 bytes
     norm_weight, eps = norm or (None, 0.0)
     # No program may read past the end of a row.
-    num_units = weight.words_OW.shape[1] // _UNIT_WORDS
-    steps = triton.cdiv(num_units, tile.num_warps * tile.splits)
-    begin = ((tile.splits - 1) * steps + tile.ahead) * tile.num_warps * _UNIT_WORDS
+    num_strips = weight.words_OW.shape[1] // _STRIP_WORDS
+    steps = triton.cdiv(num_strips, tile.num_warps * tile.splits)
+    begin = ((tile.splits - 1) * steps + tile.ahead) * tile.num_warps * _STRIP_WORDS
     prefetch = tile.prefetch if options["PDL"] and begin + tile.prefetch <= weight.words_OW.shape[1] else 0
     launch(
         direct_kernel, (triton.cdiv(len(weight.words_OW), tile.block_o), tile.splits),
         y_MO, x_MI, weight.words_OW, weight.scales_GO, weight.zeros_GO, norm_weight, *others, num_tokens,
-        x_MI.stride(0), eps, IN=num_in, GROUP=weight.group, BLOCK_M=tile.block_m, BLOCK_O=tile.block_o,
-        AHEAD=tile.ahead, NORM=norm is not None, HAS_ZEROS=weight.zeros_GO is not None,
+        x_MI.stride(0), eps, IN=num_in, BITS=weight.bits, GROUP=weight.group, BLOCK_M=tile.block_m,
+        BLOCK_O=tile.block_o, AHEAD=tile.ahead, NORM=norm is not None, HAS_ZEROS=weight.zeros_GO is not None,
         NORM_BLOCK=min(triton.next_power_of_2(num_in), _NORM_BLOCK), PREFETCH=prefetch, WARPS=tile.num_warps,
         num_warps=tile.num_warps, **({"maxnreg": tile.registers} if options["PDL"] else {}), **options,
     )  # fmt: skip

@@ -20,7 +20,6 @@ def prefetch_groups(
     not aligned for the instruction."""
     WIDTH: tl.constexpr = 2 * OUT if GATED else OUT
     SIZE: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
-    ROWS: tl.constexpr = COUNT if COUNT < THREADS else THREADS
     if (
         GROUPS > 1
         and OUT % OUTPUTS == 0
@@ -28,9 +27,12 @@ def prefetch_groups(
         and OUT * SIZE % 16 == 0
         and OUTPUTS * SIZE % 16 == 0
     ):
-        prefetch_rows(pointer, group, GROUPS, WIDTH, row, ROWS, OUTPUTS, THREADS)
-        if GATED:
-            prefetch_rows(pointer, group, GROUPS, WIDTH, row + OUT, ROWS, OUTPUTS, THREADS)
+        for start in tl.static_range(0, COUNT, THREADS):
+            prefetch_rows(pointer, group + start, GROUPS, WIDTH, row, min(COUNT - start, THREADS), OUTPUTS, THREADS)
+            if GATED:
+                prefetch_rows(
+                    pointer, group + start, GROUPS, WIDTH, row + OUT, min(COUNT - start, THREADS), OUTPUTS, THREADS
+                )
 
 
 @triton.jit

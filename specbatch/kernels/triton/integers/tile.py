@@ -17,6 +17,7 @@ MAX_TOKENS = 128
 _MAX_DIRECT_TOKENS = 16  # the most tokens of a `DirectTile` for sizes that were not measured
 _WIDE = 8192  # a GEMM with more outputs has enough programs
 _MIN_STEP = 16  # tensor cores multiply 16 inputs at once
+_MIN_STAGED_GROUP = 32
 _SHARED_SPARE = 5_376  # bytes of shared memory for all but the tiles
 _MULTIPROCESSORS = 132  # the number of an H100 and an H200
 
@@ -52,7 +53,7 @@ class IntegerTile:
 
 @dataclass(frozen=True)
 class DirectTile:
-    """One way to cut y = x W^T of few tokens and weights of 4 bits into programs (`direct.py`).
+    """One way to cut y = x W^T of few tokens into programs (`direct.py`).
 
     block_m: tokens of a program, a multiple of 8; M <= block_m. block_o: its output features, a multiple of 16; in a
         gated GEMM half of them are gate, half are up. num_warps: 32 threads each, which divide the input features.
@@ -110,25 +111,25 @@ def integer_tile_for(
     *,
     has_whole_zeros: bool = True,
 ) -> Tile | None:
-    """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory. Only a `DirectTile`
-    takes zero points that are no whole numbers."""
+    """Choose the tile for x (M, I) and weights (O, I). None: the weight is dequantised to memory. An `IntegerTile`
+    takes neither zero points that are no whole numbers nor groups of 16 inputs, which make its steps too short."""
+    if not has_whole_zeros or group < min(I, _MIN_STAGED_GROUP):
+        return guess_for_small_groups(M, O, bits) if is_direct(I, group) else None
     bounds = [bound for bound in _MEASURED.get((O, I), {}) if bound >= M]
     tile = _MEASURED[O, I][min(bounds)] if bounds and bits == 4 else guess(M, O, bits)
-    if isinstance(tile, DirectTile) and not is_direct(I, bits, group):
+    if isinstance(tile, DirectTile) and not is_direct(I, group):
         tile = staged_guess(M, O)
-    if isinstance(tile, IntegerTile):
-        return for_group(tile, I, bits, group) if has_whole_zeros else None
-    return tile
+    return for_group(tile, I, bits, group) if isinstance(tile, IntegerTile) else tile
 
 
-def is_direct(I: int, bits: int, group: int) -> bool:  # noqa: E741
-    """Return whether a `DirectTile` can multiply such weights: 32 neighbouring inputs must have one scale."""
-    return bits == 4 and (group >= I or group % 32 == 0)
+def is_direct(I: int, group: int) -> bool:  # noqa: E741
+    """Return whether a `DirectTile` can multiply such weights: 16 neighbouring inputs must have one scale."""
+    return group >= I or group % 16 == 0
 
 
-def can_fuse_norm(I: int, group: int) -> bool:  # noqa: E741
-    """Return whether a `DirectTile` can norm the input: 128 neighbouring inputs must have one scale."""
-    return group >= I or group % 128 == 0
+def can_fuse_norm(I: int, bits: int, group: int) -> bool:  # noqa: E741
+    """Return whether a `DirectTile` can norm the input: 128 neighbouring inputs of a step must have one scale."""
+    return bits == 4 and (group >= I or group % 128 == 0)
 
 
 def for_group(tile: IntegerTile, I: int, bits: int, group: int) -> IntegerTile:  # noqa: E741
@@ -163,6 +164,18 @@ def guess(M: int, O: int, bits: int) -> Tile | None:  # noqa: E741
     if M <= 8:
         return DirectTile(8, 16, 8) if O <= _WIDE else DirectTile(8, 32, 8, registers=168)
     return DirectTile(16, 32, 8, registers=168) if O <= _WIDE else DirectTile(16, 64, 4, registers=255)
+
+
+def guess_for_small_groups(M: int, O: int, bits: int) -> DirectTile | None:  # noqa: E741
+    """Choose a tile for weights of which each 16 or 32 inputs have a scale; None: there are too many tokens. Larger
+    tiles have more scales than registers. (Compiled for sm_90, none of these uses local memory.)"""
+    if M > _MAX_DIRECT_TOKENS:
+        return None
+    if O > _WIDE:
+        return DirectTile(8 if M <= 8 else 16, 32, 4, ahead=False, registers=255)
+    if M <= 8:
+        return DirectTile(8, 16, 8, registers=128 if bits == 4 else 168)
+    return DirectTile(16, 16, 8, registers=232)
 
 
 def staged_guess(M: int, O: int) -> IntegerTile | None:  # noqa: E741
