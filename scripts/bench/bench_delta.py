@@ -34,7 +34,7 @@ from specbatch.kernels.triton.delta.ops import PromptTiles, RoundTiles, delta_pr
 SHAPES = {"4b": (16, 32, 128, 128), "9b": (16, 32, 128, 128), "tiny": (2, 4, 16, 32)}  # heads of keys, of values, K, V
 CONV, START = 4, 1000  # inputs of the convolution, tokens before a round
 REPEATS = 8  # launches in a graph
-ROUND_TILES = [(16, 1, 128), (16, 1, 255), (8, 1, 128)]  # dimensions of a part, warps, registers
+ROUND_TILES = [(8, 1), (16, 1)]  # dimensions of a part, warps
 PROMPT_TILES = [(32, 4, 16), (64, 4, 16), (32, 4, 32), (64, 4, 32), (64, 8, 32), (32, 4, 64)]  # part, warps, chunk
 Line = dict[str, Any]
 
@@ -119,8 +119,8 @@ def rounds(shape: str, all_rows: list[int], all_nodes: list[int], device: torch.
     for rows in all_rows:
         for nodes in all_nodes:
             yield partial(norm_line, shape, rows, nodes, device)
-            for part, *tiles in ROUND_TILES:
-                yield partial(round_line, shape, rows, nodes, part, RoundTiles(*tiles), device)
+            for part, warps in ROUND_TILES:
+                yield partial(round_line, shape, rows, nodes, part, RoundTiles(warps), device)
 
 
 def round_line(shape: str, rows: int, nodes: int, part: int, tiles: RoundTiles, device: torch.device) -> Line:

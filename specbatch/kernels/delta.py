@@ -21,7 +21,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 CHUNK = 16  # tokens of a prompt that are computed at once on CUDA: the smallest tile of tensor cores
-PART = 16  # value dimensions of a head's part, which one program of a round computes
+PART = 8  # value dimensions of a head's part, which one program of a round computes
 
 
 def parts_of_head(value_dim: int) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     ArceeConfig,
     AutoModelForCausalLM,
@@ -63,10 +62,9 @@ from transformers import (
     Starcoder2Config,
 )
 
-from specbatch.models.decoder import Decoder
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.setup.build import build_decoder
-from tests.oracle.spans import Span, batch_of
+from tests.oracle.spans import Span, batch_of, piecewise_logits
 
 CPU = torch.device("cpu")
 MODELS = Path(os.environ.get("SPECBATCH_TEST_MODELS", Path.home() / ".cache" / "specbatch-dev"))
@@ -338,21 +336,6 @@ WIDE_CONFIGS: dict[str, PreTrainedConfig] = {
     ),
 }
 NOT_WIDE = {"ministral3-growth", "hunyuan-alpha", "granite", "phi3-window", "cohere2-window", "nemotron-bias"}
-
-
-def piecewise_logits(decoder: Decoder, tokens: list[int], pieces: list[int], dtype: torch.dtype) -> Tensor:
-    """Logits (T, V), computed piece by piece over a paged cache whose pages lie out of order."""
-    num_pages = -(-len(tokens) // PAGE)
-    cache = decoder.new_cache(num_pages * PAGE, dtype)
-    pages = list(range(num_pages))[::-1]
-    out, start = [], 0
-    for size in pieces:
-        layout = batch_of([Span(pages, start, size)], PAGE, CPU)
-        hidden, _ = decoder.forward(torch.tensor(tokens[start : start + size]), layout, cache)
-        out.append(decoder.logits(hidden))
-        start += size
-    assert start == len(tokens)
-    return torch.cat(out)
 
 
 PIECES = {"whole": [LENGTH], "chunks": [1, 30, 7, 32], "decode": [40] + [1] * 30}

@@ -25,9 +25,8 @@ from specbatch.setup.build import build_decoder, build_engine
 from specbatch.setup.model import check_experts, resolve_quantization, saved_bytes, saved_of_experts
 from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
-from tests.engine.test_parity import piecewise_logits
 from tests.fp8_checkpoints import BLOCKS, FORMATS, compressed, fp8_checkpoint
-from tests.oracle.spans import Span, batch_of
+from tests.oracle.spans import Span, batch_of, piecewise_logits
 from tests.parallel.threads import ThreadGroup
 from tests.tiny_checkpoint import RAW, random_state, write_checkpoint
 from tests.tiny_models import CPU

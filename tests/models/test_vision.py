@@ -31,8 +31,9 @@ from transformers import (
 from specbatch.errors import ModelError
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.setup.build import build_decoder
-from tests.engine.test_parity import GEMMA, LENGTH, NO_EOS, PIECES, SIZES, piecewise_logits
+from tests.engine.test_parity import GEMMA, LENGTH, NO_EOS, PIECES, SIZES
 from tests.fp8_checkpoints import compressed, fp8_checkpoint
+from tests.oracle.spans import piecewise_logits
 
 CLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION = {**CLIP, "image_size": 28, "patch_size": 14}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import PagedBatch
+from specbatch.models.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +70,18 @@ def _words(spans: Sequence[Span]) -> tuple[Tensor | None, list[int]]:
     words = (bits.view(-1, num_words, 32).long() << torch.arange(32)).sum(2)
     words = torch.where(words >= 2**31, words - 2**32, words).int()  # bit 31 is the sign
     return words, [s.start + s.num_tokens - mask.shape[1] for s, mask in zip(spans, masks, strict=True)]
+
+
+def piecewise_logits(decoder: Decoder, tokens: list[int], pieces: list[int], dtype: torch.dtype) -> Tensor:
+    """Logits (T, V), computed piece by piece over a paged cache whose pages lie out of order."""
+    page_size, num_pages = 8, -(-len(tokens) // 8)
+    cache = decoder.new_cache(num_pages * page_size, dtype)
+    pages = list(range(num_pages))[::-1]
+    out, start = [], 0
+    for size in pieces:
+        layout = batch_of([Span(pages, start, size)], page_size, torch.device("cpu"))
+        hidden, _ = decoder.forward(torch.tensor(tokens[start : start + size]), layout, cache)
+        out.append(decoder.logits(hidden))
+        start += size
+    assert start == len(tokens)
+    return torch.cat(out)

@@ -99,7 +99,7 @@ def test_graphs_record_the_same(case: str) -> None:
         engine = tiny_device_engine(method, whole(case), device=CUDA, **SETTINGS, **traits)
         parts = DraftParts(CUDA, ops_for(CUDA, torch.float64), net_of(engine), (1, 3))
         found = Session(engine, method, parts, graphs).trace(requests(GREEDY), 1, depth_of(case))
-        assert (engine.executor.num_graphs > 1) == (graphs == "round")
+        assert (engine.executor.num_graphs > 0) == (graphs == "round")
         for mine, theirs in zip(expected.rows, found.rows, strict=True):
             assert mine.tokens.tolist() == theirs.tokens.tolist()
             assert chains_of(mine) == chains_of(theirs)

@@ -20,8 +20,8 @@ import transformers
 from specbatch.errors import SpecbatchError
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.setup.build import build_decoder
-from tests.engine.test_parity import piecewise_logits
 from tests.models.fallback.variants import EQUAL, REFUSED, VOCAB, own_model, small_config, write_model
+from tests.oracle.spans import piecewise_logits
 from tests.tiny_models import CPU
 
 _PIECES = [1, 130, 7, 150] + [1] * 12

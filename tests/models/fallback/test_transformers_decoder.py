@@ -24,9 +24,8 @@ from specbatch.setup.build import build_decoder, build_engine, read_models
 from specbatch.setup.resolve import ResolvedRun, resolve
 from specbatch.setup.sizing import planned
 from specbatch.types import SamplingParams
-from tests.engine.test_parity import piecewise_logits
 from tests.models.fallback.variants import EQUAL, VOCAB, own_model, write_model
-from tests.oracle.spans import Span, batch_of
+from tests.oracle.spans import Span, batch_of, piecewise_logits
 from tests.tiny_models import CPU, run
 
 # One for each kind of trait: soft caps and windows, sinks and experts, learned positions, values of fewer dimensions.

@@ -38,12 +38,9 @@ _GATE_BLOCK = 1024
 
 
 class RoundTiles(NamedTuple):
-    """The constants of a round's kernels. `warps`: of a part of a state. `registers`: the most of a thread on Hopper,
-    in rounds of few nodes, so that 16 parts of states are in flight on a multiprocessor. `conv_block`: channels of a
-    program."""
+    """The constants of a round's kernels. `warps`: of a part of a state. `conv_block`: channels of a program."""
 
     warps: int = 1
-    registers: int = 128
     conv_block: int = 1024
     conv_warps: int = 4
 
@@ -151,12 +148,11 @@ def delta_rounds(
     sizes, num_parts = _sizes(weights, states), states.lengths_SP.shape[1] // num_heads
     key_power = sizes.pop("K_POWER")
     key_part = min(32, key_power)
-    limits = {"maxnreg": tiles.registers} if pdl and max_nodes <= 2 else {}
     launch(
         round_kernel, (num_parts, num_heads, num_sequences),
         mixed, factors, out_THV, states.states_SHVK, states.lengths_SP, *layout, **sizes, PARTS=num_parts,
         PART=triton.next_power_of_2(triton.cdiv(value_dim, num_parts)), K_PARTS=key_power // key_part, K_PART=key_part,
-        **shared, num_warps=tiles.warps, **limits, **launch_options(pdl),
+        **shared, num_warps=tiles.warps, **launch_options(pdl),
     )  # fmt: skip
     return out_THV
 
