@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specbatch.errors import ModelError
 from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.setup.build import build_decoder
-from tests.engine.test_parity import piecewise_logits
+from tests.oracle.spans import piecewise_logits
 from tests.tiny_checkpoint import random_state
 
 LENGTH = 70

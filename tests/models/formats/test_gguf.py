@@ -31,7 +31,7 @@ from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.formats.gguf import GgufFile
 from specbatch.models.formats.gguf_config import gguf_model_config
 from specbatch.setup.build import build_decoder
-from tests.engine.test_parity import piecewise_logits
+from tests.oracle.spans import piecewise_logits
 
 # Row lengths of 256 and more: blocks of the K types hold 256 elements.
 SIZES: dict[str, Any] = {

@@ -23,9 +23,8 @@ from specbatch.setup.build import build_decoder
 from specbatch.setup.expert_parallel import resolve_division
 from specbatch.setup.model import resolve_mxfp4
 from specbatch.setup.resolve import resolve
-from tests.engine.test_parity import piecewise_logits
 from tests.mxfp4_checkpoints import pack_experts
-from tests.oracle.spans import Span, batch_of
+from tests.oracle.spans import Span, batch_of, piecewise_logits
 from tests.tiny_checkpoint import write_checkpoint
 
 GPT_OSS = {
