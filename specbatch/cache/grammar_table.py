@@ -38,7 +38,7 @@ class GrammarTable(GrammarBuffers):
             return torch.zeros(*shape, dtype=torch.from_numpy(np.zeros(0, dtype)).dtype, device=device)
 
         num_words = -(-vocab_size // 32)
-        num_masks = max(64, _MASK_BYTES // (4 * num_words))
+        num_masks = min(max(64, _MASK_BYTES // (4 * num_words)), _MAX_STATES)  # at most one for each state
         super().__init__(
             next_QK=zeros(_MAX_STATES, MAX_CLASSES),
             forced_Q=zeros(_MAX_STATES).fill_(-1),
