@@ -95,7 +95,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "eagle3-tree": {"method": "eagle3", "num_steps": 4, "topk": 4, "num_draft_tokens": 12},
 }
 PROMPTS = [*random_prompts(10, vocab=264, longest=30), *random_prompts(4, vocab=264, shared=17), [5, 6, 7, 8, 9] * 4]
-LENGTH = 12
+LENGTH = 8
 NUM_ANSWERS = 20  # tokens that a text can have, so that some drafts of random models are right
 
 
