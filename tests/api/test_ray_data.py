@@ -16,7 +16,7 @@ import ray
 import ray.data
 
 # One process runs all tests that start a Ray.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SCHEMA = {"type": "object", "properties": {"label": {"enum": ["a", "b"]}}, "required": ["label"]}
 ROWS = [{"prompt": f"p{i}", "number": i} for i in range(6)]
 

@@ -20,7 +20,7 @@ from tests.mxfp4_checkpoints import pack_experts
 from tests.tiny_checkpoint import write_checkpoint
 from tests.tiny_models import random_prompts, run_requests
 
-VOCAB, NUM_ROWS, NUM_TOKENS = 288, 32, 16
+VOCAB, NUM_ROWS, NUM_TOKENS = 288, 16, 16
 PROMPTS = random_prompts(NUM_ROWS, vocab=VOCAB, longest=30, shared=20)
 ROPE = {
     "rope_type": "yarn",

@@ -25,7 +25,7 @@ from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_engine
 from tests.tiny_models import run as run_all
 
-VOCAB, NUM_TOKENS = 288, 40
+VOCAB, NUM_TOKENS = 288, 24  # more than a page
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -160,7 +160,7 @@ def test_texts_are_those_of_transformers(model: Path, draft: Path, case: str) ->
 
 
 @pytest.mark.parametrize("num_steps", [3, *(pytest.param(steps, marks=pytest.mark.wide) for steps in (1, 7))])
-@pytest.mark.parametrize("settings", [{}, {"kv_cache_tokens": 208, "max_batch_size": 8, "prefill_chunk_tokens": 24}])
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_tokens": 128, "max_batch_size": 8, "prefill_chunk_tokens": 24}])
 def test_drafts_of_which_some_are_wrong(model: Path, num_steps: int, settings: dict[str, Any]) -> None:
     """Each round replays the accepted nodes of the last one: from none of its drafts to all."""
     engine = make_engine(model, {"method": "ngram", "num_steps": 7}, **settings)
@@ -191,7 +191,7 @@ def test_batches_of_any_size(model: Path, size: int) -> None:
 
 def test_preempted_requests_compute_their_states_again(model: Path) -> None:
     engine = make_engine(model, NGRAM, kv_cache_tokens=208, max_batch_size=8)
-    prompts, texts = PROMPTS[:-1] * 3, expected_texts(model)[:-1] * 3
+    prompts, texts = PROMPTS[:-1] * 2, expected_texts(model)[:-1] * 2
     assert tokens_of(run(engine, prompts)) == texts
     assert engine.stats.preemptions > 0
 
@@ -200,7 +200,7 @@ def test_checkpoints_are_used_and_overwritten(model: Path) -> None:
     """There are more prefixes than checkpoints. Pages are taken from the cache only up to a checkpoint."""
     engine = make_engine(model, PLAIN, max_batch_size=2)
     prompts = [[*SHARED[:n], n] for n in range(17, 70, 5)]
-    alone = [tokens_of(run(make_engine(model, PLAIN, prefix_cache=False), [prompt]))[0] for prompt in prompts]
+    alone = tokens_of(run(make_engine(model, PLAIN, prefix_cache=False), prompts))
     for repeat in range(2):
         assert tokens_of(run(engine, prompts, first=100 * repeat)) == alone
     assert engine.stats.cached_prompt_tokens > 200

@@ -98,7 +98,15 @@ def test_gated_linear(inputs: int, outputs: int, activation: Activation) -> None
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"),
-    [(9, 3, 64), (4, 4, 64), (14, 2, 64), (12, 2, 128), (32, 8, 128), (8, 1, 256), (5, 5, 80)],
+    [
+        (9, 3, 64),
+        (4, 4, 64),
+        (14, 2, 64),
+        (12, 2, 128),
+        pytest.param(32, 8, 128, marks=pytest.mark.wide),
+        (8, 1, 256),
+        (5, 5, 80),
+    ],
 )
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_attention(heads: int, kv_heads: int, dim: int, has_sinks: bool) -> None:

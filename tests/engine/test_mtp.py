@@ -101,8 +101,8 @@ def test_drafts_are_those_of_the_published_code(model: Path) -> None:
         torch.testing.assert_close(net.raw_logits(found), theirs.lm_head(expected), atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])
-@pytest.mark.parametrize("settings", [{}, {"kv_cache_tokens": 208, "max_batch_size": 8, "prefill_chunk_tokens": 24}])
+@pytest.mark.parametrize("num_steps", [pytest.param(1, marks=pytest.mark.wide), 3])
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_tokens": 128, "max_batch_size": 8, "prefill_chunk_tokens": 24}])
 def test_texts_are_those_of_transformers(copying: Path, num_steps: int, settings: dict[str, int]) -> None:
     engine = make_engine(copying, {"method": "mtp", "num_steps": num_steps}, **settings)
     count = len(PROMPTS) - bool(settings)

@@ -146,7 +146,7 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(("block_o", "block_i"), [(32, 64), (64, 128)])
 def test_weights_in_mxfp4(device: str, block_o: int, block_i: int, num_tokens: int, block_m: int) -> None:
     """They are dequantised in the tile: the bits are those of dequantised weights. The last step is cut off."""
-    experts_TK, (size, inner) = choices("random", num_tokens, device), (224, 160)
+    experts_TK, (size, inner) = choices("random", num_tokens, device), (160, 96)
     tile = ExpertTile(block_o, block_i, num_stages=2, num_warps=4)
     for dtype in DTYPES[device]:
         x_TE = normal(num_tokens, size, seed=3, dtype=dtype, device=device)

@@ -147,7 +147,7 @@ class FakeCollectives:
         (2, (1 << 10) + 1, torch.bfloat16, ("nccl", "nccl")),
         (2, 1 << 10, torch.float64, ("nccl", "nccl")),
         (4, 1 << 20, torch.float32, ("one_shot", "nccl")),  # larger than a one-shot sum of four
-        (4, 5 << 20, torch.float32, ("nccl", "nccl")),
+        pytest.param(4, 5 << 20, torch.float32, ("nccl", "nccl"), marks=pytest.mark.wide),
         (3, 1 << 10, torch.bfloat16, ("nccl", "nccl")),
     ],
 )

@@ -24,7 +24,7 @@ from tests.tiny_models import random_prompts, run, run_requests, tiny_device_eng
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 3, 8)
 GREEDY = SamplingParams(max_tokens=10)
 SAMPLED = SamplingParams(max_tokens=10, temperature=0.8, top_k=30, top_p=0.95, seed=5, logprobs=2)
-PROMPTS = random_prompts(7, shared=17) + random_prompts(4, seed=1) + [[5, 6, 7, 8, 9] * 4]
+PROMPTS = random_prompts(5, shared=17) + random_prompts(2, seed=1) + [[5, 6, 7, 8, 9] * 4]
 ENGINES = {"CPU": tiny_engine, "fixed shapes": tiny_device_engine}
 SETTINGS: dict[str, Any] = {"num_pages": 256, "family": "qwen3-moe", "num_layers": 3}
 
@@ -96,7 +96,7 @@ def test_texts_and_rounds_are_those_of_one_process(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_pages": 24},
+        {"num_pages": 20},
         {"prefill_chunk_tokens": 3, "prefix_cache": False},
         {"max_batch_size": 1, "page_size": 1},
         {"max_batch_size": 12, "shape": ByBatch((2, 5), (CHAIN, TREE))},
@@ -118,7 +118,7 @@ def test_scheduling_changes_nothing(settings: dict[str, Any], kind: str) -> None
 
     found, engines = of_ranks(2, make, lambda: requests(params), lambda i: int(i > 3))
     assert [c.token_ids for c in found] == [c.token_ids for c in alone]
-    assert any(engine.stats.preemptions for engine in engines) == (settings["num_pages"] == 24)
+    assert any(engine.stats.preemptions for engine in engines) == (settings["num_pages"] == 20)
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -9,6 +9,7 @@ import json
 import sys
 import weakref
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +60,7 @@ def test_uniform_rows_are_the_agreed_ones() -> None:
     assert rows.draw(1, tokens_out=1).lengths == [1]
 
 
+@cache
 def resolved(target: str, *sets: str) -> ResolvedRun:
     options = [f"model.target={target}", "model.dtype=bfloat16", "engine.device=cpu", "engine.kv_cache_tokens=4096"]
     return resolve(load_config(None, [*options, *sets]))

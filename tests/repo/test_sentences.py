@@ -35,7 +35,9 @@ def docstrings(text: str) -> list[tuple[int, str]]:
 
 def comments(text: str) -> list[tuple[int, str]]:
     """List the comments that begin with a refused word. The later lines of a comment of several lines do not count."""
-    found = []
+    found: list[tuple[int, str]] = []
+    if not COMMENT.search(text):  # no token is one: most modules need not be tokenised
+        return found
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type != tokenize.COMMENT or not COMMENT.match(token.string):

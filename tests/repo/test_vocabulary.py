@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,16 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], " ".join(token.string.split())
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def prose_of(file: Path) -> list[tuple[int, str]]:
+    return list(prose(file.read_text(encoding="utf-8")))
+
+
 def name_of(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
@@ -114,7 +125,7 @@ def refused() -> re.Pattern[str]:
 def test_retired_names_are_not_used() -> None:
     found = {}
     for file in CODE:
-        names = {file.stem, *identifiers(ast.parse(file.read_text(encoding="utf-8")))}
+        names = {file.stem, *identifiers(tree_of(file))}
         if used := {name: RETIRED.get(name.lstrip("_"), "max_x, min_x") for name in filter(retired, names)}:
             found[name_of(file)] = used
     assert not found, "the names on the right are used instead"
@@ -124,7 +135,7 @@ def test_texts_and_comments_have_plain_words(refused: re.Pattern[str]) -> None:
     found = [
         (f"{name_of(file)}:{line}", match.group())
         for file in CODE
-        for line, text in prose(file.read_text(encoding="utf-8"))
+        for line, text in prose_of(file)
         if (match := refused.search(text))
     ]
     assert not found, "CONTRIBUTING.md says what to write"
@@ -142,10 +153,9 @@ def test_pages_have_plain_words(refused: re.Pattern[str]) -> None:
 
 def test_references_are_to_what_exists() -> None:
     """A module that is renamed is renamed in prose, too."""
-    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in CODE]
-    functions = {node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    functions = {node.name for file in CODE for node in ast.walk(tree_of(file)) if isinstance(node, ast.FunctionDef)}
     known = {"torch", "datasets", *functions, *(name for file in CODE for name in (file.stem, file.parent.name))}
-    texts = [(file, text) for file in CODE for _, text in prose(file.read_text(encoding="utf-8"))]
+    texts = [(file, text) for file in CODE for _, text in prose_of(file)]
     texts += [(page, " ".join(page.read_text(encoding="utf-8").split())) for page in PAGES]
     references = [(name_of(file), match[1] or match[2]) for file, text in texts for match in REFERENCE.finditer(text)]
     assert len(references) > 20

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'specbatch[ray]'")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 def started(folder: Path, name: str, *more: str) -> subprocess.Popen[bytes]:

@@ -255,7 +255,7 @@ def test_with_experts_deeper_drafts_are_for_more_rows(batches: tuple[int, ...]) 
     rates = [sum(0.5**depth for depth in range(shape.num_draft_tokens)) for shape in CHAINS]
     by_shape = {shape: replay_of(shape, rate, outputs) for shape, rate in zip(CHAINS, rates, strict=True)}
     for rows in (4, 32, 256):
-        profile = FileProfile(np.full(8, 1024), outputs, 8 * rows, max_tokens=600)
+        profile = FileProfile(np.full(8, 1024), outputs, 4 * rows, max_tokens=600)
         limits = Limits(max_running=rows, kv_tokens=10_000_000, prefill_chunk=8192)
         model = mixture_costs([b for b in batches if b <= rows], range(1, 10), uniform_curve())
         best = search(list(by_shape.values()), model, profile, limits).best.schedule

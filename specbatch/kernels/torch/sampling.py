@@ -86,11 +86,10 @@ def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tens
 
 
 def _multiply32(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Return the high and the low 32 bits of a product of 32-bit numbers. It is computed by halves, because the whole
-    product overflows int64's sign."""
-    low = (x & 0xFFFF) * factor
-    high = (x >> 16) * factor + (low >> 16)
-    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+    """Return the high and the low 32 bits of a product of 32-bit numbers. A product past 2^63 - 1 is held as a negative
+    number, with the same bits."""
+    product = x * factor
+    return product >> 32 & _MASK32, product & _MASK32
 
 
 def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
