@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specbatch.config import DataSection
@@ -59,6 +60,7 @@ class TextProcessor:
         is_asked_for = data.chat_template is not None or (data.system_prompt is not None and self._chat.exists)
         if self._as_chat or is_asked_for:
             self._chat.check()
+        self._plain_decode = _decoder_of(tokenizer)
         self._token_texts: dict[int, str] = {}
         self._own_texts = TokenTexts(self.decode, self.token_text)
         self._is_plain = adds_its_own_text(tokenizer)
@@ -248,7 +250,7 @@ class TextProcessor:
         return "".join([*texts, self._decode(token_ids[start:])]) if texts else self._decode(token_ids)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._plain_decode(token_ids)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token, special tokens included."""
@@ -356,6 +358,16 @@ class TextProcessor:
         )
         ids: list[list[int]] = encoded["input_ids"]
         return ids
+
+
+def _decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Return what decodes tokens without special ones. Where transformers would only pass the tokens on to `tokenizers`,
+    this calls it: transformers looks at each token first, which takes as long as to decode it."""
+    fast = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerFast", None)
+    kind = type(tokenizer)
+    if fast is not None and isinstance(tokenizer, fast) and (kind.decode, kind._decode) == (fast.decode, fast._decode):
+        return functools.partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def _check_text(text: str, limits: EngineLimits, what: str = "the prompt") -> None:
