@@ -163,7 +163,9 @@ class Sequence:
         """Its prompt is computed, and it does not surely end in the rounds in flight: each commits a token or more."""
         # As with `prefill_done`, in fewer calls.
         length, computed = len(self.tokens), self.num_computed_tokens
-        return length + self.rounds_in_flight < self.max_length and computed >= length - 1 and computed >= self.num_prompt
+        return (
+            length + self.rounds_in_flight < self.max_length and computed >= length - 1 and computed >= self.num_prompt
+        )
 
     @property
     def is_prefilled(self) -> bool:

@@ -60,7 +60,6 @@ class TextProcessor:
         is_asked_for = data.chat_template is not None or (data.system_prompt is not None and self._chat.exists)
         if self._as_chat or is_asked_for:
             self._chat.check()
-        self._plain_decode = _decoder_of(tokenizer)
         self._token_texts: dict[int, str] = {}
         self._own_texts = TokenTexts(self.decode, self.token_text)
         self._is_plain = adds_its_own_text(tokenizer)
@@ -249,8 +248,10 @@ class TextProcessor:
                 start = end + 1
         return "".join([*texts, self._decode(token_ids[start:])]) if texts else self._decode(token_ids)
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._plain_decode(token_ids)
+    @functools.cached_property
+    def _decode(self) -> Callable[[Sequence[int]], str]:
+        """Text without special tokens."""
+        return _decoder_of(self._tokenizer)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token, special tokens included."""
@@ -361,8 +362,9 @@ class TextProcessor:
 
 
 def _decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Return what decodes tokens without special ones. Where transformers would only pass the tokens on to `tokenizers`,
-    this calls it: transformers looks at each token first, which takes as long as to decode it."""
+    """Return the function that decodes tokens, without special ones. Where transformers would only pass the tokens on
+    to `tokenizers`, it is that of `tokenizers`: transformers looks at each token first, which takes as long as to
+    decode it."""
     fast = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerFast", None)
     kind = type(tokenizer)
     if fast is not None and isinstance(tokenizer, fast) and (kind.decode, kind._decode) == (fast.decode, fast._decode):

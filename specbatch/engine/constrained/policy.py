@@ -119,4 +119,4 @@ class Grammars:
 
 
 def has_grammars(sequences: Seq[Sequence]) -> bool:
-    return any([seq.grammar is not None for seq in sequences])  # a generator would take twice as long
+    return any(seq.grammar is not None for seq in sequences)
