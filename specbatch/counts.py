@@ -58,15 +58,16 @@ class SpeculationCounts:
         self.accepted += times * other.accepted
         self.committed += times * other.committed
         for mine, theirs in ((self.histogram, other.histogram), (self.depths, other.depths)):
+            mine.extend([0] * (len(theirs) - len(mine)))
             for value, count in enumerate(theirs):
-                _count(mine, value, times * count)
+                mine[value] += times * count
             while times < 0 and mine and not mine[-1]:
                 mine.pop()
 
 
-def _count(counts: list[int], value: int, times: int = 1) -> None:
+def _count(counts: list[int], value: int) -> None:
     counts.extend([0] * (value + 1 - len(counts)))
-    counts[value] += times
+    counts[value] += 1
 
 
 def _at_least(counts: list[int]) -> list[int]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _MIN_OPEN_FILES = 64  # A job on a CPU has about 8 open files; a GPU's driver and a model of many files need more.
 
+_THREADS_OF_TOKENIZER = "TOKENIZERS_PARALLELISM"  # whether the library `tokenizers` uses threads
+_MAX_TOKENIZER_THREADS = 8  # on a machine with many cores, more of them would only wait for the interpreter
+
 
 def import_engine() -> None:
     """Import torch and all that engines need. It takes seconds. No file is open yet: a signal ends the process.
@@ -135,6 +138,17 @@ def bound_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault("GOMP_SPINCOUNT", "30000")
 
 
+def use_tokenizer_threads(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let the tokenizer read the rows of a call in several threads. A fast engine would wait for one thread. A child
+    that is forked has none of the threads, and would wait for them for ever, so it uses none. Settings of the user
+    stay."""
+    if _THREADS_OF_TOKENIZER in environment:
+        return
+    environment[_THREADS_OF_TOKENIZER] = "true"
+    environment.setdefault("RAYON_NUM_THREADS", str(min(_MAX_TOKENIZER_THREADS, os.cpu_count() or 1)))
+    os.register_at_fork(after_in_child=lambda: environment.update({_THREADS_OF_TOKENIZER: "false"}))
+
+
 def prepare_libraries() -> None:
     """Silence messages that libraries print for other callers, and keep NVLink multicast off. Call it before torch is
     imported."""
@@ -145,9 +159,9 @@ def prepare_libraries() -> None:
         ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
         ("DATASETS_VERBOSITY", "critical"),
         ("HF_DATASETS_DISABLE_PROGRESS_BARS", "1"),
-        ("TOKENIZERS_PARALLELISM", "false"),
     ):
         os.environ.setdefault(name, value)
+    use_tokenizer_threads()
     if not sys.warnoptions:
         import warnings
 

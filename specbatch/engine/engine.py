@@ -551,12 +551,12 @@ class Engine:
 
     def _wanted(self, sequences: list[Sequence]) -> Wanted:
         """Return what these requests want of a launch. Where rounds may be graphs, it is one of few combinations."""
-        params = [seq.request.params for seq in sequences]
         # Each kind once: to join flags takes as long as all else that a round does for a row.
-        kinds = {int(seq.rules.edits) for seq in sequences if seq.rules is not None}
-        edits = functools.reduce(operator.or_, map(Edits, kinds), Edits.NONE)
+        kinds = {seq.needs for seq in sequences}
+        edits = functools.reduce(operator.or_, (Edits(needs.edits) for needs in kinds), Edits.NONE)
         edits = edits.family if self._round.fixed_shapes else edits
-        return Wanted(any(p.temperature > 0 for p in params), num_top_of(p.logprobs for p in params), edits)
+        is_sampled = any(needs.is_sampled for needs in kinds)
+        return Wanted(is_sampled, num_top_of(needs.num_logprobs for needs in kinds), edits)
 
     def _read(self) -> None:
         """Wait for the oldest report and do what it says."""

@@ -252,10 +252,10 @@ class Scheduler:
         found = []
         # As `pages_for`, in no calls: this runs for every request before every round.
         for seq in self.running:
-            committed, most = seq.num_computed_tokens + seq.num_in_flight + seq.num_forced_room, seq.max_length - 1
-            slots = (committed if committed < most else most) + lookahead
-            if slots > len(seq.pages) * size:
-                found.append((seq, -(-slots // size) - len(seq.pages)))
+            room = len(seq.pages) * size - lookahead
+            slots = seq.num_computed_tokens + seq.num_in_flight + seq.num_forced_room
+            if slots > room and (slots := min(slots, seq.max_length - 1)) > room:
+                found.append((seq, -(-(slots + lookahead) // size) - len(seq.pages)))
         return found
 
     def would_preempt(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from specbatch.batch import NO_TOKEN, Edits
 from specbatch.cache.request_table import MAX_PREDICTED
@@ -28,6 +28,14 @@ def check_prompt(prompt: Seq[int], limits: EngineLimits) -> None:
         raise ValueError(f"a prompt has 1 to {limits.max_prompt_tokens} tokens here, got {len(prompt)}")
     if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
         raise ValueError(f"a token id is outside the vocabulary of {limits.vocab_size}")
+
+
+class Needs(NamedTuple):
+    """The needs of a request in a round. A batch has few different ones."""
+
+    is_sampled: bool
+    num_logprobs: int | None  # likely tokens with log-probabilities; None: no log-probabilities
+    edits: int  # the `Edits` that its rules make, as a plain integer, which is hashed faster
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +75,13 @@ class Sequence:
     make_grammar: Callable[[], GrammarState] | None = None  # makes `grammar` at the beginning of the output
     leaves_automaton: bool = False  # its output goes on in a way that the automaton does not have
     num_forced_room: int = 0  # nodes that its grammar may add to a tree, see `tree.MAX_FORCED`
+    # These are fields because rounds read them of each request.
+    num_prompt: int = field(init=False)  # tokens of the prompt
+    needs: Needs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_token_ids)
+        self._note_needs()
 
     @classmethod
     def of(
@@ -97,7 +112,12 @@ class Sequence:
         """Let the host follow the grammar from now on. The request must not run."""
         assert self.rules is not None
         self.rules = replace(self.rules, edits=self.rules.edits & ~Edits.GRAMMAR | Edits.NODE_MASK)
+        self._note_needs()
         self.grammar, self.automaton, self.leaves_automaton = self._grammar_on_host(), None, False
+
+    def _note_needs(self) -> None:
+        params, edits = self.request.params, Edits.NONE if self.rules is None else self.rules.edits
+        self.needs = Needs(params.temperature > 0, params.logprobs, int(edits))
 
     @property
     def has_grammar(self) -> bool:
@@ -106,10 +126,6 @@ class Sequence:
     def _grammar_on_host(self) -> GrammarState | None:
         """Return the grammar as the host follows it, whether it does or not; None: there is no grammar."""
         return self.make_grammar() if self.grammar is None and self.make_grammar is not None else self.grammar
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def scored_tokens(self) -> range:
@@ -140,14 +156,16 @@ class Sequence:
     def prefill_done(self) -> bool:
         """Nothing of the prompt is left to prefill; its first token may still be under way."""
         # As `>= num_prefill_tokens`, in fewer calls: it is asked of every request before every round.
-        return self.num_computed_tokens >= len(self.tokens) - 1 and self.num_computed_tokens >= len(
-            self.request.prompt_token_ids
-        )
+        return self.num_computed_tokens >= len(self.tokens) - 1 and self.num_computed_tokens >= self.num_prompt
 
     @property
     def can_go_on(self) -> bool:
         """Its prompt is computed, and it does not surely end in the rounds in flight: each commits a token or more."""
-        return len(self.tokens) + self.rounds_in_flight < self.max_length and self.prefill_done
+        # As with `prefill_done`, in fewer calls.
+        length, computed = len(self.tokens), self.num_computed_tokens
+        return (
+            length + self.rounds_in_flight < self.max_length and computed >= length - 1 and computed >= self.num_prompt
+        )
 
     @property
     def is_prefilled(self) -> bool:
@@ -160,20 +178,21 @@ class Sequence:
         End-of-sequence and stop are looked for before the length is: a last token that is both counts as a stop. The
         last may be NO_TOKEN: an error, unless the request ends before it.
         """
-        params = self.request.params
-        failed = tokens[-1] == NO_TOKEN
+        request = self.request
+        params, kept, reason = request.params, tokens, None
+        failed = kept[-1] == NO_TOKEN
         if failed:
-            tokens = tokens[:-1]
-        kept = tokens[: self.max_length - len(self.tokens)]
-        reason = FinishReason.LENGTH if len(self.tokens) + len(kept) == self.max_length else None
+            kept = kept[:-1]
+        room = self.max_length - len(self.tokens)
+        if len(kept) >= room:
+            kept, reason = kept[:room], FinishReason.LENGTH
         if params.stop_token_ids or not (params.ignore_eos or eos.isdisjoint(kept)):  # hardly ever
             for i, token in enumerate(kept):
                 if token in params.stop_token_ids or (token in eos and not params.ignore_eos):
                     kept, reason = kept[: i + 1], FinishReason.STOP
                     break
         self.tokens += kept
-        check = self.request.check_stop
-        if check is not None and kept:
+        if (check := request.check_stop) is not None and kept:
             keep = check(self.tokens, self.num_prompt, len(kept))
             if keep is not None:
                 del self.tokens[self.num_prompt + keep :]

@@ -59,6 +59,7 @@ _MAX_PREVIEW_ROWS = 100  # the most rows that are read before the model is loade
 _MAX_SHOWN = 12  # the most field names in a message
 _AS_DATA = "put it under `metadata`, or set data.prompt_column"
 _MAX_TOKENS = [name for name, field in SAMPLING_NAMES.items() if field == "max_tokens"]
+_MAX_OVERRIDDEN = 64  # different sampling fields of rows that are kept
 _MAX_FORMATS = 64  # response_formats whose remarks are kept
 
 
@@ -79,6 +80,8 @@ class RowParser:
         self._id_column = data.id_column
         self._keeps_columns = keeps_columns
         self._kwargs = data.chat_template_kwargs or {}
+        # The key is the id of the defaults, which are kept with the result, and the text of the fields.
+        self._overridden: dict[tuple[int, str], tuple[SamplingParams, SamplingParams]] = {}
         self._closes_objects = functools.lru_cache(_MAX_FORMATS)(closes_objects)
 
     @classmethod
@@ -154,7 +157,7 @@ class RowParser:
         elif not is_line and self._template is None:
             fields = _as_line(fields)
         if not columns_are_data:
-            row.params = override(row.params, fields)
+            row.params = self._override(row.params, fields)
         if not self.makes_prompts:
             refuse_unsupported(fields, row.params, _AS_DATA)
             self._check_model(fields.get("model"))
@@ -164,6 +167,18 @@ class RowParser:
         if not columns_are_data:
             read = ("metadata",) if self.makes_prompts else ("metadata", "model")
             row.unread_fields = [name for name in extra if name not in read]
+
+    def _override(self, defaults: SamplingParams, fields: Mapping[str, Any]) -> SamplingParams:
+        """`override`, once for rows with equal fields, which then share the result."""
+        given = {name: value for name, value in fields.items() if name in SAMPLING_NAMES and value is not None}
+        if not given:
+            return defaults
+        key = id(defaults), repr(given)
+        if key not in self._overridden:
+            if len(self._overridden) >= _MAX_OVERRIDDEN:  # such as with a seed in each row
+                self._overridden.clear()
+            self._overridden[key] = defaults, override(defaults, given)
+        return self._overridden[key][1]
 
     def _of_cells(self, cells: Cells) -> dict[str, Any]:
         if not self.makes_prompts:
@@ -218,7 +233,7 @@ class RowParser:
         body = read_batch_line(fields, row)
         chat = row.api == "chat"
         sampling = sampling_fields(body, chat)
-        row.params = override(row.params, sampling)
+        row.params = self._override(row.params, sampling)
         others = {name: value for name, value in body.items() if name not in KNOWN_BODY and value is not None}
         refuse_unsupported(others, row.params, "put it under `metadata`")
         for name in others:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specbatch.config import DataSection
@@ -247,8 +248,10 @@ class TextProcessor:
                 start = end + 1
         return "".join([*texts, self._decode(token_ids[start:])]) if texts else self._decode(token_ids)
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    @functools.cached_property
+    def _decode(self) -> Callable[[Sequence[int]], str]:
+        """Text without special tokens."""
+        return _decoder_of(self._tokenizer)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token, special tokens included."""
@@ -356,6 +359,17 @@ class TextProcessor:
         )
         ids: list[list[int]] = encoded["input_ids"]
         return ids
+
+
+def _decoder_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Return the function that decodes tokens, without special ones. Where transformers would only pass the tokens on
+    to `tokenizers`, it is that of `tokenizers`: transformers looks at each token first, which takes as long as to
+    decode it."""
+    fast = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerFast", None)
+    kind = type(tokenizer)
+    if fast is not None and isinstance(tokenizer, fast) and (kind.decode, kind._decode) == (fast.decode, fast._decode):
+        return functools.partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def _check_text(text: str, limits: EngineLimits, what: str = "the prompt") -> None:

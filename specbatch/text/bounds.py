@@ -18,6 +18,9 @@ import psutil
 
 SECONDS = 10.0  # seconds of this thread's CPU time; a template takes a millisecond
 MEMORY = 1 << 30  # bytes more than the process has
+_STATM_BYTES = 32
+_PREAD = ctypes.PyDLL(None).pread  # with the interpreter held
+_PREAD.argtypes = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long
 _LIMITED = threading.Lock()  # held by the block that has lowered the process's limit
 
 
@@ -54,7 +57,7 @@ class Bounded:
         self._allowed = self._memory if is_main else max(self._memory, _half_of_free())
         if statm is not None and _LIMITED.acquire(blocking=False):
             self._limit = soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-            most = int(os.pread(statm, 32, 0).split(b" ", 1)[0]) * resource.getpagesize() + self._allowed
+            most = _num_pages(statm) * resource.getpagesize() + self._allowed
             if soft == resource.RLIM_INFINITY or most < soft:
                 resource.setrlimit(resource.RLIMIT_AS, (most, hard))
         if not is_main:
@@ -96,12 +99,14 @@ class Stoppable:
         self._thread: int | None = None  # the thread that is in the block and has not been stopped
         self._began = 0.0
         self._is_looking = False  # `stop_late` runs
+        self._is_stopped = False  # it has stopped the current block
 
     def stop_late(self) -> None:
         self._is_looking = True
         thread = self._thread
         if thread is not None and _cpu_seconds(thread) - self._began >= self._seconds:
             self._thread = None  # once is enough
+            self._is_stopped = True
             # An exception without arguments: that is what the interpreter offers.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(OutOfBounds))
         self._is_looking = False
@@ -109,6 +114,7 @@ class Stoppable:
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             self._began = _cpu_seconds(threading.get_ident())
+            self._is_stopped = False
             self._thread = threading.get_ident()
 
     def __exit__(
@@ -118,7 +124,10 @@ class Stoppable:
             self._thread = None
             while self._is_looking:
                 time.sleep(0)
-            time.sleep(0)  # after a call an exception of `stop_late` is raised, so never after this block
+            # After a call an exception of `stop_late` is raised, so never after this block. Without one there is no
+            # call, because it would release the interpreter, which takes milliseconds to get back from a busy engine.
+            if self._is_stopped:
+                time.sleep(0)
         except OutOfBounds as late:
             exc = late
         if isinstance(exc, OutOfBounds) and not exc.args:
@@ -135,6 +144,14 @@ def _cpu_seconds(thread: int) -> float:
 def _half_of_free() -> int:
     """Bytes, when it is called for the first time."""
     return int(psutil.virtual_memory().available) // 2
+
+
+def _num_pages(statm: int) -> int:
+    """Return the number of pages in the address space of this process. `os.pread` would release the interpreter, which
+    takes milliseconds to get back from a busy engine."""
+    text = ctypes.create_string_buffer(_STATM_BYTES)
+    _PREAD(statm, text, _STATM_BYTES - 1, 0)
+    return int(text.value.split(b" ", 1)[0])
 
 
 @functools.cache

@@ -209,7 +209,9 @@ class ChatTemplate:
 
     def _unread(self, kwargs: Mapping[str, Any], facts: TemplateFacts) -> str | None:
         """Return a message that names one of `kwargs` that would have no effect, or None."""
-        legal = facts.variables - set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"messages"}
+        if not kwargs:
+            return None
+        legal = facts.variables - self._reserved
         name = next((name for name in kwargs if name not in legal), None)
         if name is None:
             return None
@@ -221,6 +223,11 @@ class ChatTemplate:
         special = getattr(self._tokenizer, "special_tokens_map", {})
         names = ", ".join(sorted(legal - set(special))) or "no variable of this kind"
         return f"{shown} has no effect: the chat template reads {names}{meant}"
+
+    @functools.cached_property
+    def _reserved(self) -> frozenset[str]:
+        """The variables of templates that have fields of their own."""
+        return frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters) | {"messages"}
 
     def _render(
         self, messages: list[dict[str, Any]], kwargs: Mapping[str, Any], tools: Sequence[dict[str, Any]] = ()

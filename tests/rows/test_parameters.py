@@ -275,3 +275,28 @@ def test_ids_that_are_given_twice_are_named_once() -> None:
 
 def test_every_known_name_is_its_own() -> None:
     assert all(meant_by(name) == name for name in KNOWN_NAMES)
+
+
+def test_equal_sampling_fields_are_read_once() -> None:
+    parser = RowParser(SamplingParams(), DataSection())
+
+    def params(defaults: SamplingParams | None = None, **fields: Any) -> SamplingParams:
+        row = parser.parse(RawRow(0, json.dumps({"prompt": "x", **fields}).encode(), defaults))
+        assert row.error is None, row.error
+        return row.params
+
+    first = params(stop=["a"], max_tokens=7, id=1)
+    assert params(stop=["a"], max_tokens=7, id=2) is first
+    assert (first.stop, first.max_tokens) == (("a",), 7)
+    # What the fields leave open is that of the row's call.
+    assert params(SamplingParams(top_k=3), stop=["a"], max_tokens=7).top_k == 3
+    assert params(stop=["a"], max_tokens=7) is first
+    # Values that are equal in Python and are not in JSON.
+    assert params(temperature=1).temperature == 1
+    for value in (True, "1"):
+        row = parser.parse(RawRow(0, json.dumps({"prompt": "x", "temperature": value}).encode()))
+        assert row.error is not None
+        assert row.error.type == "invalid_type"
+    for seed in range(200):  # more than are kept
+        assert params(seed=seed).seed == seed
+    assert params(stop=["a"], max_tokens=7) == first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import signal
@@ -371,6 +372,22 @@ def test_a_block_that_ends_is_not_stopped_later() -> None:
     sys.setswitchinterval(before)
     assert num_blocks == 1000
     assert 0 < num_stopped < 1000
+
+
+def test_a_block_keeps_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that releases it gets it back after milliseconds where an engine computes in another one."""
+    calls: list[str] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: calls.append("sleep"))
+    monkeypatch.setattr(os, "pread", lambda *args: calls.append("pread"))
+    chat = chat_template(TEXTS)
+
+    def work() -> None:
+        for _ in range(3):
+            assert "hi" in chat.write(MESSAGES)
+            calls.append("written")
+
+    in_thread(work).join()
+    assert calls == ["written"] * 3
 
 
 def test_templates_of_tasks_are_bounded() -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from specbatch.config import DataSection
 from specbatch.counts import SpeculationCounts
 from specbatch.errors import ConfigError, RowError
 from specbatch.rows.row import Row
 from specbatch.rows.tokenizer import TextProcessor
+from specbatch.startup import use_tokenizer_threads
 from specbatch.types import Completion, EngineLimits, FinishReason, SamplingParams
 from tests.stub_engine import EOS, StubTokenizer
+from tests.text.small_tokenizers import SPECIAL, TEXT, tokenizer_of
 
 LIMITS = EngineLimits(100, 300)
 ALPHABET = "ab né😀"
@@ -122,3 +129,58 @@ def test_prompts_run_as_chat_where_there_is_a_template() -> None:
     assert encode(DataSection(), prompt("prompt", "hi")) == "<user>hi<assistant>"
     assert encode(DataSection(chat_template="stub"), prompt("prompt", "hi"), template=None) == "<user>hi<assistant>"
     assert encode(DataSection(), prompt("prompt", "hi", raw=True)) == "<s>hi"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "wordpiece", "sentencepiece", "metaspace"])
+def test_texts_are_those_of_transformers(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    ids = tokenizer.encode(TEXT + SPECIAL, add_special_tokens=False)
+    texts = TextProcessor(tokenizer, DataSection())
+    for part in (ids, ids[1:], tuple(ids), []):
+        assert texts.decode(part) == tokenizer.decode(
+            part, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def test_a_tokenizer_with_its_own_decoding_decodes() -> None:
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return super()._decode(*args, **kwargs).upper()
+
+    tokenizer = Loud(tokenizer_object=tokenizer_of("byte-level").backend_tokenizer)
+    ids = tokenizer.encode("don't", add_special_tokens=False)
+    assert TextProcessor(tokenizer, DataSection()).decode(ids) == "DON'T"
+
+
+FORK = """
+import os, signal
+from tokenizers import Tokenizer, models, pre_tokenizers
+from specbatch.startup import use_tokenizer_threads
+
+use_tokenizer_threads()
+assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+assert 1 <= int(os.environ["RAYON_NUM_THREADS"]) <= 8
+tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
+tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+rows = ["a b " * 50] * 64
+wanted = [row.ids for row in tokenizer.encode_batch(rows)]
+child = os.fork()
+if child == 0:
+    signal.alarm(20)  # a child that waits for ever ends
+    os._exit([row.ids for row in tokenizer.encode_batch(rows)] != wanted)
+assert os.waitpid(child, 0)[1] == 0, "the child waits for ever"
+assert [row.ids for row in tokenizer.encode_batch(rows)] == wanted
+"""
+
+
+def test_a_forked_child_does_not_wait_for_threads_of_the_tokenizer() -> None:
+    names = ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    subprocess.run([sys.executable, "-c", FORK], check=True, env=environment)
+
+
+@pytest.mark.parametrize("given", [{"TOKENIZERS_PARALLELISM": "false"}, {"TOKENIZERS_PARALLELISM": "true"}])
+def test_the_users_threads_of_the_tokenizer_stay(given: dict[str, str]) -> None:
+    environment = dict(given)
+    use_tokenizer_threads(environment)
+    assert environment == given

@@ -74,7 +74,7 @@ class Grammars:
     def wants_room(self, sequences: Seq[Sequence], method: DraftMethod) -> bool:
         """Return whether the next round has room for forced tokens. `method`: its draft method. Plain decoding has room
         only while there are some, because the room makes rounds longer."""
-        if not any(seq.has_grammar for seq in sequences) or not self.may_have_room(method, len(sequences)):
+        if not self.may_have_room(method, len(sequences)) or all(seq.make_grammar is None for seq in sequences):
             return False
         return self._room.next()
 
