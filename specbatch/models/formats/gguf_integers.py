@@ -1,7 +1,7 @@
 """Matrices of GGUF files as whole numbers, and the quantization of a file whose layers keep them.
 
-A row of a matrix is blocks of 32 or 256 numbers, of which each 16 or 32 share a scale. It is a number in float16. In the
-K types it is the product of a factor in float16 and a whole number, which float32 has exactly. Numbers of 5 and 6 bits
+A row of a matrix is blocks of 32 or 256 numbers, of which each 16 or 32 share a scale, a number in float16. In the K
+types it is the product of a factor in float16 and a whole number, which float32 has exactly. Numbers of 5 and 6 bits
 become bytes.
 Source of the layouts: https://github.com/ggml-org/ggml (`block_q4_0` and others).
 

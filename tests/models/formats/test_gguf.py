@@ -392,7 +392,7 @@ def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
         (
             "blk.0.ffn_down.weight",
             Q.Q4_K,
-            "of type Q4_K leaves 33,792 bytes between its end and 'blk.0.attn_norm.weight'",
+            "Q4_K leaves 33,792 bytes between its end and 'blk.0.attn_norm.weight'",
         ),
         ("blk.0.ffn_down.weight", Q.Q8_0, "overlap"),
         ("blk.0.attn_norm.weight", Q.F16, "'blk.0.attn_norm.weight' of type F16 leaves 512 bytes"),
