@@ -4,8 +4,9 @@ kernels against the reference kernels."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from specbatch.kernels.torch.delta import delta_chunks
 from tests.kernels.batches import CUDA, DEVICE
 
 CPU = torch.device("cpu")
-KEY_HEADS, HEADS, K, V, CONV = 2, 4, 16, 40, 4  # a head's values fill one part and a part of another
+KEY_HEADS, HEADS, K, V, CONV = 2, 4, 16, 44, 4  # a head's values fill five parts and half of another
 CHANNELS = 2 * KEY_HEADS * K + HEADS * V
 NUM_LINES, MAX_NODES = 6, 3
 SIZES = StateSizes(1, HEADS, V, K, CHANNELS, CONV, MAX_NODES)
@@ -241,11 +242,38 @@ def test_rounds_in_triton(dtype: torch.dtype) -> None:
         lengths = [length + count for length, count in zip(lengths, accepted, strict=True)]
 
 
+@pytest.mark.parametrize("max_nodes", [1, 2, 3, 6])
+def test_slots_that_hold_nothing_are_not_used(max_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read before the program knows that. Memory that no kernel has written is NaN here."""
+    ops, dtype, tolerance = triton_ops(), torch.float32, 1e-4
+    weights, own = make_weights(dtype), make_weights(dtype, DEVICE)
+    sizes = replace(SIZES, max_nodes=max_nodes)
+    expected_states = StateCache(sizes, NUM_LINES - 3, 2, dtype, CPU).layer(0)
+    for generator, part in enumerate(expected_states[:3]):
+        part.normal_(generator=torch.Generator().manual_seed(generator))
+    states = on(DEVICE, expected_states)
+    # No node, some and all of them are replayed. The third sequence has one new node, and the last one is padding.
+    starts, counts = [0, max_nodes // 2, max_nodes, 3], [max_nodes, max_nodes, 1, 1]
+    nodes = make_inputs(sum(counts), 5, dtype)
+    batches = [make_batch([0, 1, 2, 3], starts, counts, is_prompt=False, dead=3, device=d) for d in (CPU, DEVICE)]
+    expected = reference.delta_rounds(*nodes, weights, expected_states, batches[0])
+    empty = Tensor.new_empty
+
+    def filled(tensor: Tensor, *size: Any, **options: Any) -> Tensor:
+        found = empty(tensor, *size, **options)
+        return found.fill_(torch.nan) if found.is_floating_point() else found
+
+    monkeypatch.setattr(Tensor, "new_empty", filled)
+    found = ops.delta_rounds(*(x.to(DEVICE) for x in nodes), own, states, batches[1])
+    torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
+    assert_same_states(states, expected_states, tolerance)
+
+
 def test_other_tiles_in_triton() -> None:
     """Prompts may have other parts than rounds, whose parts are those of the lengths."""
     ops, dtype, tolerance = triton_ops(), torch.float32, 1e-4
     weights, own, expected_states = make_weights(dtype), make_weights(dtype, DEVICE), make_states(dtype)
-    lengths_SP = torch.zeros(NUM_LINES, 2 * HEADS, dtype=torch.int32)  # two parts of 32 in place of three of 16
+    lengths_SP = torch.zeros(NUM_LINES, 2 * HEADS, dtype=torch.int32)  # two parts of 32 in place of six of 8
     states = on(DEVICE, expected_states._replace(lengths_SP=lengths_SP))
     prompts, nodes = make_inputs(22, 9, dtype), make_inputs(4, 10, dtype)
     # The second sequence begins within a block of 16 tokens, and has a checkpoint there.

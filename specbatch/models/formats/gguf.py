@@ -117,9 +117,14 @@ class GgufFile:
                 raise self._damaged(f"tensor {shown(name)} begins at {start:,}, which is not a multiple of {alignment}")
             self._add_tensor(name, shape, type_id, data_start + start)
         in_order = sorted(self.tensors.values(), key=lambda tensor: (tensor.start, tensor.num_bytes))
+        # As ggml wants it. A tensor of a wrong type, whose numbers would mean nothing, mostly has another size.
         for one, other in itertools.pairwise(in_order):
-            if one.start + one.num_bytes > other.start:
+            end = one.start + one.num_bytes
+            if end > other.start:
                 raise self._damaged(f"tensors {shown(one.name)} and {shown(other.name)} overlap")
+            if other.start - end >= alignment:
+                gap = f"{other.start - end:,} bytes between its end and {shown(other.name)}"
+                raise self._damaged(f"tensor {shown(one.name)} of type {one.type.name} leaves {gap}")
 
     def _read_value(self, buffer: memoryview, offset: int, kind: int, depth: int = 0) -> tuple[Any, int]:
         if kind == _STRING:

@@ -1,7 +1,8 @@
 """Matrices of GGUF files as whole numbers, and the quantization of a file whose layers keep them.
 
-A row of a matrix is blocks of 32 or 256 numbers, of which each 16 or 32 have a scale in float16. In the K types it is
-the product of a factor in float16 and a whole number, which float32 has exactly. Numbers of 5 and 6 bits become bytes.
+A row of a matrix is blocks of 32 or 256 numbers, of which each 16 or 32 share a scale, a number in float16. In the K
+types it is the product of a factor in float16 and a whole number, which float32 has exactly. Numbers of 5 and 6 bits
+become bytes.
 Source of the layouts: https://github.com/ggml-org/ggml (`block_q4_0` and others).
 
 Shape suffixes: I input features, O output features, G groups of inputs.
@@ -127,7 +128,8 @@ def _q6_k(blocks: Tensor) -> IntegerNumbers:
 
 def _less_minima(values: Tensor, scales_OG: Tensor, minima_OG: Tensor, bits: int) -> IntegerNumbers:
     """Return scale * value - minimum with zero points, which are no whole numbers. `values`: (O, G, 32). Those of 5
-    bits are moved to the middle of the 8 bits, so that few digits cancel in sums."""
+    bits are moved to the middle of the 8 bits, so that few digits cancel in sums. Where the scale is 0, all numbers are
+    one less than the zero point, and the scale is the minimum."""
     offset = 0 if bits == 4 else 128 - 16
     has_scale = scales_OG != 0
     scales = torch.where(has_scale, scales_OG, minima_OG)

@@ -22,7 +22,7 @@ from specbatch.train.layers import rotary_tables
 from specbatch.train.learner import Losses
 from specbatch.train.target import FrozenTarget
 
-_MIN_FLEX_HEAD = 16  # dimensions of a head that FlexAttention computes on CUDA
+_MIN_FLEX_HEAD = 16  # the fewest dimensions of a head that FlexAttention computes on CUDA
 
 
 class BlockLearner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -383,6 +384,30 @@ def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", config, state)
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight.*model\.norm\.weight is \[128\]"):
         open_checkpoint(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind", "words"),
+    [
+        (
+            "blk.0.ffn_down.weight",
+            Q.Q4_K,
+            "Q4_K leaves 33,792 bytes between its end and 'blk.0.attn_norm.weight'",
+        ),
+        ("blk.0.ffn_down.weight", Q.Q8_0, "overlap"),
+        ("blk.0.attn_norm.weight", Q.F16, "'blk.0.attn_norm.weight' of type F16 leaves 512 bytes"),
+    ],
+)
+def test_a_wrong_type_is_a_model_error(tensor: str, kind: Q, words: str, tmp_path: Path) -> None:
+    config, path = LlamaConfig(**SIZES), tmp_path / "m.gguf"
+    write(path, config, state_of(config), Q.Q4_K, kinds={"down_proj": Q.Q6_K})
+    content = bytearray(path.read_bytes())
+    at = content.index(tensor.encode()) + len(tensor)
+    at += 4 + 8 * content[at]  # the number of dimensions, and these
+    content[at] = kind
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=re.escape(words)):
+        open_checkpoint(path)
 
 
 def test_truncation_anywhere_is_a_model_error(tmp_path: Path) -> None:
