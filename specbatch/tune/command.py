@@ -191,13 +191,16 @@ def _with_drawn(tuner: Tuner, trace: Trace, texts: TextProcessor, seconds: float
     """Add the counts of a run that draws its chains, if rounds draw them and the time allows it. The trace is saved."""
     if not trace.sampled or not tuner.session.draws_chains or trace.drawn is not None:
         return trace
-    count = len(trace.rows)
-    requests = repeated(tuner.sample.to_trace, count, texts.stop_check)
+    requests = repeated(tuner.sample.to_trace, len(trace.rows), texts.stop_check)
+    until = time.perf_counter() + seconds
+    # The engine has memory for rounds that verify this number of tokens.
+    at_once = max(1, tuner.limits.verify_tokens // (trace.depth + 1))
+    parts = [requests[first : first + at_once] for first in range(0, len(requests), at_once)]
     try:
-        drawn = tuner.session.count_drawn(requests, trace.depth, time.perf_counter() + seconds)
+        counts = [tuner.session.count_drawn(part, trace.depth, until) for part in parts]
     except OutOfTime:
         return trace
-    trace = replace(trace, drawn=drawn)
+    trace = replace(trace, drawn=np.sum(counts, axis=0))
     tuner.cache.save_trace(trace)
     return trace
 

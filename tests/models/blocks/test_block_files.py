@@ -222,7 +222,9 @@ def test_random_drafters(name: str) -> None:
     assert run.speculation.section.num_steps == (16 if name == "dspark" else 15)
     tree = resolve(load_config(None, [*sets, "engine.device=cpu", "speculation.topk=4"])).speculation.section
     assert (tree.num_steps, tree.num_draft_tokens) == ((16, 17) if name == "dspark" else (15, 16))
-    by_batch = resolve(load_config(None, [*sets, "engine.device=cpu", "speculation.schedule=[{max_batch: 9, topk: 4}]"]))
+    by_batch = resolve(
+        load_config(None, [*sets, "engine.device=cpu", "speculation.schedule=[{max_batch: 9, topk: 4}]"])
+    )
     assert list(map(str, by_batch.speculation.shapes)) == ["16/4/17" if name == "dspark" else "15/4/16"]
     with pytest.raises(ModelError, match="is a draft head, not a model"):
         resolve(load_config(None, [f"model.target=random:{name}", "engine.device=cpu"]))
