@@ -186,6 +186,10 @@ def test_the_number_of_drafts_is_that_of_the_block(target: Checkpoint, tmp_path:
     anchored = resolved(target, written("DSpark of DeepSpec"))
     assert anchored.speculation.section.num_steps == SIZE
     assert any("confidence head estimates how likely drafts are" in note for note in anchored.notes)
+    tensors = random_tensors(described(CASES["DSpark of DeepSpec"]))
+    without = {name: tensor for name, tensor in tensors.items() if "confidence" not in name}
+    lost = resolved(target, write_drafter(tmp_path / "lost", without, CASES["DSpark of DeepSpec"].config))
+    assert any("its files have no confidence head" in note for note in lost.notes)
     short = resolved(target, tmp_path / "DFlash", "speculation.num_steps=2")
     assert (short.speculation.section.num_draft_tokens, short.speculation.num_lookahead) == (3, SIZE)
     with pytest.raises(ConfigError, match=r"num_steps is 7, and a block of this drafter has 4 drafts"):
