@@ -244,7 +244,7 @@ class EngineSection:
     max_batch_size: int | None = option(
         None,
         "Most requests that run together. null: 16 on CPU; 256 on CUDA, with `engine.attention: triton` up to 1024 "
-        "if the KV cache is large enough, fewer if memory is short.",
+        "(2048 for models of at most a billion parameters) if the KV cache is large enough, fewer if memory is short.",
         AT_LEAST_1,
     )
     page_size: int | None = option(None, "Tokens in a page of the KV cache. null: 16 on CPU, 64 on CUDA.", AT_LEAST_1)

@@ -97,8 +97,8 @@ def inspected_draft(path: Path, method: str) -> Facts:
         )
         if c.draft_vocab_size != c.decoder.vocab_size:
             facts.append(("vocabulary", f"drafts only {c.draft_vocab_size} of {c.decoder.vocab_size} tokens"))
-        if limits := _limits(head, method):
-            facts.append(("does not", "; ".join(limits)))
+        if method in ("block", "peagle"):
+            facts.append(("does not", "draft trees in specbatch tune"))
         notes = [note for note in head.notes if "ignores" in note]
         return [*facts, *(("note", note.partition(": ")[2]) for note in notes)]
     finally:
@@ -146,11 +146,6 @@ def _mode(path: Path) -> str:
     lines = file.read_text(errors="replace").splitlines()
     said = next((line.strip() for line in lines if "thinking" in line.lower()), None)
     return unknown if said is None else f"its README.md says: {said[:160]}"
-
-
-def _limits(head: EagleCheckpoint | BlockCheckpoint, method: str) -> list[str]:
-    limits = ["trees in specbatch tune"] if method in ("block", "peagle") else []
-    return limits
 
 
 def _any_target(raw: Mapping[str, Any]) -> ModelConfig:

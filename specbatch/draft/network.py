@@ -1,5 +1,5 @@
 """Draft networks: a smaller model, an EAGLE head, or a block drafter. `chain.py` and `tree.py` draft with the first
-two, `block.py` with the last.
+two, `peagle.py` with EAGLE heads that draft all tokens in one pass, `block.py` with block drafters.
 
 A network has its own KV cache, in the same pages of a sequence as the target's. In the cache of a draft model, slot i
 belongs to token i. In the cache of an EAGLE head, it belongs to the pair of token i + 1 and the target's feature of
@@ -112,7 +112,7 @@ Head = TypeVar("Head", bound=EagleHead | MtpHead | BlockDrafter)
 
 
 class HeadNet(Generic[Head]):
-    """A network whose cache follows the target's features."""
+    """A draft network that reads the target's hidden states: draft-extend makes the entries of its cache from them."""
 
     draft_kv_offset = 0
     decoder: CausalModel | None = None
@@ -155,5 +155,5 @@ class EagleNet(HeadNet[EagleHead | MtpHead]):
 
 
 class BlockNet(HeadNet[BlockDrafter]):
-    """A block drafter. What is left for the next round is the feature of the last past position, if the head of the
-    drafter reads it."""
+    """A block drafter. In place of a hidden state, draft-extend leaves the feature of the last committed position for
+    the next round, if the head of the drafter reads it."""

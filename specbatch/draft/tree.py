@@ -26,8 +26,7 @@ class TreeDraft(DraftMethod):
         self.net = self._net = net
         self._shape = shape
         self._ops = ops
-        self.num_nodes = shape.num_draft_tokens
-        self.max_path = min(shape.num_steps + 1, shape.num_draft_tokens)
+        self.num_nodes, self.max_path = shape.num_draft_tokens, shape.max_path
         self.num_lookahead = num_lookahead(shape, net.draft_kv_offset)
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:

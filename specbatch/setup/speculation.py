@@ -133,20 +133,19 @@ def resolve_speculation(
 def with_block(speculation: Speculation, given: SpeculationSection, block: BlockConfig) -> Speculation:
     """Return the speculation for a block drafter, whose number of drafts is known when its files are open. `given`: the
     section of the configuration."""
-    section, schedule = speculation.section, speculation.schedule
-    if given.schedule is None and (given.topk > 1 or (given.num_steps, given.num_draft_tokens) == (None, None)):
-        steps = given.num_steps or block.max_drafts
-        most = DraftShape(steps, given.topk, 2).num_candidates + 1
-        shape = DraftShape(steps, given.topk, given.num_draft_tokens or min(max(DEFAULT_TREE_TOKENS, steps + 1), most))
-        shape.check()
+    section, most = speculation.section, block.max_drafts
+    if given.schedule is not None:
+        schedule = _resolve_schedule(section, given.schedule, most)
+        section = replace(section, schedule=tuple(map(_schedule_section, schedule.bounds, schedule.items)))
+    else:
+        shape = _resolve_shape(section, given, most)
         section = replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens)
         schedule = ByBatch.always(shape)
     for shape in shapes_of(schedule):
-        if shape.num_steps > block.max_drafts:
+        if shape.num_steps > most:
             raise ConfigError(
-                f"speculation.num_steps is {shape.num_steps}, and a block of this drafter has {block.max_drafts} "
-                "drafts",
-                hint=f"set speculation.num_steps to at most {block.max_drafts}, or leave it out",
+                f"speculation.num_steps is {shape.num_steps}, and a block of this drafter has {most} drafts",
+                hint=f"set speculation.num_steps to at most {most}, or leave it out",
             )
     return Speculation(section, schedule, block.block_size)
 
@@ -164,21 +163,31 @@ def with_sizes_of_batches(speculation: Speculation, given: SpeculationSection) -
     return Speculation(section, schedule)
 
 
-def _resolve_shape(section: SpeculationSection, given: SpeculationSection | ScheduleSection) -> DraftShape:
-    """The shape of `section`, or of an entry of its schedule."""
+def _resolve_shape(
+    section: SpeculationSection, given: SpeculationSection | ScheduleSection, default_steps: int | None = None
+) -> DraftShape:
+    """Decide the shape of `section`, or of an entry of its schedule. `default_steps`: the steps where none are given;
+    None: those of the method."""
     entry, steps, topk, tokens = METHODS[section.method], given.num_steps, given.topk, given.num_draft_tokens
     if entry.chains_only and topk != 1:
         raise ConfigError(f"speculation.topk must be 1 for {section.method}, which drafts chains, got {topk}")
     if steps is None:
-        steps = tokens - 1 if tokens is not None and topk == 1 else entry.default_num_steps
-    if tokens is None:
-        tokens = steps + 1 if topk == 1 else min(DEFAULT_TREE_TOKENS, DraftShape(steps, topk, 2).num_candidates + 1)
+        steps = tokens - 1 if tokens is not None and topk == 1 else default_steps or entry.default_num_steps
+    if tokens is None and topk == 1:
+        tokens = steps + 1
+    elif tokens is None:
+        # A block is drafted whole, so a tree has room for its longest path.
+        wanted = max(DEFAULT_TREE_TOKENS, steps + 1) if section.method == "block" else DEFAULT_TREE_TOKENS
+        tokens = min(wanted, DraftShape(steps, topk, 2).num_candidates + 1)
     shape = DraftShape(steps, topk, tokens)
     shape.check()
     return shape
 
 
-def _resolve_schedule(section: SpeculationSection, entries: tuple[ScheduleSection, ...]) -> Schedule:
+def _resolve_schedule(
+    section: SpeculationSection, entries: tuple[ScheduleSection, ...], default_steps: int | None = None
+) -> Schedule:
+    """Decide the shapes of a schedule. `default_steps`: see `_resolve_shape`."""
     option = "speculation.schedule"
     if (section.num_steps, section.topk, section.num_draft_tokens) != (None, 1, None):
         raise ConfigError(
@@ -194,7 +203,7 @@ def _resolve_schedule(section: SpeculationSection, entries: tuple[ScheduleSectio
             raise ConfigError(f"{option}[{i}].max_batch must be more than the entry's before it, {last}")
         last = entry.max_batch
         try:
-            shapes.append(None if entry.num_steps == 0 else _resolve_shape(section, entry))
+            shapes.append(None if entry.num_steps == 0 else _resolve_shape(section, entry, default_steps))
         except ConfigError as error:
             raise ConfigError(f"{option}[{i}]: {error.message}", hint=error.hint) from error
     return ByBatch(tuple(entry.max_batch for entry in entries), tuple(shapes))

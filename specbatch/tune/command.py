@@ -93,6 +93,9 @@ def tune_file(
     config, source = opened.config, opened.source
     run, search_limits = _resolve_widest(config, resolve)
     print_notes(run.notes, console)
+    if config.speculation.topk > 1 and search_limits.topk == 1:
+        method = run.config.speculation.method
+        log(f"speculation.topk: {config.speculation.topk} is not compared: tune compares chains of {method} alone")
     texts = TextProcessor(run.tokenizer, run.config.data)
     with console.status("loading the models") as status:
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
@@ -191,13 +194,16 @@ def _with_drawn(tuner: Tuner, trace: Trace, texts: TextProcessor, seconds: float
     """Add the counts of a run that draws its chains, if rounds draw them and the time allows it. The trace is saved."""
     if not trace.sampled or not tuner.session.draws_chains or trace.drawn is not None:
         return trace
-    count = len(trace.rows)
-    requests = repeated(tuner.sample.to_trace, count, texts.stop_check)
+    requests = repeated(tuner.sample.to_trace, len(trace.rows), texts.stop_check)
+    until = time.perf_counter() + seconds
+    # The engine has memory for rounds that verify this number of tokens.
+    at_once = max(1, tuner.limits.verify_tokens // (trace.depth + 1))
+    parts = [requests[first : first + at_once] for first in range(0, len(requests), at_once)]
     try:
-        drawn = tuner.session.count_drawn(requests, trace.depth, time.perf_counter() + seconds)
+        counts = [tuner.session.count_drawn(part, trace.depth, until) for part in parts]
     except OutOfTime:
         return trace
-    trace = replace(trace, drawn=drawn)
+    trace = replace(trace, drawn=np.sum(counts, axis=0))
     tuner.cache.save_trace(trace)
     return trace
 

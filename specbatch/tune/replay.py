@@ -142,7 +142,8 @@ class Replayer:
             return replay
         shares = drawn[1 : 1 + shape.num_steps] / drawn[0]
         gain = (1 + shares.sum()) / (1 + self._greedy_shares[: shape.num_steps].sum())
-        rounds_R = np.maximum(replay.rounds_R / gain, self._positions.num_committed_R / shape.max_path)
+        tokens_R = replay.tokens_R  # a round commits 1 to `max_path` of them
+        rounds_R = np.clip(replay.rounds_R / gain, tokens_R / shape.max_path, tokens_R)
         accepted_at = tuple((shares * rounds_R.sum()).tolist())
         return replace(replay, rounds_R=rounds_R, unknown_R=replay.unknown_R / gain, accepted_at=accepted_at)
 

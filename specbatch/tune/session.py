@@ -134,7 +134,8 @@ class Session:
 
     @property
     def draws_chains(self) -> bool:
-        """Return whether sampled chains are drawn by themselves, so that a trace has other drafts than rounds."""
+        """Return whether rounds draw the drafts of sampled requests from the draft network's distribution. A trace has
+        its most likely tokens instead, so it does not show how many of the drawn drafts are accepted."""
         return self.parts.net is not None and not self.parts.coupled
 
     def count_drawn(self, requests: Sequence[Request], depth: int, until: float = math.inf) -> NDArray[np.int64]:

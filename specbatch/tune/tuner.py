@@ -48,8 +48,9 @@ class SearchLimits:
             return SearchLimits(0, 0, 33, 8192 if on_cuda else 512)
         limits = SearchLimits(8, 8, 64, 4096) if on_cuda else SearchLimits(6, 4, 24, 256)
         entry = METHODS[method]
-        if not entry.chains_only and not entry.one_pass:  # such drafters are compared as chains
+        if not entry.chains_only and not entry.one_pass:
             return limits
+        # Chains alone are compared, so they can be longer.
         depth = max_drafts or (_PASS_DEPTH if entry.one_pass else limits.depth)
         return SearchLimits(depth, 1, depth + 1, 8192 if on_cuda else 512)
 

@@ -251,6 +251,16 @@ def test_intervals() -> None:
     assert rates[0] == found.tokens_R[0] / found.rounds_R[0]
 
 
+def test_drawn_drafts_that_are_worse_leave_rounds_with_a_token_each() -> None:
+    """Where the target is surer than the draft network, drawn drafts are accepted less often than greedy ones."""
+    trace, replayer = made(0, None)
+    useless = Replayer(replace(trace, drawn=np.array([100, *[0] * trace.depth])))
+    greedy, found = replayed(replayer, CHAINS[2]), replayed(useless, CHAINS[2])
+    assert greedy.tokens_per_round > 1.1
+    assert (found.rounds_R <= found.tokens_R).all()
+    assert found.tokens_R.tolist() == greedy.tokens_R.tolist()
+
+
 def test_a_trace_is_saved_and_read_back(tmp_path: Path) -> None:
     trace, _ = made(0, None)
     mixed = replace(trace, rows=(*trace.rows, RowTrace(1, np.array([3], np.int32))))

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
 from specbatch.cli import app
@@ -51,7 +52,8 @@ from specbatch.tune.profile import FileProfile
 from specbatch.tune.sample import Sample, sample_rows
 from specbatch.tune.search import Plan
 from specbatch.tune.session import OutOfTime, Session
-from specbatch.tune.start import rows_to_trace
+from specbatch.tune.start import cache_folder, rows_to_trace
+from specbatch.tune.trace import Trace
 from specbatch.tune.tuner import SearchLimits, Tuner
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.tiny_models import tiny_device_engine, tiny_engine
@@ -213,6 +215,36 @@ def test_chains_of_sampled_rows_are_counted_once(
     monkeypatch.setattr(Session, "count_drawn", Mock(side_effect=OutOfTime))
     found = tune(path, "-o", tmp_path / "other.yaml", "--rows", "4", target=tiny_model, sets=sets)
     assert "estimated from greedy ones" in found.output
+
+
+@pytest.mark.usefixtures("trace_only")
+def test_chains_of_many_rows_are_counted_in_parts(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is built for rounds that verify a bounded number of tokens."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"Row {i}", "max_tokens": 6, "temperature": 0.7} for i in range(5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    count_drawn, limits_of = Session.count_drawn, SearchLimits.of
+    sizes, found = list[int](), list[NDArray[np.int64]]()
+
+    def counting(session: Session, requests: Sequence[Request], *args: Any) -> NDArray[np.int64]:
+        sizes.append(len(requests))
+        found.append(count_drawn(session, requests, *args))
+        return found[-1]
+
+    def limited(*args: Any) -> SearchLimits:
+        limits = limits_of(*args)
+        return replace(limits, verify_tokens=2 * (limits.depth + 1))
+
+    monkeypatch.setattr(Session, "count_drawn", counting)
+    monkeypatch.setattr(SearchLimits, "of", limited)
+    output = tmp_path / "t.yaml"
+    tune(path, "-o", output, "--rows", "5", target=tiny_model, sets=drafting_with(tiny_model))
+    assert sizes == [2, 2, 1]
+    trace = Trace.load(cache_folder(output) / "trace.npz")
+    assert trace.drawn is not None
+    assert trace.drawn.tolist() == sum(found).tolist()
 
 
 def test_how_many_rows_are_traced() -> None:

@@ -381,6 +381,11 @@ class _BlockJson:
                 "speculation.draft: its confidence head estimates how likely drafts are: speculation.verify_budget "
                 "reads it, and nothing else does"
             )
+        elif self._flag("enable_confidence_head"):
+            notes.append(
+                "speculation.draft: its config.json has enable_confidence_head, and its files have no confidence head: "
+                "speculation.verify_budget reads the probabilities of the drafts"
+            )
         if ignored := self._ignored():
             notes.append(f"speculation.draft: its config.json has keys that specbatch ignores: {first_names(ignored)}")
         return notes

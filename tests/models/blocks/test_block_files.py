@@ -186,6 +186,10 @@ def test_the_number_of_drafts_is_that_of_the_block(target: Checkpoint, tmp_path:
     anchored = resolved(target, written("DSpark of DeepSpec"))
     assert anchored.speculation.section.num_steps == SIZE
     assert any("confidence head estimates how likely drafts are" in note for note in anchored.notes)
+    tensors = random_tensors(described(CASES["DSpark of DeepSpec"]))
+    without = {name: tensor for name, tensor in tensors.items() if "confidence" not in name}
+    lost = resolved(target, write_drafter(tmp_path / "lost", without, CASES["DSpark of DeepSpec"].config))
+    assert any("its files have no confidence head" in note for note in lost.notes)
     short = resolved(target, tmp_path / "DFlash", "speculation.num_steps=2")
     assert (short.speculation.section.num_draft_tokens, short.speculation.num_lookahead) == (3, SIZE)
     with pytest.raises(ConfigError, match=r"num_steps is 7, and a block of this drafter has 4 drafts"):
@@ -200,6 +204,12 @@ def test_the_number_of_drafts_is_that_of_the_block(target: Checkpoint, tmp_path:
         tree = resolved(target, tmp_path / "DFlash", *sets).speculation
         assert (tree.section.num_steps, tree.section.topk, tree.section.num_draft_tokens) == shape
         assert tree.num_lookahead == max(SIZE, shape[2])
+    by_batch = (
+        "speculation.schedule=[{max_batch: 1}, {max_batch: 2, topk: 2}, {max_batch: 3, topk: 2, num_steps: 1}, "
+        "{max_batch: 4, num_draft_tokens: 3}]"
+    )
+    shapes = resolved(target, tmp_path / "DFlash", by_batch).speculation.shapes
+    assert list(map(str, shapes)) == [f"{SIZE - 1}/1/{SIZE}", f"{SIZE - 1}/2/8", "1/2/3", "2/1/3"]
     with pytest.raises(ConfigError, match=r"num_draft_tokens must be between 2 and 15"):
         resolved(target, tmp_path / "DFlash", "speculation.topk=2", "speculation.num_draft_tokens=16")
     with pytest.raises(ConfigError, match=r"is shared by chains, and the draft shape 4/2/8 is a tree"):
@@ -216,6 +226,10 @@ def test_random_drafters(name: str) -> None:
     assert run.speculation.section.num_steps == (16 if name == "dspark" else 15)
     tree = resolve(load_config(None, [*sets, "engine.device=cpu", "speculation.topk=4"])).speculation.section
     assert (tree.num_steps, tree.num_draft_tokens) == ((16, 17) if name == "dspark" else (15, 16))
+    by_batch = resolve(
+        load_config(None, [*sets, "engine.device=cpu", "speculation.schedule=[{max_batch: 9, topk: 4}]"])
+    )
+    assert list(map(str, by_batch.speculation.shapes)) == ["16/4/17" if name == "dspark" else "15/4/16"]
     with pytest.raises(ModelError, match="is a draft head, not a model"):
         resolve(load_config(None, [f"model.target=random:{name}", "engine.device=cpu"]))
 
