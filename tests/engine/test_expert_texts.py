@@ -137,7 +137,7 @@ def test_texts_equal_transformers(family: str, method: str) -> None:
     if options["method"] not in ("none", "eagle3"):
         assert engine.stats.speculation.accepted > 0
     rows = [torch.tensor(prompt + text) for prompt, text in zip(PROMPTS, texts, strict=True)]
-    with torch.inference_mode():  # of a causal model no logits depend on the padding after them
+    with torch.inference_mode():  # a causal model computes logits that do not depend on the padding after them
         logits = model(pad_sequence(rows, batch_first=True)).logits
     for i, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
         assert text == logits[i, len(prompt) - 1 : len(rows[i]) - 1].argmax(-1).tolist()

@@ -170,7 +170,7 @@ def test_blocks_learn_from_the_right_positions() -> None:
 
 
 def test_the_loss_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With logits that are kept, and logits that are computed again."""
+    """The logits are kept, or computed again."""
     block = config_of(4)
     drafter = random_drafter(block)
     learner = learner_of(drafter)

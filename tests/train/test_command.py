@@ -203,7 +203,7 @@ def test_prompts_that_the_target_makes_up(tmp_path: Path, train: Train, monkeypa
 
 @pytest.mark.wide
 def test_damaged_files_are_named(tmp_path: Path, train: Train) -> None:
-    """What a killed process or a full disk leaves is an error with a hint, or is made again."""
+    """A file that a killed process or a full disk has left is an error with a hint, or is made again."""
     write_rows(tmp_path / "p.jsonl", "prompt", ["Say 1.", "Say 2.", "Say 3."])
     command = ["p.jsonl", "--model", tiny_model(tmp_path / "target"), "-o", "out", "--max-tokens", "8", *BLOCK]
     command += ["--batch-tokens", "256", "--max-steps", "2", "--set", "engine.kv_cache_tokens=4096"]

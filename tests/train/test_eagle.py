@@ -55,7 +55,7 @@ from tests.tiny_models import (
     tiny_config,
 )
 
-LAYERS, WIDTH = 8, 41  # of the target, and of the draft vocabulary
+LAYERS, WIDTH = 8, 41  # the layers of the target, and the size of the draft vocabulary
 DRAFT_IDS = torch.arange(VOCAB)[torch.arange(VOCAB) % 3 != 1][:WIDTH]
 
 
@@ -383,7 +383,7 @@ def test_checkpoints_have_the_public_names(tmp_path: Path) -> None:
 
 
 def test_bfloat16_products_give_nearly_the_same_loss_and_gradients() -> None:
-    """As on CUDA: the target in bfloat16, the head's parameters in float32 under autocast."""
+    """The target is in bfloat16, and the head's parameters are in float32 under autocast, as on CUDA."""
 
     batch = collate([Example(p[:40], 2, i, True) for i, p in enumerate(random_prompts(6, shared=8, longest=30))], 3)
     found = []
