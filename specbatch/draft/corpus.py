@@ -14,7 +14,6 @@ from torch import Tensor
 
 from specbatch.kernels.corpus import SIZES, word_estimates
 
-MIN_TOKENS = 1024  # the smallest corpus
 _TOKENS_AT_ONCE = 1 << 16  # tokens of a file that are added at once, with those that pad short texts
 
 

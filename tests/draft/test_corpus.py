@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from specbatch.draft.corpus import MIN_TOKENS, Corpus
+from specbatch.draft.corpus import Corpus
 from specbatch.kernels import torch as ops
 from specbatch.kernels.corpus import MAX_SIZE, SIZES
 from tests.tiny_models import CPU
+
+SMALL = 1024  # tokens of a small corpus
 
 
 def search(corpus: Corpus, tokens: list[int], count: int = 8, least: float = 0.01) -> tuple[list[int], float, bool]:
@@ -24,7 +26,7 @@ def drafts(corpus: Corpus, tokens: list[int], count: int = 8, least: float = 0.0
     return search(corpus, tokens, count, least)[0]
 
 
-def corpus_of(*texts: list[int], size: int = MIN_TOKENS) -> Corpus:
+def corpus_of(*texts: list[int], size: int = SMALL) -> Corpus:
     corpus = Corpus(size, CPU, ops)
     for text in texts:
         corpus.load([text])
@@ -115,12 +117,12 @@ def test_nothing_is_predicted_after_the_end_of_a_text() -> None:
 
 def test_old_words_are_overwritten() -> None:
     """The table stays as large as it is, and new texts are found in it."""
-    corpus = corpus_of(size=MIN_TOKENS)
+    corpus = corpus_of(size=SMALL)
     size = corpus.words_H.shape[0]
     texts = np.random.default_rng(2).integers(0, 1000, size=(400, 30)).tolist()
     for text in texts:
         corpus.load([text])
-    assert corpus.words_H.shape[0] == size == 4 * MIN_TOKENS + 1
+    assert corpus.words_H.shape[0] == size == 4 * SMALL + 1
     found = [drafts(corpus, text[:12], 8) == text[12:20] for text in texts]
     assert sum(found[-10:]) >= 8
     assert sum(found[:40]) < 10
