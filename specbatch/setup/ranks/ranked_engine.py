@@ -106,9 +106,13 @@ class OtherRanks:
             mine, theirs = Pipe()
             self._ranks.append(_Rank(number, start(theirs), mine))
             theirs.close()
+        # A message can be larger than a pipe holds, and a rank reads it once its modules are imported. So all of them
+        # are running before the first one gets its message.
+        for rank in self._ranks:
             with contextlib.suppress(BrokenPipeError):  # it has ended: that is found next
                 # Not by `send`, which shares memory of tensors with processes that have this one's key.
-                mine.send_bytes(pickle.dumps(RankStart(run, number, str(self.meeting), os.getpid())))
+                start_of_rank = RankStart(run, rank.number, str(self.meeting), os.getpid())
+                rank.connection.send_bytes(pickle.dumps(start_of_rank))
         for rank in self._ranks:
             self._expect(rank, "started")
 
