@@ -2,7 +2,8 @@
 
 - `one_shot`: each GPU sends its tensor to all others and adds the tensors that it gets, in the order of ranks. This is
   one step; for more than two GPUs it sends many bytes.
-- `copied`: the same for two GPUs, by copy engines. It begins later, but multiprocessors are free for another pass.
+- `copied`: copy engines send. It begins later, but multiprocessors are free for another pass. Two GPUs send their
+  tensors, as in `one_shot`. More GPUs send parts, as in `two_shot`.
 - `two_shot`: each GPU adds one part, in the same order, and reads the sums of the others' parts. This is two steps with
   few bytes.
 - `nccl`: NCCL adds, in an order that it chooses by the size and the element's position. It is the fastest for many
@@ -22,20 +23,24 @@ Algorithm = Literal["one_shot", "copied", "two_shot", "nccl", "gather"]
 
 class Limits(NamedTuple):
     """The largest tensor, in bytes, that each algorithm adds. `exchange`: the largest part that `one_shot` sends to
-    each other GPU in a gather, or in a scatter of sums."""
+    each other GPU in a gather, or in a scatter of sums. `alignment`: a sum by `copied` has a multiple of these bytes.
+    """
 
     one_shot: int
     two_shot: int
     exchange: int
     copied: int = 0
+    alignment: int = 1
 
 
 _KIB, _MIB = 1024, 1024**2
 # Limits by the number of GPUs. Those for two were measured on H100s (docs/bench/2026-11-25-h100x2-one-shot.json):
-# one_shot takes half the time of nccl up to 4 MiB, and 0.8 of it at 64 MiB. Those for four and eight are not measured:
-# they are the sizes at which other engines change the algorithm on one host with NVLink. Other numbers of GPUs have no
-# limits: there torch's two-shot kernel adds in an order that differs from rank to rank, so ranks would get different
-# bits. An exchange sends each GPU only what it needs, whatever their number, so one piece of an inbox goes by one_shot.
+# one_shot takes half the time of nccl up to 4 MiB, and 0.8 of it at 64 MiB. So were those for four
+# (docs/bench/2026-11-28-h100x4-ranks.json): one_shot is the fastest up to 256 KiB, and from 1 to 4 MiB two_shot takes
+# 0.8 to 1.0 of nccl. Those for eight are not measured: they are the sizes at which other engines change the algorithm
+# on one host with NVLink. Other numbers of GPUs have no limits: there torch's two-shot kernel adds in an order that
+# differs from rank to rank, so ranks would get different bits. An exchange sends each GPU only what it needs, whatever
+# their number, so one piece of an inbox goes by one_shot.
 LIMITS = {
     1: Limits(128 * _MIB, 128 * _MIB, 128 * _MIB),  # only tests use one GPU; torch has no two-shot sum for it
     2: Limits(128 * _MIB, 128 * _MIB, 128 * _MIB),
@@ -46,7 +51,7 @@ _TWO_PASSES_ONE_SHOT = 512 * _KIB
 _ANY = sys.maxsize
 # Larger tensors are sent in pieces. A GPU has room for two pieces from each GPU, which are 64 MiB in all.
 _LARGEST_PIECE, _INBOX = 16 * _MIB, 64 * _MIB
-MAILBOX = 64 * _MIB  # the largest piece of `copied`; a GPU has room for one
+MAILBOX_BYTES = 64 * _MIB  # the room of a GPU for one piece of each other GPU that `copied` sends
 _DTYPES = (torch.bfloat16, torch.float32)  # the dtypes that the kernels add
 ALIGNMENT = 16  # bytes: the kernels' widest load. Torch's kernels refuse less than 4, and are slow below 16
 
@@ -61,7 +66,9 @@ def limits_for(size: int, *, two_passes: bool) -> Limits | None:
         return limits
     one_shot = min(limits.one_shot, _TWO_PASSES_ONE_SHOT)
     two_shot = one_shot if limits.two_shot == limits.one_shot else limits.two_shot
-    return Limits(one_shot, two_shot, min(limits.exchange, _TWO_PASSES_ONE_SHOT), _ANY if size == 2 else 0)
+    copied = 0 if size == 1 else _ANY  # only tests use one GPU
+    alignment = ALIGNMENT if size == 2 else ALIGNMENT * size
+    return Limits(one_shot, two_shot, min(limits.exchange, _TWO_PASSES_ONE_SHOT), copied, alignment)
 
 
 def algorithm_for(num_bytes: int, dtype: torch.dtype, limits: Limits | None, *, fixed_order: bool) -> Algorithm:
@@ -73,7 +80,7 @@ def algorithm_for(num_bytes: int, dtype: torch.dtype, limits: Limits | None, *, 
         return "one_shot"
     if num_bytes <= limits.two_shot:
         return "two_shot"
-    return "copied" if num_bytes <= limits.copied else "nccl"
+    return "copied" if num_bytes <= limits.copied and num_bytes % limits.alignment == 0 else "nccl"
 
 
 def exchange_for(num_bytes: int, dtype: torch.dtype, limits: Limits | None) -> Algorithm:

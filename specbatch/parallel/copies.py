@@ -1,62 +1,82 @@
-"""Sums of two GPUs by copy engines. No multiprocessor sends or waits, so all of them can compute another pass.
+"""Sums and exchanges of GPUs by copy engines. No multiprocessor sends or waits, so all of them can compute another
+pass.
 
-Each GPU copies its tensor into the mailbox of the other one, and adds the tensor that came into its own. A kernel that
-waits would need a multiprocessor, and large GEMMs hold all of them from beginning to end. Here the stream waits for a
-word that the other GPU writes (memory operations of streams, `cuStreamWaitValue32` of the CUDA driver).
+Each GPU copies its tensors into the mailboxes of the others, and reads the tensors that came into its own. A kernel
+that waits would need a multiprocessor, and large GEMMs hold all of them from beginning to end. Here the stream waits
+for a word that another GPU writes (memory operations of streams, `cuStreamWaitValue32` of the CUDA driver).
 
 A word is written after all earlier writes of the stream are visible to the other GPU (the driver's default is a fence
-of the system). A mailbox has two words. `ready` says that a tensor has come. `free` says that this GPU may send the
-next one. Each is 0 or 1, so that a CUDA graph can hold the operations. The other GPU writes them, and the GPU that
-waited sets them back.
+of the system). A mailbox has two words for each other GPU. `ready` says that its tensor has come. `free` says that this
+GPU may send it the next one. Each is 0 or 1, so that a CUDA graph can hold the operations. The other GPU writes them,
+and the GPU that waited sets them back.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-_READY, _FREE = 0, 4  # offsets in bytes from the beginning of the words
+from specbatch.parallel.algorithms import ALIGNMENT
+
+_READY, _FREE = 0, 128  # offsets in bytes from the beginning of the words; each other GPU has a word of 4 bytes at both
 WORDS_BYTES = 256
 _WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ of cuda.h
 
 
 class Mailbox:
-    """A mailbox for tensors of the other GPU. `memory`: uint8 memory of this GPU, which the other one writes. `peer`:
-    the other GPU's mailbox, as this GPU sees it. The words come after the first `capacity` bytes."""
+    """A mailbox for tensors of the other GPUs of a group. `memories`: uint8 memory of the GPU of each rank, as this GPU
+    sees it. The words come last. `capacity`: the bytes of the largest tensor that a GPU sends to another one."""
 
-    def __init__(self, memory: Tensor, peer: Tensor) -> None:
-        assert len(memory) == len(peer)
-        self.capacity = len(memory) - WORDS_BYTES
-        self._memory, self._peer = memory, peer
+    def __init__(self, memories: Sequence[Tensor], rank: int) -> None:
+        size, room = len(memories), len(memories[rank]) - WORDS_BYTES
+        self.capacity = room // (size - 1) // ALIGNMENT * ALIGNMENT
+        self._memories, self._rank, self._room = memories, rank, room
+        # Each rank begins with another one, so that no GPU gets all tensors at once.
+        self._others = [(rank + i) % size for i in range(1, size)]
         # The addresses are kept, because the host must launch a sum in less time than a GPU needs for a part of a
         # layer.
-        self._own_words, self._peer_words = (tensor.data_ptr() + self.capacity for tensor in (memory, peer))
+        self._words = [memory.data_ptr() + room for memory in memories]
 
     def reset(self) -> None:
-        """Mark the mailbox as empty. Call it before the other GPU uses the mailbox."""
-        words = self._memory[self.capacity :].view(torch.int32)
+        """Mark the mailbox as empty. Call it before another GPU uses the mailbox."""
+        words = self._memories[self._rank][self._room :].view(torch.int32)
         words.zero_()
-        words[_FREE // 4] = 1
+        words[_FREE // 4 :] = 1
 
-    def send(self, x: Tensor) -> None:
-        """Copy a contiguous tensor of at most `capacity` bytes into the other GPU's mailbox, on the current stream."""
-        stream = _stream()
-        _await_one(stream, self._own_words + _FREE)
-        self._peer[: x.nbytes].copy_(x.view(-1).view(torch.uint8))
-        _write(stream, self._peer_words + _READY, 1)
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Copy a contiguous tensor into the mailbox of each other GPU, on the current stream. `tensors` has one for
+        each rank, all of the same size. That of this rank is not sent."""
+        stream, own_words = _stream(), self._words[self._rank]
+        for other in self._others:
+            x = tensors[other].view(-1).view(torch.uint8)
+            at = _place(self._rank, other) * len(x)
+            _await_one(stream, own_words + _FREE + 4 * other)
+            self._memories[other][at : at + len(x)].copy_(x)
+            _write(stream, self._words[other] + _READY + 4 * self._rank, 1)
 
     def receive(self, like: Tensor) -> Tensor:
-        """Return the tensor that the other GPU sends, with the shape and the dtype of `like`. Work on the current
-        stream can read it until `release`."""
-        _await_one(_stream(), self._own_words + _READY)
-        return beginning(self._memory, like)
+        """Return what the other GPUs send, (size - 1, C) in the order of ranks. Each part has the dtype and the number
+        of elements of `like`. Work on the current stream can read it until `release`."""
+        stream, own_words = _stream(), self._words[self._rank]
+        for other in self._others:
+            _await_one(stream, own_words + _READY + 4 * other)
+        count = len(self._others)
+        return self._memories[self._rank][: count * like.nbytes].view(like.dtype).view(count, -1)
 
     def release(self) -> None:
-        """Tell the other GPU that it may send again, after the tensor that came was read."""
-        _write(_stream(), self._peer_words + _FREE, 1)
+        """Tell the other GPUs that they may send again, after the tensors that came were read."""
+        stream = _stream()
+        for other in self._others:
+            _write(stream, self._words[other] + _FREE + 4 * self._rank, 1)
+
+
+def _place(sender: int, receiver: int) -> int:
+    """Return the number of the sender's tensor in the receiver's mailbox, which has none of its own."""
+    return sender - (sender > receiver)
 
 
 def beginning(memory: Tensor, like: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from specbatch.kernels.trace_marks import marked
 from specbatch.parallel.algorithms import (
     ALIGNMENT,
-    MAILBOX,
+    MAILBOX_BYTES,
     Algorithm,
     algorithm_for,
     buffer_bytes,
@@ -60,8 +60,8 @@ class Collectives(Protocol):
         """Return whether this rank's driver has the operations that mailboxes need."""
         ...
 
-    def new_mailbox(self, capacity: int) -> Mailbox:
-        """Allocate a mailbox for tensors of up to `capacity` bytes, for two ranks. Both call it in the same order."""
+    def new_mailbox(self, num_bytes: int) -> Mailbox:
+        """Allocate a mailbox of `num_bytes` bytes. All ranks call it in the same order."""
         ...
 
     def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool) -> None:
@@ -79,7 +79,7 @@ class Collectives(Protocol):
         ...
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
-        """Do the same as `one_shot`, for two ranks."""
+        """Do the same as `one_shot`. For more than two ranks, the number of elements is a multiple of theirs."""
         ...
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None: ...
@@ -95,7 +95,7 @@ class Collectives(Protocol):
         ...
 
     def copied_gather(self, x: Tensor, parts: Tensor, mailbox: Mailbox) -> None:
-        """Do the same as `one_shot_gather`, for two ranks."""
+        """Do the same as `one_shot_gather`."""
         ...
 
     def exchange(self, parts: Tensor, received: Tensor) -> None:
@@ -115,7 +115,7 @@ class Collectives(Protocol):
         ...
 
     def copied_scatter(self, parts: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
-        """Do the same as `one_shot_scatter`, for two ranks."""
+        """Do the same as `one_shot_scatter`."""
         ...
 
     def close(self) -> None: ...
@@ -148,7 +148,7 @@ class CudaGroup(Group):
         capacity, num_bytes, passes = inbox_capacity(size), buffer_bytes(alone), range(1 + two_passes)
         self._inboxes = [collectives.new_inbox(capacity) for _ in passes] if capacity else []
         self._buffers = [collectives.new_buffer(num_bytes) for _ in passes] if num_bytes else []
-        self._mailboxes = [collectives.new_mailbox(MAILBOX) for _ in passes] if copies else []
+        self._mailboxes = [collectives.new_mailbox(MAILBOX_BYTES) for _ in passes] if copies else []
         self._pass, self._is_closed = _ALONE, False
 
     @property
@@ -273,7 +273,9 @@ class CudaGroup(Group):
                 run.one_shot(piece, added, part, inbox, is_alone=self._pass == _ALONE)
         elif algorithm == "copied":
             mailbox = self._mailboxes[self._memory]
-            for piece, added, part in _pieces(x, residual, out, mailbox.capacity):
+            # Two ranks send all of a piece; more send each other rank its part, and then their part of the sum.
+            capacity = mailbox.capacity * (1 if self.size == 2 else self.size)
+            for piece, added, part in _pieces(x, residual, out, capacity):
                 run.copied(piece, added, part, mailbox)
         elif algorithm == "nccl":
             run.nccl(x, out)
@@ -333,7 +335,7 @@ class TorchCollectives:
         from specbatch.kernels.triton.ranks import one_shot, peer_add
 
         disable_multicast()
-        self._kernel, self._add_received, self._add_parts = one_shot, peer_add.add_received, peer_add.add_parts
+        self._kernel, self._add_parts, self._add_received = one_shot, peer_add.add_parts, peer_add.add_received
         torch.cuda.set_device(device)
         self._rank, self._size, self._device, self._name = rank, size, device, f"specbatch {meeting}"
         c10d: Any = torch._C._distributed_c10d
@@ -373,9 +375,10 @@ class TorchCollectives:
     def can_copy(self) -> bool:
         return has_stream_operations(self._device)
 
-    def new_mailbox(self, capacity: int) -> Mailbox:
-        memory, shared = self._shared(capacity + WORDS_BYTES)
-        mailbox = Mailbox(memory, shared.get_buffer(1 - self._rank, (capacity + WORDS_BYTES,), torch.uint8))
+    def new_mailbox(self, num_bytes: int) -> Mailbox:
+        memory, shared = self._shared(num_bytes + WORDS_BYTES)
+        memories = [shared.get_buffer(rank, memory.shape, torch.uint8) for rank in range(self._size)]
+        mailbox = Mailbox(memories, self._rank)
         mailbox.reset()
         self._meet()
         return mailbox
@@ -392,9 +395,15 @@ class TorchCollectives:
         self._kernel.one_shot_norm(x_TE, residual_TE, norm.weight, norm.eps, inbox, out_TE, normed_TE)
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
-        mailbox.send(x)
-        self._add_received(x, mailbox.receive(x), residual, out)
-        mailbox.release()
+        if self._size == 2:
+            mailbox.send((x, x))
+            self._add_received(mailbox.receive(x), x, self._rank, residual, out)
+            mailbox.release()
+            return
+        parts, sums = (tensor.view(self._size, -1) for tensor in (x, out))
+        own = None if residual is None else residual.view(self._size, -1)[self._rank]
+        self.copied_scatter(parts, own, sums[self._rank], mailbox)
+        self._copied_to_others(sums[self._rank], sums, mailbox)
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None:
         if _is_fake(x):
@@ -426,14 +435,20 @@ class TorchCollectives:
         self._kernel.one_shot_scatter(parts, residual, out, inbox, is_alone=is_alone)
 
     def copied_gather(self, x: Tensor, parts: Tensor, mailbox: Mailbox) -> None:
-        mailbox.send(x)
-        parts[self._rank].copy_(x)
-        parts[1 - self._rank].copy_(mailbox.receive(x))
+        parts[self._rank].copy_(x.view(-1))
+        self._copied_to_others(x, parts, mailbox)
+
+    def _copied_to_others(self, x: Tensor, parts: Tensor, mailbox: Mailbox) -> None:
+        """Write the x of each other rank to `parts`."""
+        mailbox.send([x] * self._size)
+        received = mailbox.receive(x)
+        parts[: self._rank].copy_(received[: self._rank])
+        parts[self._rank + 1 :].copy_(received[self._rank :])
         mailbox.release()
 
     def copied_scatter(self, parts: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
-        mailbox.send(parts[1 - self._rank])
-        self._add_received(parts[self._rank], mailbox.receive(out), residual, out)
+        mailbox.send(parts)
+        self._add_received(mailbox.receive(out), parts[self._rank], self._rank, residual, out)
         mailbox.release()
 
     def exchange(self, parts: Tensor, received: Tensor) -> None:

@@ -95,6 +95,4 @@ def _loss_on_gpus(num_ranks: int, job: Job) -> str | None:
         return None if is_small else why
     if job.has_experts:
         return "each lane would read all experts, which takes longer than what it could hide"
-    if num_ranks > 2:
-        return "only two GPUs send by copy engines; what others send would wait for the GEMMs of the other lane"
     return None

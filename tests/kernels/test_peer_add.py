@@ -13,13 +13,18 @@ received = pytest.importorskip("specbatch.kernels.triton.ranks.peer_add")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 8), (3, 1000), (2, 4096)], ids=str)
 def test_sums_round_as_those_of_one_shot(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x, other, residual = torch.randn((3, *shape), device=DEVICE).to(dtype)
-    expected = (x.float() + other.float()).to(dtype)
-    out = torch.empty_like(x)
-    received.add_received(x, other, None, out)
-    assert torch.equal(out, expected)
-    received.add_received(x, other, residual, out)
-    assert torch.equal(out, residual + expected)
+    *parts, residual = torch.randn((5, *shape), device=DEVICE).to(dtype)
+    for size in (2, 4):
+        expected = parts[0].float()
+        for part in parts[1:size]:
+            expected = expected + part.float()
+        for rank in range(size):
+            others = torch.stack([part.view(-1) for i, part in enumerate(parts[:size]) if i != rank])
+            out = torch.empty_like(residual)
+            received.add_received(others, parts[rank], rank, None, out)
+            assert torch.equal(out, expected.to(dtype)), (size, rank)
+            received.add_received(others, parts[rank], rank, residual, out)
+            assert torch.equal(out, residual + expected.to(dtype)), (size, rank)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)

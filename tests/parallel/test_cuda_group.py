@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
-import random
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +28,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, ModelError, SpecbatchError
 from specbatch.kernels import ops_for
 from specbatch.models.layers import RMSNorm
-from specbatch.parallel import algorithms, copies, cuda
+from specbatch.parallel import algorithms, cuda
 from specbatch.parallel.algorithms import LIMITS, Limits, algorithm_for, buffer_bytes, inbox_capacity, limits_for
 from specbatch.parallel.cuda import CudaGroup, named_group
 from specbatch.parallel.group import Group, Norm, in_order
@@ -146,8 +143,8 @@ class FakeCollectives:
         (2, 5 << 20, torch.float32, ("one_shot", "copied")),  # One pass has two pieces.
         (2, (1 << 10) + 1, torch.bfloat16, ("nccl", "nccl")),
         (2, 1 << 10, torch.float64, ("nccl", "nccl")),
-        (4, 1 << 20, torch.float32, ("one_shot", "nccl")),  # larger than a one-shot sum of four
-        pytest.param(4, 5 << 20, torch.float32, ("nccl", "nccl"), marks=pytest.mark.wide),
+        (4, 1 << 20, torch.float32, ("one_shot", "copied")),
+        pytest.param(4, 5 << 20, torch.float32, ("nccl", "copied"), marks=pytest.mark.wide),
         (3, 1 << 10, torch.bfloat16, ("nccl", "nccl")),
     ],
 )
@@ -198,10 +195,15 @@ def test_the_algorithm_follows_the_size(two_passes: bool) -> None:
         assert min(limits.one_shot, limits.exchange, 16 << 20) <= inbox_capacity(size)
         has_two_shot = limits.one_shot < limits.two_shot
         assert buffer_bytes(limits) == (limits.two_shot if has_two_shot else 0)
-        sizes = (16, limits.one_shot, *[limits.one_shot + 16, limits.two_shot] * has_two_shot, limits.two_shot + 16)
+        sizes = (
+            16,
+            limits.one_shot,
+            *[limits.one_shot + 16, limits.two_shot] * has_two_shot,
+            limits.two_shot + 16 * size,
+        )
         for dtype in (torch.bfloat16, torch.float32):
             found = [algorithm_for(n, dtype, limits, fixed_order=False) for n in sizes]
-            largest = "copied" if size == 2 and two_passes else "nccl"
+            largest = "copied" if size > 1 and two_passes else "nccl"
             assert found == ["one_shot", "one_shot", *["two_shot", "two_shot"] * has_two_shot, largest]
             assert {algorithm_for(n, dtype, limits, fixed_order=True) for n in sizes} == {"one_shot"}
     two = LIMITS[2]
@@ -316,7 +318,7 @@ def test_a_second_pass_has_a_buffer_of_its_own() -> None:
 
 def test_only_passes_at_the_same_time_leave_large_sums_to_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(algorithms, "_TWO_PASSES_ONE_SHOT", 64)
-    monkeypatch.setattr(cuda, "MAILBOX", 128)
+    monkeypatch.setattr(cuda, "MAILBOX_BYTES", 128)
 
     def work(group: Group) -> list[str]:
         mine, fake = cuda_group(group, two_passes=True)
@@ -347,55 +349,6 @@ def test_without_operations_of_streams_sums_are_left_to_nccl(monkeypatch: pytest
         return fake.calls
 
     assert on_ranks(2, work) == [["gather", "nccl"]] * 2
-
-
-class FakeDriver:
-    """A stream that does all at once. Waiting gives way to other threads."""
-
-    def cuStreamWaitValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
-        end = time.monotonic() + 20
-        while ctypes.c_uint32.from_address(address).value != value:
-            assert time.monotonic() < end, "nobody writes it"
-            time.sleep(0)
-        return 0
-
-    def cuStreamWriteValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
-        ctypes.c_uint32.from_address(address).value = value
-        return 0
-
-
-def test_a_driver_that_refuses_has_no_operations_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_stream", int)
-    monkeypatch.setattr(copies, "_driver", FakeDriver)
-    assert copies.has_stream_operations(CPU)
-    monkeypatch.setattr(copies, "_driver", lambda: SimpleNamespace(cuStreamWriteValue32_v2=lambda *_: 801))
-    assert not copies.has_stream_operations(CPU)
-    monkeypatch.setattr(copies, "_driver", SimpleNamespace)
-    assert not copies.has_stream_operations(CPU)
-
-
-def test_what_copy_engines_bring_is_kept_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that is ahead waits until its mailbox at the other one is free."""
-    monkeypatch.setattr(copies, "_driver", FakeDriver)
-    monkeypatch.setattr(copies, "_stream", int)
-    memories = [torch.zeros(1024 + copies.WORDS_BYTES, dtype=torch.uint8) for _ in range(2)]
-
-    def work(rank: int) -> None:
-        mailbox, chance = copies.Mailbox(memories[rank], memories[1 - rank]), random.Random(rank)
-        assert mailbox.capacity == 1024
-        for i in range(300):
-            time.sleep(chance.choice((0, 0, 0.0005)))
-            mailbox.send(torch.full((8, i % 16), 2 * i + rank))
-            time.sleep(chance.choice((0, 0, 0.0005)))
-            got = mailbox.receive(torch.empty(8, i % 16, dtype=torch.int64))
-            time.sleep(chance.choice((0, 0, 0.0005)))
-            assert torch.equal(got, torch.full((8, i % 16), 2 * i + 1 - rank)), i
-            mailbox.release()
-
-    for rank in range(2):
-        copies.Mailbox(memories[rank], memories[1 - rank]).reset()
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(work, range(2)))
 
 
 def test_a_part_of_a_tensor_that_is_not_aligned_is_copied() -> None:

@@ -289,12 +289,14 @@ def _exchanges(group: CudaGroup, device: torch.device) -> None:
 def _copies(group: CudaGroup, device: torch.device) -> None:
     """Of one stream, of two at the same time, launched and in graphs."""
     for dtype in (torch.bfloat16, torch.float32):
-        for count in (8, 8 * 577, (1 << 20) + 8, (algorithms.MAILBOX // dtype.itemsize) + 8):
-            both = [torch.randn(count, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(2)]
-            x, expected = both[group.rank].to(device), (both[0] + both[1]).to(device)
+        for count in (8, 8 * 577, (1 << 20) + 8, (algorithms.MAILBOX_BYTES // dtype.itemsize) + 8):
+            count *= group.size // 2
+            of_ranks = [torch.randn(count, generator=torch.Generator().manual_seed(i)) for i in range(group.size)]
+            total = in_order(torch.stack([x.to(dtype).float() for x in of_ranks]))
+            x, expected = of_ranks[group.rank].to(device, dtype), total.to(device, dtype)
             assert torch.equal(group.added(x, "copied"), expected), (dtype, count)
             assert torch.equal(group.added(x, "copied", residual := torch.randn_like(x)), residual + expected)
-        replays_follow_the_input(lambda x: group.added(x, "copied"), 2, dtype, 1 << 20)
+        replays_follow_the_input(lambda x: group.added(x, "copied"), group.size, dtype, 1 << 20)
     side = torch.cuda.Stream(device)
     xs = [torch.zeros(1 << 20, device=device) for _ in range(2)]
 
@@ -303,9 +305,9 @@ def _copies(group: CudaGroup, device: torch.device) -> None:
         first, second = xs
         for _ in range(20):
             with group.one_of_two_passes(0):
-                first = 0.5 * group.added(first, "copied")
+                first = group.added(first, "copied") / group.size
             with torch.cuda.stream(side), group.one_of_two_passes(1):
-                second = 0.5 * group.added(second, "copied")
+                second = group.added(second, "copied") / group.size
         torch.cuda.current_stream().wait_stream(side)
         return torch.stack((first, second))
 
@@ -315,7 +317,8 @@ def _copies(group: CudaGroup, device: torch.device) -> None:
             x.fill_(2 * value * (1 + 2 * i) * (1 + 3 * group.rank))
         if (value + group.rank) % 5 == 0:
             torch.cuda._sleep(500_000 * group.rank)
-        expected = torch.tensor([5.0 * value, 15.0 * value], device=device)
+        mean = 2.0 + 3 * (group.size - 1)
+        expected = torch.tensor([mean * value, 3 * mean * value], device=device)
         for found in (both_passes(), (graph.replay(), out)[1]):
             assert torch.equal(found, expected[:, None].expand_as(found)), value
 
@@ -344,8 +347,14 @@ def _four_gpus(rank: int, meeting: str) -> None:
             ):
                 found = group.added(x, algorithm).float().cpu()  # type: ignore[arg-type]
                 torch.testing.assert_close(found, total, rtol=0.02, atol=0.05 if dtype == torch.bfloat16 else 1e-4)
+    two = CudaGroup(
+        rank, 4, device, TorchCollectives(rank, 4, f"{meeting} two", device), fixed_order=False, two_passes=True
+    )
+    _copies(two, device)
+    _exchanges(two, device)
     torch.cuda.synchronize()
     group.close()
+    two.close()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,94 @@
+"""Mailboxes of ranks that are threads. They wait in a loop for a word of memory, as the stream of a GPU does."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specbatch.parallel import copies
+from specbatch.parallel.copies import WORDS_BYTES, Mailbox
+from specbatch.parallel.cuda import TorchCollectives
+from specbatch.parallel.group import Group, in_order
+from tests.parallel.threads import on_ranks
+from tests.tiny_models import CPU
+
+
+class FakeDriver:
+    """A stream that does all at once. Waiting gives way to other threads."""
+
+    def cuStreamWaitValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
+        end = time.monotonic() + 20
+        while ctypes.c_uint32.from_address(address).value != value:
+            assert time.monotonic() < end, "nobody writes it"
+            time.sleep(0)
+        return 0
+
+    def cuStreamWriteValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
+        ctypes.c_uint32.from_address(address).value = value
+        return 0
+
+
+def test_a_driver_that_refuses_has_no_operations_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_stream", int)
+    monkeypatch.setattr(copies, "_driver", FakeDriver)
+    assert copies.has_stream_operations(CPU)
+    monkeypatch.setattr(copies, "_driver", lambda: SimpleNamespace(cuStreamWriteValue32_v2=lambda *_: 801))
+    assert not copies.has_stream_operations(CPU)
+    monkeypatch.setattr(copies, "_driver", SimpleNamespace)
+    assert not copies.has_stream_operations(CPU)
+
+
+class Copies(TorchCollectives):
+    """Only the operations by mailboxes. They add by torch."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def _add_received(  # type: ignore[override]
+        self, received: Tensor, own: Tensor, rank: int, residual: Tensor | None, out: Tensor
+    ) -> None:
+        time.sleep(random.random() / 2000)  # other ranks must not write over what this one still reads
+        others = list(received)
+        total = in_order(torch.stack([*others[:rank], own.view(-1), *others[rank:]])).view(out.shape)
+        out.copy_(total if residual is None else residual + total)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_and_exchanges_of_many_sizes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is ahead waits until its mailbox at the other ones is free."""
+    monkeypatch.setattr(copies, "_driver", FakeDriver)
+    monkeypatch.setattr(copies, "_stream", int)
+    memories = [torch.empty(3 * 1024 + 16 + WORDS_BYTES, dtype=torch.uint8) for _ in range(size)]
+    for rank in range(size):
+        Mailbox(memories, rank).reset()
+
+    def work(group: Group) -> None:
+        rank = group.rank
+        run, mailbox = Copies(rank, size), Mailbox(memories, rank)
+        assert mailbox.capacity == (3 * 1024 + 16 if size == 2 else 1024)
+        for turn in range(60):
+            count = (4, 16, 64, 256)[turn % 4]
+            of_ranks = [
+                torch.randn(size, count, generator=torch.Generator().manual_seed(9 * turn + i)) for i in range(size)
+            ]
+            parts, residual = of_ranks[rank], torch.randn(size * count, generator=torch.Generator().manual_seed(turn))
+            out, found = torch.empty(count), torch.empty(size, count)
+            run.copied_scatter(parts, residual[:count], out, mailbox)
+            assert torch.equal(out, residual[:count] + in_order(torch.stack([part[rank] for part in of_ranks]))), turn
+            run.copied_gather(parts[0], found, mailbox)
+            assert torch.equal(found, torch.stack([part[0] for part in of_ranks])), turn
+            if 4 * size * count > mailbox.capacity * (1 if size == 2 else size):
+                continue
+            added = torch.empty(size * count)
+            for more in (residual, None):
+                run.copied(parts.view(-1), more, added, mailbox)
+                total = in_order(torch.stack([part.view(-1) for part in of_ranks]))
+                assert torch.equal(added, total if more is None else more + total), turn
+
+    on_ranks(size, work)
