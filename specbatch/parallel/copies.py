@@ -84,15 +84,17 @@ def beginning(memory: Tensor, like: Tensor) -> Tensor:
     return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
 
-def has_stream_operations(device: torch.device) -> bool:
-    """Return whether the driver can write a word, and wait for it, in the order of a stream."""
-    word = torch.zeros(1, dtype=torch.int32, device=device)
+def has_stream_operations(memories: Sequence[Tensor], rank: int) -> bool:
+    """Return whether the driver can write words of the memory of each rank, and wait for a word of this one, in the
+    order of a stream. `memories`: see `Mailbox`; WORDS_BYTES bytes of zeros."""
+    own = memories[rank].view(torch.int32)[rank]
     try:
-        _write(_stream(), word.data_ptr(), 1)
-        _await_one(_stream(), word.data_ptr())
+        for memory in memories:
+            _write(_stream(), memory.data_ptr() + 4 * rank, 1)
+        _await_one(_stream(), own.data_ptr())
     except (OSError, AttributeError, RuntimeError):  # no driver, an old one, or one that refuses
         return False
-    return int(word) == 0
+    return int(own) == 0
 
 
 def _await_one(stream: int, address: int) -> None:

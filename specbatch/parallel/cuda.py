@@ -57,7 +57,7 @@ class Collectives(Protocol):
         ...
 
     def can_copy(self) -> bool:
-        """Return whether this rank's driver has the operations that mailboxes need."""
+        """Return whether this rank's driver has the operations that mailboxes need. All ranks call it."""
         ...
 
     def new_mailbox(self, num_bytes: int) -> Mailbox:
@@ -373,15 +373,24 @@ class TorchCollectives:
         return self._kernel.Inbox(memory, addresses_G, counts_K, self._rank, capacity)
 
     def can_copy(self) -> bool:
-        return has_stream_operations(self._device)
+        memories = self._memories(WORDS_BYTES)
+        memories[self._rank].zero_()
+        self._meet()
+        found = has_stream_operations(memories, self._rank)
+        self._meet()  # so no rank writes into memory that is not there any more
+        return found
 
     def new_mailbox(self, num_bytes: int) -> Mailbox:
-        memory, shared = self._shared(num_bytes + WORDS_BYTES)
-        memories = [shared.get_buffer(rank, memory.shape, torch.uint8) for rank in range(self._size)]
-        mailbox = Mailbox(memories, self._rank)
+        mailbox = Mailbox(self._memories(num_bytes + WORDS_BYTES), self._rank)
         mailbox.reset()
         self._meet()
         return mailbox
+
+    def _memories(self, num_bytes: int) -> list[Tensor]:
+        """Allocate memory that all ranks can address. Return that of each rank."""
+        memory, shared = self._shared(num_bytes)
+        others = range(self._size)
+        return [memory if i == self._rank else shared.get_buffer(i, memory.shape, torch.uint8) for i in others]
 
     def one_shot(self, x: Tensor, residual: Tensor | None, out: Tensor, inbox: Inbox, *, is_alone: bool) -> None:
         self._kernel.one_shot_sum(x, residual, out, inbox, is_alone=is_alone)

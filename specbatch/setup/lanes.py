@@ -95,4 +95,6 @@ def _loss_on_gpus(num_ranks: int, job: Job) -> str | None:
         return None if is_small else why
     if job.has_experts:
         return "each lane would read all experts, which takes longer than what it could hide"
+    if num_ranks > 2:
+        return "more than two GPUs have not run sums by copy engines"
     return None

@@ -16,7 +16,6 @@ from specbatch.parallel.copies import WORDS_BYTES, Mailbox
 from specbatch.parallel.cuda import TorchCollectives
 from specbatch.parallel.group import Group, in_order
 from tests.parallel.threads import on_ranks
-from tests.tiny_models import CPU
 
 
 class FakeDriver:
@@ -37,11 +36,12 @@ class FakeDriver:
 def test_a_driver_that_refuses_has_no_operations_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_stream", int)
     monkeypatch.setattr(copies, "_driver", FakeDriver)
-    assert copies.has_stream_operations(CPU)
+    memories = [torch.zeros(WORDS_BYTES, dtype=torch.uint8) for _ in range(2)]
+    assert copies.has_stream_operations(memories, 1)
     monkeypatch.setattr(copies, "_driver", lambda: SimpleNamespace(cuStreamWriteValue32_v2=lambda *_: 801))
-    assert not copies.has_stream_operations(CPU)
+    assert not copies.has_stream_operations(memories, 0)
     monkeypatch.setattr(copies, "_driver", SimpleNamespace)
-    assert not copies.has_stream_operations(CPU)
+    assert not copies.has_stream_operations(memories, 0)
 
 
 class Copies(TorchCollectives):

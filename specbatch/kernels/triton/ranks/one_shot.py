@@ -67,6 +67,32 @@ def inbox_bytes(capacity: int, size: int) -> int:
 
 
 @triton.jit
+def _raise_flags(addresses_ptr, at, number, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Write the number to the flag of this GPU in all other inboxes, at once: one after the other, each would wait
+    until the one before it has arrived. `at`: bytes from the beginning of an inbox."""
+    PADDED: tl.constexpr = triton.next_power_of_2(SIZE)
+    peers_G = tl.arange(0, PADDED)
+    others_G = (peers_G != RANK) & (peers_G < SIZE)
+    flags_G = (tl.load(addresses_ptr + peers_G, mask=others_G, other=0) + at).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flags_G, tl.zeros((PADDED,), tl.int32) + number, mask=others_G, sem="release", scope="sys")
+
+
+@triton.jit
+def _await_flags(address, stride, number, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Wait until the flags of all other GPUs in this inbox have the number. `address`: that of the first one. `stride`:
+    bytes from the flag of a GPU to that of the next."""
+    PADDED: tl.constexpr = triton.next_power_of_2(SIZE)
+    peers_G = tl.arange(0, PADDED)
+    others_G = (peers_G != RANK) & (peers_G < SIZE)
+    flags_G = (address + stride * peers_G).to(tl.pointer_type(tl.int32))
+    missing = SIZE - 1
+    while missing > 0:
+        found_G = tl.atomic_add(flags_G, tl.zeros((PADDED,), tl.int32), mask=others_G, sem="acquire", scope="sys")
+        missing = tl.sum((others_G & (found_G != number)).to(tl.int32), 0)
+    tl.debug_barrier()
+
+
+@triton.jit
 def _one_shot(
     x_ptr, residual_ptr, out_ptr, addresses_ptr, counts_ptr, count, stride,
     GATHERS: tl.constexpr, SCATTERS: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
@@ -95,10 +121,7 @@ def _one_shot(
                 start = tl.load(addresses_ptr + peer) + (half + RANK) * NUM_BLOCKS * BLOCK_BYTES
                 tl.store(tl.multiple_of(start.to(tl.pointer_type(dtype)), 16) + at, x, mask=ok)
         tl.debug_barrier()  # all of the block is written
-        for peer in tl.static_range(SIZE):
-            if peer != RANK:
-                flag = tl.load(addresses_ptr + peer) + flags + 4 * ((half + RANK) * NUM_BLOCKS + block)
-                tl.atomic_xchg(flag.to(tl.pointer_type(tl.int32)), number, sem="release", scope="sys")
+        _raise_flags(addresses_ptr, flags + 4 * ((half + RANK) * NUM_BLOCKS + block), number, RANK, SIZE)
     own = tl.load(addresses_ptr + RANK)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
@@ -106,14 +129,11 @@ def _one_shot(
         number = tl.load(counts_ptr + block) + 1
         half = ((number & 1) * SIZE).to(tl.int64)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
+        _await_flags(own + flags + 4 * (half * NUM_BLOCKS + block), 4 * NUM_BLOCKS, number, RANK, SIZE)
         for peer in tl.static_range(SIZE):
             if peer == RANK:
                 part = tl.load(x_ptr + (RANK * stride if SCATTERS else 0) + at, mask=ok, other=0.0)
             else:
-                flag = (own + flags + 4 * ((half + peer) * NUM_BLOCKS + block)).to(tl.pointer_type(tl.int32))
-                while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
-                    pass
-                tl.debug_barrier()
                 start = own + (half + peer) * NUM_BLOCKS * BLOCK_BYTES
                 # Not from the cache of this multiprocessor, which does not see what other GPUs write.
                 part = tl.load(
@@ -159,21 +179,15 @@ def _one_shot_norm(
             start = tl.load(addresses_ptr + peer) + (halves + RANK) * NUM_BLOCKS * BLOCK_BYTES
             tl.store(tl.multiple_of(start.to(tl.pointer_type(dtype)), (16, 16)) + at, x)
     tl.debug_barrier()  # all of the row is written
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            flag = tl.load(addresses_ptr + peer) + flags + 4 * ((half + RANK) * NUM_BLOCKS + first)
-            tl.atomic_xchg(flag.to(tl.pointer_type(tl.int32)), number, sem="release", scope="sys")
+    _raise_flags(addresses_ptr, flags + 4 * ((half + RANK) * NUM_BLOCKS + first), number, RANK, SIZE)
     residual = tl.load(residual_ptr + at).to(tl.float32)
     own = tl.load(addresses_ptr + RANK)
     total = tl.zeros((ROW_BLOCKS, BLOCK), dtype=tl.float32)
+    _await_flags(own + flags + 4 * (half * NUM_BLOCKS + first), 4 * NUM_BLOCKS, number, RANK, SIZE)
     for peer in tl.static_range(SIZE):
         if peer == RANK:
             total += x.to(tl.float32)
         else:
-            flag = (own + flags + 4 * ((half + peer) * NUM_BLOCKS + first)).to(tl.pointer_type(tl.int32))
-            while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
-                pass
-            tl.debug_barrier()
             start = own + (halves + peer) * NUM_BLOCKS * BLOCK_BYTES
             # Not from the cache of this multiprocessor, which does not see what other GPUs write.
             part = tl.load(tl.multiple_of(start.to(tl.pointer_type(dtype)), (16, 16)) + at, cache_modifier=".cg")
