@@ -38,6 +38,7 @@ from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.acceptance import Acceptance
 from specbatch.engine.executor import RoundBatch
+from specbatch.engine.round import GREEDY
 from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.results.stats import commit, device_name, versions
 from specbatch.setup.build import build, measure_budget
@@ -118,7 +119,7 @@ class Variant:
         with torch.inference_mode():
             for size in (1, 16, *sizes):  # a round of padding captures this size
                 engine.executor.run(RoundBatch([None] * size, num_requests=size))
-        return measure_budget(engine.executor, budget, token_bytes, None)
+        return measure_budget(engine.executor, budget, GREEDY, token_bytes, None)
 
 
 def main() -> None:
