@@ -336,7 +336,8 @@ def measure_budget(
     option, measured = "speculation.verify_budget", executor.measure(wanted)
     if not measured:
         return f"{option}: auto, all nodes (no round was captured that could be timed)"
-    num_graphs = executor.num_graphs
+    assert executor.runner is not None
+    num_graphs, seconds = executor.num_graphs, executor.runner.seconds
     times = RoundTimes.measured(_of_first(measured, group), token_bytes / _CACHED_BYTES_PER_MS)
     times = times.with_sharing(_of_first(executor.measure_sharing(wanted), group))
     thresholds_S = executor.rounds.items[0].thresholds_S
@@ -348,8 +349,9 @@ def measure_budget(
     sizes = sorted({size for size, _, _ in measured})[:: max(1, len(measured) // 4)]
     words = ", ".join(f"{size} rows {math.exp(found[size]):.2f}" for size in sizes)
     return (
-        f"{option}: auto, {executor.num_graphs - num_graphs} graphs of fewer nodes; sharing takes "
-        f"{1e3 * times.ms_of_sharing * max(sizes):.0f} us with {max(sizes)} rows; at first drafts are verified from "
+        f"{option}: auto, {executor.num_graphs - num_graphs} graphs of fewer nodes, captured in "
+        f"{executor.runner.seconds - seconds:.1f} s; sharing takes "
+        f"{1e3 * times.ms_of_sharing * measured[0][0]:.0f} us with {measured[0][0]} rows; at first drafts are verified from "
         f"this probability on: {words}"
     )
 
