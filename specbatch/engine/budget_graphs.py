@@ -21,7 +21,7 @@ from specbatch.engine.verify_budget import RoundTimes
 # Nodes for each request.
 _STEPS = (1.0, 1.125, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0)
 _LEAST_CUT = 0.25  # nodes for each request by which a step must be smaller than whole chains
-_ENOUGH = 0.8  # share of the likely nodes that a round verifies at least; the last ones are hardly worth their time
+_ENOUGH = 0.8  # share of the likely drafts that a round verifies at least; the last ones are hardly worth their time
 # A graph is captured at the start if its round saves this share of the time for each node of a request: few nodes for
 # each request are wanted more often than many.
 _MIN_GAIN = 0.02
@@ -50,11 +50,11 @@ class BudgetGraphs:
     def cheapest(self, size: int, count: int, likely: float) -> RoundSize:
         """Return the cheapest graph for `count` requests with `likely` likely nodes. `size` is the padded size for
         them, at which whole chains can be verified in any case."""
-        return self._cheapest(size, count, max(count, _ENOUGH * likely))
+        return self._cheapest(size, count, _enough(count, likely))
 
     def best(self, size: int, count: int, likely: float) -> RoundSize:
         """Return the smallest round of this size with room for these nodes, captured or not."""
-        least = max(count, _ENOUGH * likely) + size - count
+        least = _enough(count, likely) + size - count
         return next((one for one in self._steps(size) if one.nodes >= least), self._whole(size))
 
     def due(self, size: int, count: int, likely: float) -> RoundSize | None:
@@ -100,3 +100,8 @@ class BudgetGraphs:
 
     def _milliseconds(self, one: RoundSize) -> float:
         return self._times.of(one.size, one.nodes, shares=one != self._whole(one.size))
+
+
+def _enough(count: int, likely: float) -> float:
+    """Return the nodes that a round of `count` requests verifies at least."""
+    return count + _ENOUGH * max(0.0, likely - count)

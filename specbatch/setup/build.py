@@ -347,12 +347,11 @@ def measure_budget(
     found = budget.thresholds(len(thresholds_S), cached_tokens=0.0)
     thresholds_S.copy_(torch.from_numpy(found))
     sizes = sorted({size for size, _, _ in measured})[:: max(1, len(measured) // 4)]
-    words = ", ".join(f"{size} rows {math.exp(found[size]):.2f}" for size in sizes)
+    words, size = ", ".join(f"{size} rows {math.exp(found[size]):.2f}" for size in sizes), measured[0][0]
     return (
         f"{option}: auto, {executor.num_graphs - num_graphs} graphs of fewer nodes, captured in "
-        f"{executor.runner.seconds - seconds:.1f} s; sharing takes "
-        f"{1e3 * times.ms_of_sharing * measured[0][0]:.0f} us with {measured[0][0]} rows; at first drafts are verified from "
-        f"this probability on: {words}"
+        f"{executor.runner.seconds - seconds:.1f} s; sharing takes {1e3 * times.ms_of_sharing * size:.0f} us with "
+        f"{size} rows; at first drafts are verified from this probability on: {words}"
     )
 
 
