@@ -20,7 +20,7 @@ from specbatch.engine.verify_budget import RoundTimes
 
 # Nodes for each request.
 _STEPS = (1.0, 1.125, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0)
-_LEAST_CUT = 0.25  # nodes for each request by which a step must be smaller than whole chains
+_MIN_CUT = 0.25  # nodes for each request by which a step must be smaller than whole chains
 _ENOUGH = 0.8  # share of the likely drafts that a round verifies at least; the last ones are hardly worth their time
 # A graph is captured at the start if its round saves this share of the time for each node of a request: few nodes for
 # each request are wanted more often than many.
@@ -95,7 +95,7 @@ class BudgetGraphs:
         return RoundSize(size, size * self._num_nodes)
 
     def _steps(self, size: int) -> list[RoundSize]:
-        steps = [step for step in _STEPS if step <= self._num_nodes - _LEAST_CUT]
+        steps = [step for step in _STEPS if step <= self._num_nodes - _MIN_CUT]
         return [RoundSize(size, math.ceil(step * size)) for step in steps]
 
     def _milliseconds(self, one: RoundSize) -> float:
