@@ -51,6 +51,7 @@ DATA = Path(__file__).parents[2] / "specbatch" / "evals" / "data"
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"speculation.method": "none"},
     "ngram": {"speculation.method": "ngram"},
+    "budget": {"speculation.method": "ngram", "speculation.verify_budget": "auto"},
     "head": {"speculation.method": "auto"},  # the built-in model's own head
     "suffix": {"speculation.method": "suffix"},
     "hybrid": {"speculation.method": "hybrid"},

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from specbatch.draft.none import NoDraft
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.acceptance import Acceptance
-from specbatch.engine.executor import RoundBatch
+from specbatch.engine.round import GREEDY
 from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.results.stats import commit, device_name, versions
 from specbatch.setup.build import build, measure_budget
@@ -96,7 +95,7 @@ class Variant:
         self.num_nodes, self.budget = num_nodes, budget
         self.name = "plain" if num_nodes == 1 else f"{num_nodes} nodes" + (f", shared {budget}" if budget else "")
 
-    def use(self, session: Session, plans: Plans | None, prompt: int, sizes: Sequence[int], token_bytes: int) -> str:
+    def use(self, session: Session, plans: Plans | None, prompt: int, token_bytes: int) -> str:
         """Draft so from now on; return the note on thresholds."""
         engine, budget = session.engine, None
         if self.num_nodes == 1:
@@ -112,13 +111,11 @@ class Variant:
         Variant.running = method
         fixed = budget is not None and not budget.changes
         engine.executor.budget = budget if fixed else None
-        engine.set_methods(ByBatch.always(method), "round" if session.on_cuda else "none", ahead=False)
+        is_auto = budget is not None and not fixed  # needs the times of rounds of all sizes
+        engine.set_methods(ByBatch.always(method), "round" if session.on_cuda else "none", ahead=is_auto)
         if budget is None or fixed or not session.on_cuda:
             return ""
-        with torch.inference_mode():
-            for size in (1, 16, *sizes):  # a round of padding captures this size
-                engine.executor.run(RoundBatch([None] * size, num_requests=size))
-        return measure_budget(engine.executor, budget, token_bytes, None)
+        return measure_budget(engine.executor, budget, GREEDY, token_bytes, None)
 
 
 def main() -> None:
@@ -141,7 +138,7 @@ def main() -> None:
         prompts = [(prompt * args.prompt_tokens)[: args.prompt_tokens] for prompt in prompts]
     lines, texts = [], Texts()
     for variant in variants:
-        note = variant.use(session, plans, args.prompt_tokens, rows, run.rows.token_bytes)
+        note = variant.use(session, plans, args.prompt_tokens, run.rows.token_bytes)
         for count in rows:
             if time.perf_counter() - _STARTED > args.time_limit:
                 break

@@ -28,7 +28,8 @@ def inspected(path: Path, draft: Path | None = None) -> Facts:
         return inspected_draft(path, method)
     model = open_checkpoint(path)
     try:
-        facts = [("files", model.description), *_code(model), *_sizes(model.config), *_weights(model)]
+        files = model.description.removesuffix(" dequantised")  # a run may leave layers packed, see `quantised`
+        facts = [("files", files), *_code(model), *_sizes(model.config), *_weights(model)]
         tokenizer, words = _tokenizer(path, model.config)
         facts.append(("tokenizer", words))
         if model.ignored:

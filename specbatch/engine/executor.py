@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Literal, NamedTuple
@@ -18,6 +17,7 @@ from specbatch.cache.prefix_groups import Group
 from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
+from specbatch.engine.budget_graphs import BudgetGraphs, RoundSize
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.overlap.lanes import LaneSizes
 from specbatch.engine.reports import Report
@@ -25,12 +25,11 @@ from specbatch.engine.round import GREEDY, NO_HOOK, Launched, Round, RoundHook, 
 from specbatch.engine.round_graphs import RoundGraphs
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
-from specbatch.engine.verify_budget import VerifyBudget
+from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.graphs.runner import GraphRunner, ladder
 from specbatch.kernels.out_of_memory import is_out_of_memory
 
 GraphMode = Literal["round", "none"]
-_MIN_WANTED = 16  # rounds of a size that verify all nodes, before a graph for fewer is captured
 _TIMED = 5  # repeats of a round that is timed
 
 
@@ -101,7 +100,8 @@ class RoundExecutor:
         most = max(max_batch_size, self._captures[0][0].size)
         self._req_idx_B = torch.full((most,), self._padding, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
-        self._num_wanted: Counter[RoundKey] = Counter()  # how often a round with a budget that changes was wanted
+        # The graphs for a budget that changes, by item of the schedule and what requests want.
+        self._budget_graphs: dict[tuple[int, Wanted], BudgetGraphs] = {}
         self._uncaptured: set[RoundKey] = set()  # keys whose graphs did not fit into memory
         self.runner: GraphRunner | None = GraphRunner(device) if self.mode != "none" else None
         self._graphs: RoundGraphs | None = None  # made at the first capture
@@ -168,32 +168,86 @@ class RoundExecutor:
         return key, round_.drafting(hook.method)
 
     def _num_verified(self, key: RoundKey, round_: Round, hook: RoundHook) -> int | None:
-        """Return the number of nodes that a round verifies; None: all. Rounds with rules for tokens, with grammars or
-        in two lanes verify all, and so do draft methods without scores."""
-        if self.budget is None or key.wanted.edits or key.lane or hook.takes_part or not round_.method.scored:
+        """Return the number of nodes that a round verifies if its budget is fixed; None: all."""
+        if self.budget is None or not self._shares(key, round_, hook):
             return None
-        num_verified = self.budget.num_verified(key.size, round_.method.num_nodes)
-        if num_verified is None or self.runner is None or not self.budget.changes:
-            return num_verified
-        # A capture takes long. A batch of this size may come a few times only, while the last requests end.
-        cut = key._replace(num_verified=num_verified)
-        self._num_wanted[cut] += 1
-        return num_verified if self._num_wanted[cut] > _MIN_WANTED and cut not in self._uncaptured else None
+        return self.budget.num_verified(key.size, round_.method.num_nodes)
 
-    def measure(self) -> list[tuple[int, int, float]]:
-        """Time the captured rounds of greedy requests whose chains have scores: the size of the batch, the nodes of a
-        chain, and milliseconds. The rounds are of padding."""
-        assert self.runner is not None
+    def _shares(self, key: RoundKey, round_: Round, hook: RoundHook) -> bool:
+        """Return whether the chains of a round can share a budget. Rounds with rules for tokens, with grammars or in
+        two lanes verify all nodes, and so do draft methods without scores."""
+        return not (key.wanted.edits or key.lane or hook.method is not None or hook.takes_part) and round_.method.scored
+
+    def _within_budget(self, key: RoundKey, round_: Round, count: int) -> RoundKey:
+        """Return the key of the round that `count` requests take by a budget that changes. `key`: that of all nodes."""
+        assert self.budget is not None
+        graphs, likely = self._graphs_for_budget(key, round_), count * self.budget.likely
+        if self.runner is None:
+            return self._sized(key, round_, graphs.best(key.size, count, likely))
+        if (due := graphs.due(key.size, count, likely)) is not None:
+            self._capture_shared(key, round_, due)
+        return self._sized(key, round_, graphs.cheapest(key.size, count, likely))
+
+    def _graphs_for_budget(self, key: RoundKey, round_: Round) -> BudgetGraphs:
+        assert self.budget is not None
+        assert self.budget.times is not None
+        kind = key.item, key.wanted
+        if kind not in self._budget_graphs:
+            self._budget_graphs[kind] = BudgetGraphs(self.budget.times, round_.method.num_nodes)
+        return self._budget_graphs[kind]
+
+    def _sized(self, key: RoundKey, round_: Round, one: RoundSize) -> RoundKey:
+        is_whole = one.nodes == one.size * round_.method.num_nodes
+        return key._replace(size=one.size, num_verified=None if is_whole else one.nodes)
+
+    def _capture_shared(self, key: RoundKey, round_: Round, one: RoundSize) -> None:
+        """Capture a graph for a budget that changes."""
+        shared = self._sized(key, round_, one)
+        if self._graphs_of(shared, round_, NO_HOOK) is not None:
+            self._graphs_for_budget(key, round_).add(one)
+
+    def capture_for_budget(self, wanted: Wanted, times: RoundTimes) -> None:
+        """Capture the graphs with which rounds of this kind start to follow a budget that changes. `times`: those of
+        the budget."""
+        for key, round_, sizes in self._sharing(wanted):
+            for one in BudgetGraphs(times, round_.method.num_nodes).at_start(sizes):
+                self._capture_shared(key, round_, one)
+
+    def measure(self, wanted: Wanted) -> list[tuple[int, int, float]]:
+        """Time the captured rounds of this kind whose chains could share a budget: the size of the batch, the nodes of
+        all chains, and milliseconds. The rounds are of padding."""
+        keys = [
+            (key._replace(size=size), size * round_.method.num_nodes)
+            for key, round_, sizes in self._sharing(wanted)
+            for size in sizes
+        ]
+        return [(key.size, nodes, self._milliseconds(key)) for key, nodes in keys if self.is_captured(key)]
+
+    def measure_sharing(self, wanted: Wanted) -> list[tuple[int, int, float]]:
+        """Time a round of the largest batch that shares a budget, of each draft method, as `measure` does."""
+        found = []
+        for key, round_, sizes in self._sharing(wanted):
+            size, num_nodes = max(sizes), round_.method.num_nodes
+            nodes = size * (1 + num_nodes) // 2
+            shared = key._replace(size=size, num_verified=nodes)
+            if num_nodes > 1 and self._graphs_of(shared, round_, NO_HOOK) is not None:
+                found.append((size, nodes, self._milliseconds(shared)))
+        return found
+
+    def _sharing(self, wanted: Wanted) -> list[tuple[RoundKey, Round, list[int]]]:
+        """List the rounds whose chains can share a budget, with the sizes of their batches. The keys have no size."""
+        found = []
+        for item, round_ in enumerate(self.rounds.items):
+            key, sizes = RoundKey(0, item, wanted), [n for (n, lane), i in self._captures if i == item and not lane]
+            if sizes and self._shares(key, round_, NO_HOOK):
+                found.append((key, round_, sizes))
+        return found
+
+    def _milliseconds(self, key: RoundKey) -> float:
         assert self._graphs is not None
         self._uploaded = []
         self._req_idx_B.fill_(self._padding)
-        found = []
-        for (size, lane), i in self._captures:
-            key, method = RoundKey(size, i, GREEDY, lane), self.rounds.items[i].method
-            if method.scored and not lane and key in self._graphs:
-                ms = statistics.median(self._graphs.milliseconds(key) for _ in range(_TIMED))
-                found.append((size, method.num_nodes, ms))
-        return found
+        return statistics.median(self._graphs.milliseconds(key) for _ in range(_TIMED))
 
     def saw(self, output_BZ: NDArray[np.int32], sequences: Seq[Sequence | None]) -> None:
         """Take note of the output of a round (see `Output`), for a budget that changes."""
@@ -258,11 +312,13 @@ class RoundExecutor:
         lines = [padding if seq is None else seq.req_idx for seq in batch.sequences]
         count = len(lines) - lines.count(padding) if batch.num_requests is None else batch.num_requests
         size, i = self.padded_size(batch.num_requests or len(lines), batch.lane), self.rounds.index(count)
-        self._upload(lines + [padding] * (size - len(lines)))
         key, round_ = self._kind_of(size, i, batch.wanted, batch.lane, hook)
+        if self.budget is not None and self.budget.changes and self._shares(key, round_, hook):
+            key = self._within_budget(key, round_, batch.num_requests or len(lines))
+        self._upload(lines + [padding] * (key.size - len(lines)))
         if (graphs := self._graphs_of(key, round_, hook)) is not None:
             return Report.of_round(batch.sequences, *graphs.begin(key, hook), hook)
-        max_path, complete = round_.begin(self._req_idx_B[:size], batch.wanted, batch.lane, hook, key.num_verified)
+        max_path, complete = round_.begin(self._req_idx_B[: key.size], batch.wanted, batch.lane, hook, key.num_verified)
         return Report.of_round(batch.sequences, max_path, lambda: _restoring(round_, complete), hook)
 
     def _graphs_of(self, key: RoundKey, round_: Round, hook: RoundHook) -> RoundGraphs | None:

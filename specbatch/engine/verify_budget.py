@@ -5,43 +5,52 @@ in the time that its verification takes. This is the *threshold*: the time of a 
 times the tokens that rounds make now in the time that they take. Few nodes cost nearly nothing, because a GPU reads its
 weights in any case; of many, each costs as much as the others.
 
-Rounds report how many nodes were likely enough, whether they were verified or not. Their mean is the budget. It is
-rounded to one of a few steps, because each needs CUDA graphs. All of this follows from what rounds report and from
-times that ranks agree on, so all ranks decide alike.
+Rounds report how many nodes were likely enough, whether they were verified or not. Their mean is the budget, which
+`budget_graphs` rounds to what CUDA graphs there are. All of this follows from what rounds report and from times that
+ranks agree on, so all ranks decide alike.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbatch.batch import Output
 
-# Nodes for each request.
-_STEPS = (1.125, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0)
 _REMEMBERED = 4096  # requests' rounds of which means are taken
 _DUE = 32  # rounds after which thresholds are computed anew
 
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """The times of rounds by the number of their nodes, both ascending. They were measured without cached tokens. Shape
-    suffix: S sizes of batches."""
+    """The times of rounds by the number of their nodes, both ascending. They were measured without cached tokens. A
+    round whose chains share a budget takes `ms_of_sharing` more for each request. Shape suffix: S sizes of batches."""
 
     num_nodes: Sequence[int]
     milliseconds: Sequence[float]
     ms_per_cached_token: float
+    ms_of_sharing: float = 0.0
 
     @staticmethod
-    def of(measured: Sequence[tuple[int, int, float]], ms_per_cached_token: float) -> RoundTimes:
-        """Make them of (size of the batch, nodes of each chain, milliseconds)."""
-        by_nodes = sorted((size * nodes, ms) for size, nodes, ms in measured)
+    def measured(measured: Sequence[tuple[int, int, float]], ms_per_cached_token: float) -> RoundTimes:
+        """Make them of rounds that verify all nodes: size of the batch, nodes, milliseconds."""
+        by_nodes = sorted((nodes, ms) for _, nodes, ms in measured)
         rising = np.maximum.accumulate([ms for _, ms in by_nodes])  # more nodes take no less time
         return RoundTimes([count for count, _ in by_nodes], rising.tolist(), ms_per_cached_token)
+
+    def with_sharing(self, measured: Sequence[tuple[int, int, float]]) -> RoundTimes:
+        """Take note of rounds whose chains share a budget: size of the batch, nodes, milliseconds."""
+        more = [(ms - self.of(size, nodes)) / size for size, nodes, ms in measured]
+        return replace(self, ms_of_sharing=max(0.0, statistics.median(more)) if more else 0.0)
+
+    def of(self, size: int, num_nodes: int, *, shares: bool = False) -> float:
+        """Return the milliseconds of a round. `size`: that of its batch. `shares`: its chains share a budget."""
+        return float(np.interp(num_nodes, self.num_nodes, self.milliseconds)) + shares * self.ms_of_sharing * size
 
     def at(self, num_nodes_S: NDArray[np.float64]) -> NDArray[np.float64]:
         found: NDArray[np.float64] = np.interp(num_nodes_S, self.num_nodes, self.milliseconds)
@@ -87,13 +96,15 @@ class VerifyBudget:
 
     def num_verified(self, size: int, num_nodes: int) -> int | None:
         """Return the number of nodes that a round of `size` requests, padding included, verifies; None: all, which are
-        `num_nodes` for each request."""
-        nodes = self.nodes
-        if nodes is None:
-            if not self._count:
-                return None
-            nodes = next((step for step in _STEPS if step >= self._likely), math.inf)
-        return math.ceil(nodes * size) if nodes <= num_nodes - 0.25 else None
+        `num_nodes` for each request, or as many as `likely` says."""
+        if self.nodes is None or self.nodes > num_nodes - 0.25:
+            return None
+        return math.ceil(self.nodes * size)
+
+    @property
+    def likely(self) -> float:
+        """Return the mean number of a request's nodes that are likely enough. Infinite: nothing is known yet."""
+        return self._likely if self._count else math.inf
 
     def thresholds(self, num_sizes: int, cached_tokens: float) -> NDArray[np.float32]:
         """Return the logarithm of the least probability that is worth verifying for batches of 0 .. num_sizes - 1

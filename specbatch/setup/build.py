@@ -28,6 +28,7 @@ from specbatch.engine.lockstep import Lockstep
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.node_chooser import RoundCosts, measured_costs
 from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
+from specbatch.engine.round import Wanted
 from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.errors import ConfigError, ModelError
 from specbatch.graphs.runner import GraphRunner
@@ -320,29 +321,46 @@ def _executor(
             f"{sized.graph_bytes / GIB:.2f} reserved for all that may come up"
         )
         if budget is not None and budget.changes:
-            run.notes.append(measure_budget(executor, budget, run.rows.token_bytes, group))
+            wanted = Wanted(run.config.sampling.temperature > 0, num_top)
+            run.notes.append(measure_budget(executor, budget, wanted, run.rows.token_bytes, group))
     return executor
 
 
 @torch.inference_mode()
-def measure_budget(executor: RoundExecutor, budget: VerifyBudget, token_bytes: int, group: Group | None) -> str:
-    """Measure the captured rounds, and have rounds follow the budget; return a note. `token_bytes`: the keys and values
-    of a token. All ranks decide by the times of rank 0."""
-    option, measured = "speculation.verify_budget", executor.measure()
+def measure_budget(
+    executor: RoundExecutor, budget: VerifyBudget, wanted: Wanted, token_bytes: int, group: Group | None
+) -> str:
+    """Measure the captured rounds, capture some that verify fewer nodes, and have rounds follow the budget; return a
+    note. `wanted`: what most requests want. `token_bytes`: the keys and values of a token. All ranks decide by the
+    times of rank 0."""
+    option, measured = "speculation.verify_budget", executor.measure(wanted)
     if not measured:
         return f"{option}: auto, all nodes (no round was captured that could be timed)"
-    times = [ms for _, _, ms in measured]
-    times = times if group is None else group.of_first(times)
-    measured = [(size, nodes, ms) for (size, nodes, _), ms in zip(measured, times, strict=True)]
-    budget.times = RoundTimes.of(measured, token_bytes / _CACHED_BYTES_PER_MS)
+    assert executor.runner is not None
+    num_graphs, seconds = executor.num_graphs, executor.runner.seconds
+    times = RoundTimes.measured(_of_first(measured, group), token_bytes / _CACHED_BYTES_PER_MS)
+    times = times.with_sharing(_of_first(executor.measure_sharing(wanted), group))
     thresholds_S = executor.rounds.items[0].thresholds_S
     assert thresholds_S is not None
+    executor.budget, budget.times = budget, times
+    executor.capture_for_budget(wanted, times)
     found = budget.thresholds(len(thresholds_S), cached_tokens=0.0)
     thresholds_S.copy_(torch.from_numpy(found))
-    executor.budget = budget
     sizes = sorted({size for size, _, _ in measured})[:: max(1, len(measured) // 4)]
-    words = ", ".join(f"{size} rows {math.exp(found[size]):.2f}" for size in sizes)
-    return f"{option}: auto, at first drafts are verified from this probability on: {words}"
+    words, size = ", ".join(f"{size} rows {math.exp(found[size]):.2f}" for size in sizes), measured[0][0]
+    return (
+        f"{option}: auto, {executor.num_graphs - num_graphs} graphs of fewer nodes, captured in "
+        f"{executor.runner.seconds - seconds:.1f} s; sharing takes {1e3 * times.ms_of_sharing * size:.0f} us with "
+        f"{size} rows; at first drafts are verified from this probability on: {words}"
+    )
+
+
+def _of_first(measured: list[tuple[int, int, float]], group: Group | None) -> list[tuple[int, int, float]]:
+    """Return the measurements with the times of rank 0, their last entries."""
+    if group is None or not measured:
+        return measured
+    times = group.of_first([ms for _, _, ms in measured])
+    return [(size, nodes, ms) for (size, nodes, _), ms in zip(measured, times, strict=True)]
 
 
 def _trunks(

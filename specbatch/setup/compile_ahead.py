@@ -128,7 +128,10 @@ def _run(parts: RoundParts, max_batch_size: int, prefill_chunk_tokens: int, max_
         for sampled in (False, True):
             rounds.items[i](padding[:rows], Wanted(sampled))
             if parts.budget is not None and rounds.items[i].method.scored:
-                nodes = parts.budget.num_verified(rows, rounds.items[i].method.num_nodes)
+                num_nodes = rounds.items[i].method.num_nodes
+                nodes = parts.budget.num_verified(rows, num_nodes)
+                if parts.budget.changes and num_nodes > 1:
+                    nodes = rows * (1 + num_nodes) // 2  # one of those that may come up
                 if nodes is not None:
                     rounds.items[i](padding[:rows], Wanted(sampled), num_verified=nodes)
         for num_nodes in rounds.items[i].method.sizes[:-1]:

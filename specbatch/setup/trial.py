@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from specbatch.batch import ALL_EDITS, LogitsIndices, PagedBatch, StateSpans
+from specbatch.engine.budget_graphs import MAX_AT_START
 from specbatch.engine.executor import GraphMode, RoundExecutor, padded_sizes
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.prefill.admission_batching import ChunkCost
@@ -114,6 +115,8 @@ class TrialRunner:
         # Rows may ask for samples, for log-probabilities and for rules at any time: eight graphs of each size then. And
         # rounds may choose fewer nodes.
         num_graphs = num_sizes * (8 + max(len(round_.method.sizes) for round_ in made.items.items))
+        if self.parts.budget is not None and self.parts.budget.changes:
+            num_graphs += MAX_AT_START * len(made.items.items)
         num_graphs += _PROMPT_GRAPHS if padded_bytes else 0
         kept = runner.pool_bytes + num_graphs * of_driver
         del executor, runner

@@ -12,8 +12,10 @@ import torch
 from specbatch.config_load import load_config
 from specbatch.draft.corpus import Corpus
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.budget_graphs import MAX_AT_START
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.node_chooser import RoundCosts, measured_costs
+from specbatch.engine.round import Wanted
 from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.kernels import ops_for
 from specbatch.setup.build import build_engine
@@ -236,9 +238,15 @@ def test_a_budget_for_verification(method: str, nodes: float | None, params: Sam
     with torch.inference_mode():
         executor.capture(params.temperature > 0)
     if nodes is None:
-        if params.temperature == 0:
-            assert executor.measure()
-        budget.times = RoundTimes([1, 100], [1.0, 60.0], 0.0)  # they cost much
+        wanted = Wanted(params.temperature > 0)
+        times, num_graphs = RoundTimes([1, 100], [0.1, 6.0], 0.0), executor.num_graphs  # nodes cost much
+        budget.times = times
+        with torch.inference_mode():
+            assert executor.measure(wanted)
+            assert executor.measure_sharing(wanted)
+            executor.capture_for_budget(wanted, times)
+        assert num_graphs + 4 < executor.num_graphs <= num_graphs + 1 + MAX_AT_START
+        num_graphs = executor.num_graphs
         thresholds_S = executor.rounds.items[0].thresholds_S
         assert thresholds_S is not None
         thresholds_S.fill_(math.log(0.4))
@@ -248,6 +256,8 @@ def test_a_budget_for_verification(method: str, nodes: float | None, params: Sam
         assert [c.token_ids for c in gpu] == [c.token_ids for c in expected]
     drafted, rounds = (sum(getattr(c.speculation, name) for c in gpu) for name in ("drafted", "rounds"))
     assert 0 < drafted <= (1.2 if nodes else 4) * rounds  # times may say that all drafts are worth it
+    if nodes is None:
+        assert executor.num_graphs == num_graphs, "a graph was captured late in a short job"
 
 
 FP8 = torch.float8_e4m3fn

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,9 @@ from specbatch.draft.chain import ChainDraft, drawn_chain
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape
+from specbatch.engine.budget_graphs import BudgetGraphs, RoundSize
+from specbatch.engine.logprobs import num_top_of
+from specbatch.engine.round import RoundKey, Wanted
 from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.kernels import torch as ops
 from specbatch.types import Completion, Request, RngKey, SamplingParams
@@ -226,16 +231,14 @@ def outputs(likely: list[int], *, drafted: int = 3, new: int = 2) -> np.ndarray:
 
 def test_a_budget_follows_the_likely_nodes() -> None:
     budget = VerifyBudget(None)
-    assert budget.num_verified(64, 6) is None, "nothing is known yet"
+    assert math.isinf(budget.likely), "nothing is known yet"
     budget.record(outputs([0] * 8))
-    assert budget.num_verified(64, 6) is None
+    assert math.isinf(budget.likely)
     due = [budget.record(outputs([1, 1, 1, 4])) for _ in range(100)]
     assert sum(due) == 3
-    assert budget.num_verified(64, 6) == 112  # 1.75 for each request
-    assert (budget._likely, budget._verified, budget._tokens) == pytest.approx((1.75, 4.0, 2.0), rel=0.02)
-    for _ in range(4000):
-        budget.record(outputs([6, 6, 5, 6]))
-    assert budget.num_verified(64, 6) is None
+    assert budget.likely == pytest.approx(1.75)
+    assert budget.num_verified(64, 6) is None, "the graphs decide"
+    assert (budget._verified, budget._tokens) == pytest.approx((4.0, 2.0), rel=0.02)
     assert VerifyBudget(2.0).num_verified(3, 6) == 6
     assert VerifyBudget(2.0).num_verified(3, 2) is None
 
@@ -243,7 +246,7 @@ def test_a_budget_follows_the_likely_nodes() -> None:
 def test_drafts_are_worth_more_where_tokens_cost_nothing() -> None:
     """Rounds take 4 ms up to 128 nodes, and then 0.02 ms for each node more."""
     sizes = [1, 8, 32, 64, 128, 256]
-    times = RoundTimes.of([(size, 6, 4.0 + 0.02 * max(0, 6 * size - 128)) for size in sizes], 0.001)
+    times = RoundTimes.measured([(size, 6 * size, 4.0 + 0.02 * max(0, 6 * size - 128)) for size in sizes], 0.001)
     budget = VerifyBudget(None, times)
     for _ in range(200):
         budget.record(outputs([2] * 64, drafted=1, new=2))  # 2 nodes, and 2 tokens
@@ -283,3 +286,72 @@ def test_thresholds_follow_the_rounds(prompts: list[list[int]]) -> None:
     assert texts(run(engine, prompts, params)) == texts(plain("draft_model", prompts, params))
     assert (thresholds_S[1:] < 0).all()
     assert thresholds_S[8] > thresholds_S[1]
+
+
+class EagerRunner:
+    """Takes the place of a GraphRunner: a replay runs the function again."""
+
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        self.functions: dict[tuple[Any, ...], Callable[[], Any]] = {}
+
+    def __contains__(self, key: tuple[Any, ...]) -> bool:
+        return key in self.functions
+
+    def __len__(self) -> int:
+        return len(self.functions)
+
+    def capture(self, key: tuple[Any, ...], function: Callable[[], Any]) -> Any:
+        self.functions[key] = function
+        return function()
+
+    def replay(self, key: tuple[Any, ...]) -> Any:
+        return self.functions[key]()
+
+
+@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, logprobs=2)], ids=["greedy", "log-probabilities"])
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_rounds_take_graphs_of_larger_batches(
+    method: str, params: SamplingParams, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests end one after the other, and there are graphs of the largest batch alone: the others are padding."""
+    budget = VerifyBudget(None)
+    engine = tiny_device_engine(method, CHAIN, budget=budget, num_pages=256, max_batch_size=8)
+    executor, runner, taken = engine.executor, EagerRunner(), set[tuple[bool, int]]()
+    monkeypatch.setattr(executor, "runner", runner)
+    wanted = Wanted(num_top=num_top_of([params.logprobs]))
+    times = RoundTimes([1, 100], [0.1, 6.0], 0.0)
+    budget.times = times
+    thresholds_S = executor.rounds.items[0].thresholds_S
+    assert thresholds_S is not None
+    thresholds_S.fill_(math.log(0.5))
+    monkeypatch.setattr(BudgetGraphs, "at_start", lambda *_: [RoundSize(8, 16), RoundSize(8, 9)])
+    with torch.inference_mode():
+        executor.capture(False, num_top=wanted.num_top)
+        num_whole = len(runner)
+        executor.capture_for_budget(wanted, times)
+    captured = set(runner.functions)
+    assert len(captured) == num_whole + 2
+    real = runner.replay
+
+    def replay(key: tuple[Any, ...]) -> Any:
+        if (num_verified := RoundKey(*key[1:]).num_verified) is not None:
+            taken.add((engine.num_running <= 4, num_verified))
+        return real(key)
+
+    monkeypatch.setattr(runner, "replay", replay)
+    limits = [replace(params, max_tokens=count) for count in (4, 4, 4, 16, 16, 16, 24, 24)]
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        engine.submit(Request(i, prompt, limit, RngKey(0, i, 0)))
+    found: dict[int, Completion] = {}
+    while len(found) < len(prompts):
+        found |= {one.request_id: one for one in engine.step()}
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        (expected,) = plain(method, [prompt], limit)
+        assert found[i].token_ids == expected.token_ids
+        if expected.logprobs is not None:
+            pairs = zip(found[i].logprobs or [], expected.logprobs, strict=True)
+            assert all(ours.logprob == pytest.approx(theirs.logprob, abs=1e-5) for ours, theirs in pairs)
+    assert set(runner.functions) == captured, "nothing is captured late"
+    assert {few for few, _ in taken} == {False, True}, taken

@@ -151,8 +151,9 @@ def open_block_drafter(path: Path, target: Checkpoint) -> BlockCheckpoint:
         if fp8 := [f"{name} is {dtype}" for name, dtype in files.dtypes.items() if dtype.startswith("float8")]:
             raise ModelError(f"the block drafter has tensors in FP8: {first_names(fp8)}", hint=_OTHER)
         tensors = _BlockTensors(files, target.config.vocab_size)
-        block = reader.block(tensors.shapes(), target.config)
-        problems = tensor_problems(expected_block_tensors(block), tensors.shapes())
+        shapes = reader.used(tensors.shapes())
+        block = reader.block(shapes, target.config)
+        problems = tensor_problems(expected_block_tensors(block), shapes)
         if problems:
             raise ModelError(
                 f"the block drafter does not fit its config.json and this target: {problems}",
@@ -356,6 +357,11 @@ class _BlockJson:
                 f"{block_size} and a hidden size of {hidden_size}"
             )
         return ConvolutionConfig(taps, group_size)
+
+    def used(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the tensors without a confidence head that the configuration turns off."""
+        is_off = not self._flag("enable_confidence_head", default=True)
+        return {name: shape for name, shape in shapes.items() if not (is_off and name.startswith("confidence_head."))}
 
     def _confidence_size(self, hidden_size: int, head: HeadConfig | None, shapes: Mapping[str, tuple[int, ...]]) -> int:
         if "confidence_head.proj.weight" not in shapes:

@@ -15,6 +15,7 @@ from specbatch.models.blocks.drafter import BlockDrafter
 from specbatch.models.formats.block_files import BlockCheckpoint, block_format, open_block_drafter
 from specbatch.models.formats.checkpoint import Checkpoint, open_checkpoint
 from specbatch.models.formats.tokenizer import byte_tokenizer
+from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import ResolvedRun, resolve
 from tests.block_reference import random_tensors, write_drafter
 from tests.eagle_reference import random_target
@@ -190,6 +191,12 @@ def test_the_number_of_drafts_is_that_of_the_block(target: Checkpoint, tmp_path:
     without = {name: tensor for name, tensor in tensors.items() if "confidence" not in name}
     lost = resolved(target, write_drafter(tmp_path / "lost", without, CASES["DSpark of DeepSpec"].config))
     assert any("its files have no confidence head" in note for note in lost.notes)
+    config = {**CASES["DSpark of DeepSpec"].config, "enable_confidence_head": False}
+    unused = resolved(target, write_drafter(tmp_path / "unused", tensors, config))
+    assert not any("confidence" in note for note in unused.notes)
+    assert isinstance(unused.draft, BlockCheckpoint)
+    assert not unused.draft.config.confidence_size
+    build_engine(unused)
     short = resolved(target, tmp_path / "DFlash", "speculation.num_steps=2")
     assert (short.speculation.section.num_draft_tokens, short.speculation.num_lookahead) == (3, SIZE)
     with pytest.raises(ConfigError, match=r"num_steps is 7, and a block of this drafter has 4 drafts"):

@@ -12,6 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from transformers import LlamaConfig, Qwen2Config
 
+from specbatch.cli.model_facts import inspected
 from specbatch.config_load import load_config
 from specbatch.kernels import torch as reference
 from specbatch.kernels.integers import IntegerWeight
@@ -155,3 +156,12 @@ def test_bytes_that_are_saved(tmp_path: Path) -> None:
             packed = model.tensors.integers(name, CPU).packed(None)  # type: ignore[union-attr]
             saved += 2 * shape[0] * shape[1] - bytes_of(packed)
     assert saved_bytes(found, model.config, CUDA, torch.bfloat16) == saved > 0
+
+
+def test_inspect_does_not_say_that_layers_are_dequantised(tmp_path: Path) -> None:
+    """A run may leave them packed."""
+    config, path = LlamaConfig(**SIZES), tmp_path / "m.gguf"
+    write(path, config, state_of(config), Q.Q4_1)
+    facts = dict(inspected(path))
+    assert "Q4_1" in facts["files"] + facts["quantised"]
+    assert "dequantised" not in str(facts)
