@@ -58,6 +58,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "head": {"speculation.method": "auto"},  # the built-in model's own head, if `--head` names no other
     "suffix": {"speculation.method": "suffix"},
     "hybrid": {"speculation.method": "hybrid"},
+    "suffix-budget": {"speculation.method": "suffix", "speculation.verify_budget": "auto"},
 }
 _NAMES = [
     "Ada",
