@@ -55,7 +55,7 @@ DATA = Path(__file__).parents[2] / "specbatch" / "evals" / "data"
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"speculation.method": "none"},
     "ngram": {"speculation.method": "ngram"},
-    "head": {"speculation.method": "auto"},  # the built-in model's own head, if `--head` names no other
+    "head": {"speculation.method": "auto"},  # the built-in model's own head
     "suffix": {"speculation.method": "suffix"},
     "hybrid": {"speculation.method": "hybrid"},
     "suffix-budget": {"speculation.method": "suffix", "speculation.verify_budget": "auto"},

@@ -250,8 +250,8 @@ def _predict(words_ptr, estimates_ptr, sums, has_tokens, word, probability, num_
 
 @triton.jit
 def _walk(
-    words_ptr, estimates_ptr, tokens_ptr, req_idx_ptr, lengths_ptr, room_ptr, text_ptr, num_drafts_ptr, probabilities_ptr,
-    loaded_ptr, least, stride, batch, num_words, num_drafts, BLOCK: tl.constexpr,
+    words_ptr, estimates_ptr, tokens_ptr, req_idx_ptr, lengths_ptr, room_ptr, text_ptr, num_drafts_ptr,
+    probabilities_ptr, loaded_ptr, least, stride, batch, num_words, num_drafts, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Draft for BLOCK sequences at once. `text_ptr`: the last tokens of each sequence are written there, and then its
     drafts."""
