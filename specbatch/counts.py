@@ -137,7 +137,7 @@ class ExpertCounts:
 @dataclass(slots=True)
 class DraftSources:
     """Counts of drafts by where they come from: `row`, `job` or `corpus`, see `draft.suffix`. They are empty with other
-    draft methods. Drafts that were cut before verification, as by a grammar, count as drafted."""
+    draft methods. Drafts that were not verified, because of a grammar or a budget, do not count."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)  # source -> [drafted, accepted]
 

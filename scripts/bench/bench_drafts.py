@@ -2,6 +2,7 @@
 
     python scripts/bench/bench_drafts.py --batch 512 --time-limit 140 -o files.json                   # a GPU
     python scripts/bench/bench_drafts.py --files long --batch 512,2048 --methods suffix,ngram -o long.json
+    python scripts/bench/bench_drafts.py --target wide/target --head wide/head --batch 64 --files extract,gsm8k:512
     python scripts/bench/bench_drafts.py --batch 4 --share 0.005 --max-tokens 16 --methods none,suffix    # a CPU
 
 Files, of the built-in data and Python's standard library:
@@ -13,6 +14,9 @@ Files, of the built-in data and Python's standard library:
   texts in its corpus then, as it has with `speculation.corpus`.
 - `long`: texts of about 900 tokens to rewrite in up to 1,024 tokens, greedy, in a context of 2,048. There are as many
   rows as run at once, and at least 1,024.
+
+`--files gsm8k:512` has another number of requests, for models whose rounds take long. `--target` and `--head` are the
+model and its EAGLE-3 head; `widen.py` writes larger ones with the texts of the built-in model.
 
 A cell is one method and one number of rows at once (`--batch`); it has an engine of its own, which runs all files. Each
 file begins with a few other rows, which do not count. One JSON line for each file: seconds, output tokens, tokens a
@@ -55,6 +59,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "head": {"speculation.method": "auto"},  # the built-in model's own head
     "suffix": {"speculation.method": "suffix"},
     "hybrid": {"speculation.method": "hybrid"},
+    "suffix-budget": {"speculation.method": "suffix", "speculation.verify_budget": "auto"},
 }
 _NAMES = [
     "Ada",
@@ -156,6 +161,11 @@ FILES: dict[str, tuple[int, Callable[[int], list[dict[str, Any]]]]] = {
 }
 
 
+def sizes_of(text: str) -> dict[str, int]:
+    """Read names of files, with the number of requests; 0: the file's own number."""
+    return {name: int(count or 0) for name, _, count in (part.partition(":") for part in text.split(","))}
+
+
 class Cells:
     """The cells that were measured."""
 
@@ -179,6 +189,8 @@ class Cells:
         args = self._args
         options = {"engine.max_batch_size": batch, "sampling.max_tokens": args.max_tokens}
         options |= {"model.generation_config": "none", "model.max_model_len": 2048, **METHODS[method]}
+        if args.head is not None and method in ("head", "hybrid"):
+            options |= {"speculation.method": "eagle3" if method == "head" else method, "speculation.draft": args.head}
         options |= {name: load_yaml(value) for name, _, value in (item.partition("=") for item in args.set)}
         began = time.perf_counter()
         with LLM(args.target, **options) as llm:
@@ -186,12 +198,12 @@ class Cells:
             self.report["cells"].append({"method": method, "batch": batch, "ready_s": round(ready, 1)})
             self.report["cells"][-1]["notes"] = llm.notes
             print(json.dumps(self.report["cells"][-1]), flush=True)
-            for name in args.files:
+            for name, given in args.files.items():
                 if self.is_over:
                     print(f"{method}, {batch} rows at once, {name}: the time is over", flush=True)
                     return
                 size, make = FILES[name]
-                count = max(1, round((size or max(batch, 1024)) * args.share))
+                count = max(1, round((given or size or max(batch, 1024)) * args.share))
                 more = make(count + max(8, count // 50))
                 rows, first = more[: len(make(count))], more[len(make(count)) :]
                 if args.ignore_eos:
@@ -243,7 +255,8 @@ class Cells:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="builtin:smollm2-135m-instruct")
-    parser.add_argument("--files", type=lambda text: text.split(","), default=[*FILES][:-1])
+    parser.add_argument("--head", metavar="PATH", help="the target's EAGLE-3 head, if it is not the built-in model")
+    parser.add_argument("--files", type=sizes_of, default=",".join([*FILES][:-1]), metavar="NAME[:REQUESTS],...")
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["none", "ngram", "head", "suffix"])
     parser.add_argument("--batch", type=lambda text: [int(part) for part in text.split(",")], default=[256])
     parser.add_argument("--max-tokens", type=int, default=256, help="of all files but `long`, whose rows have 1,024")

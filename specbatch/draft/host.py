@@ -18,6 +18,7 @@ from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape
+from specbatch.kernels.corpus import MATCH_POWER
 
 
 class HostSequence(Protocol):
@@ -106,12 +107,11 @@ class HostDraftMethod(DraftMethod):
 
 
 def match_scores(matched_B: torch.Tensor, num_nodes_B: torch.Tensor, num_nodes: int) -> torch.Tensor:
-    """Return the scores of chains that continue an earlier text (`DraftTrees.scores_BN`): draft d after a match of m
-    tokens is accepted with the probability (m / (m + d)) ** 1.4, as was found in answers to GSM8K. Nodes past a chain's
-    end come last."""
+    """Return the scores of chains that continue an earlier text (`DraftTrees.scores_BN`): the probabilities of
+    `match_estimates`. Nodes past a chain's end come last."""
     nodes = torch.arange(num_nodes, device=matched_B.device)
     matched_B1 = matched_B[:, None].clamp(min=1).float()
-    scores_BN = 1.4 * torch.log(matched_B1 / (matched_B1 + nodes))
+    scores_BN = MATCH_POWER * torch.log(matched_B1 / (matched_B1 + nodes))
     return torch.where(nodes < num_nodes_B[:, None], scores_BN, -torch.inf)
 
 

@@ -24,6 +24,7 @@ from specbatch.batch import Committed, Field, Output
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import DraftSources, EngineStats
 from specbatch.draft.corpus import Corpus
+from specbatch.draft.host import match_scores
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels.corpus import MAX_SIZE, match_estimates
@@ -42,12 +43,12 @@ class SharedTexts:
         self.corpus.load(texts)
         self._counts = torch.zeros(len(SOURCES), 2, dtype=torch.int64, device=device)  # drafted, accepted
 
-    def count(self, drafted_B2: Tensor, num_new_B: Tensor) -> None:
-        """Count the drafts of a round, see `RequestTable.drafted_S2`. `num_new_B`: the tokens that it committed; 0: the
-        request is done."""
-        drafted_B = drafted_B2[:, 0] * (num_new_B > 0)
+    def count(self, drafted_B: Tensor, source_B: Tensor, num_new_B: Tensor) -> None:
+        """Count the drafts that a round verified. `source_B`: an index of SOURCES. `num_new_B`: the tokens that it
+        committed; 0: the request is done."""
+        drafted_B = drafted_B * (num_new_B > 0)
         accepted_B = torch.minimum((num_new_B - 1).clamp(min=0), drafted_B)
-        self._counts.index_add_(0, drafted_B2[:, 1], torch.stack((drafted_B, accepted_B), dim=1))
+        self._counts.index_add_(0, source_B, torch.stack((drafted_B, accepted_B), dim=1))
 
     def read(self) -> DraftSources:
         """Return the counts. The host waits for the device."""
@@ -63,6 +64,7 @@ class Drafts:
     counts_B: Tensor  # int64
     expected_B: Tensor  # float32, the expected number of right drafts
     sources_B: Tensor  # int64, an index of SOURCES
+    scores_BD: Tensor | None  # see `DraftTrees.scores_BN`; None: they were not wanted
 
 
 class SuffixDraft(DraftMethod):
@@ -95,7 +97,8 @@ class SuffixDraft(DraftMethod):
         drafts = self.drafts(view, table)
         table.drafted_S2.index_copy_(0, view.req_idx_B, torch.stack((drafts.counts_B, drafts.sources_B), dim=1))
         tokens_BN = torch.cat((view.field(Field.ROOT)[:, None], drafts.tokens_BD), dim=1)
-        return DraftTrees(tokens_BN, drafts.counts_B + 1)
+        scores_BN = None if drafts.scores_BD is None else torch.nn.functional.pad(drafts.scores_BD, (1, 0))
+        return DraftTrees(tokens_BN, drafts.counts_B + 1, scores_BN=scores_BN)
 
     def drafts(self, view: BatchView, table: RequestTable) -> Drafts:
         """Draft from the row's text and from the corpus, and take the better one."""
@@ -114,7 +117,7 @@ class SuffixDraft(DraftMethod):
         row_B = torch.minimum(row_B, self._most_M[matched_B])
         of_row_B = self._expected_MD[matched_B, row_B]
         length_B = view.length_B + 1
-        of_job_BD, job_B, of_job_B, is_loaded_B = self.shared.corpus.search(
+        of_job_BD, job_B, probabilities_BD, is_loaded_B = self.shared.corpus.search(
             table.tokens_SL,
             view.req_idx_B,
             length_B,
@@ -122,18 +125,27 @@ class SuffixDraft(DraftMethod):
             self._least,
             num_drafts,
         )
+        of_job_B = probabilities_BD.sum(dim=1)
         is_job_B = of_job_B > of_row_B
+        is_job_B1 = is_job_B[:, None]
         source_B = torch.where(is_loaded_B, CORPUS, JOB)
+        scores_BD = None
+        if self.scored:
+            of_match_BD = match_scores(matched_B, row_B + 1, self.num_nodes)[:, 1:]
+            scores_BD = torch.where(is_job_B1, probabilities_BD.log(), of_match_BD)
         return Drafts(
-            torch.where(is_job_B[:, None], of_job_BD, of_row_BD),
+            torch.where(is_job_B1, of_job_BD, of_row_BD),
             torch.where(is_job_B, job_B, row_B),
             torch.maximum(of_job_B, of_row_B),
             torch.where(is_job_B, source_B, ROW),
+            scores_BD,
         )
 
     def follow(self, view: BatchView, table: RequestTable, committed: Committed, eos_K: Tensor) -> None:
-        num_new_B = committed.output_BZ[:, Output.NUM_NEW].long()
-        self.shared.count(table.drafted_S2[view.req_idx_B], num_new_B)
+        output_BZ = committed.output_BZ
+        num_new_B, verified_B = output_BZ[:, Output.NUM_NEW].long(), output_BZ[:, Output.NUM_DRAFTED].long()
+        drafted_B, source_B = table.drafted_S2[view.req_idx_B].unbind(dim=1)
+        self.shared.count(torch.minimum(drafted_B, verified_B), source_B, num_new_B)
         max_new = committed.path_BM.shape[1]
         self.shared.corpus.add(table.tokens_SL, view.req_idx_B, view.length_B + 1, num_new_B, max_new, eos_K)
 

@@ -10,8 +10,6 @@ token is replaced when the score is 0. So a word predicts what came mostly, and 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -26,29 +24,27 @@ CHECK_SHIFT, CHECK_BITS = 24, 38
 HASH_SHIFT = 26  # the check is the hash without its lowest bits
 MAX_SCORE = (1 << SCORE_BITS) - 1
 FACTOR, MIXER = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd numbers with random bits
-_DOUBT = 0.7  # share of predictions that hold although another token has just come after the context
-
-
-@cache
-def _estimates() -> tuple[tuple[float, ...], ...]:
-    def estimate(size: int, score: int) -> float:
-        after_match = size / (size + 1)
-        if score == 0:
-            return _DOUBT * after_match
-        return (score - 1 + 2 * after_match) / (score + 1)
-
-    return tuple(tuple(estimate(size, score) for score in range(MAX_SCORE + 1)) for size in SIZES)
+# How often a word's prediction is right, by the size of its context and the score. These are rounded means of answers
+# and questions of GSM8K, JSON of one form, and source files, which differ little. Only 12 tokens that came once differ:
+# they are right in 0.7 to 0.9 of the cases, and in 0.99 where texts come again. Such texts have most of them.
+_RIGHT = (
+    (0.14, 0.31, 0.46, 0.52, 0.56, 0.58, 0.62, 0.80),
+    (0.17, 0.38, 0.53, 0.60, 0.64, 0.66, 0.68, 0.86),
+    (0.18, 0.58, 0.79, 0.85, 0.88, 0.89, 0.90, 0.97),
+    (0.18, 0.92, 0.95, 0.96, 0.98, 0.98, 0.99, 0.99),
+)
+MATCH_POWER = 1.4  # was found in the same way
 
 
 def word_estimates(device: torch.device) -> Tensor:
     """(sizes, scores) float32: the estimated probability that a prediction is right, by the size of its context and the
-    score. It is m / (m + 1) after m tokens that were seen once, and higher the more often it was right."""
-    return torch.tensor(_estimates(), dtype=torch.float32, device=device)
+    score."""
+    return torch.tensor(_RIGHT, dtype=torch.float32, device=device)
 
 
 def match_estimates(max_match: int, max_drafts: int, device: torch.device) -> Tensor:
     """(max_match + 1, max_drafts) float32: the estimated probability that all of the first d drafts are right that
-    follow an earlier occurrence of the last m tokens: m / (m + d). It is the product of the estimates for matches of m,
-    m + 1, ... tokens that were seen once."""
+    follow an earlier occurrence of the last m tokens, (m / (m + d)) ** 1.4."""
     matched = torch.arange(max_match + 1, dtype=torch.float32, device=device)[:, None]
-    return matched / (matched + torch.arange(1, max_drafts + 1, dtype=torch.float32, device=device))
+    drafts = torch.arange(1, max_drafts + 1, dtype=torch.float32, device=device)
+    return (matched / (matched + drafts)) ** MATCH_POWER

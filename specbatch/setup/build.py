@@ -173,7 +173,10 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     executor = _executor(run, sized, on_progress, rounds.budget, group)
     if executor.runner is not None:
         clock.passed("graphs captured")
-    costs = measured_costs(executor, sized.max_batch_size, 1e3 * run.rows.token_bytes / _CACHED_BYTES_PER_MS, group)
+    costs = None
+    if rounds.budget is None:  # it decides how many nodes are verified, too
+        token_us = 1e3 * run.rows.token_bytes / _CACHED_BYTES_PER_MS
+        costs = measured_costs(executor, sized.max_batch_size, token_us, group)
     if costs is not None:
         run.notes.append(
             f"speculation.num_draft_tokens: rounds choose from {list(executor.rounds.items[0].method.sizes)} by the "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specbatch.draft.corpus import Corpus
 from specbatch.kernels import torch as ops
-from specbatch.kernels.corpus import MAX_SIZE, SIZES
+from specbatch.kernels.corpus import MAX_SIZE, SIZES, word_estimates
 from tests.tiny_models import CPU
 
 SMALL = 1024  # tokens of a small corpus
@@ -17,9 +17,9 @@ SMALL = 1024  # tokens of a small corpus
 
 def search(corpus: Corpus, tokens: list[int], count: int = 8, least: float = 0.01) -> tuple[list[int], float, bool]:
     line, one = torch.tensor([tokens], dtype=torch.int32), torch.ones(1, dtype=torch.int64)
-    drafts, counts, expected, loaded = corpus.search(line, one - 1, one * len(tokens), one * 99, least, count)
+    drafts, counts, probabilities, loaded = corpus.search(line, one - 1, one * len(tokens), one * 99, least, count)
     assert not drafts[0, int(counts) :].any(), "padded with 0"
-    return drafts[0, : int(counts)].tolist(), float(expected), bool(loaded)
+    return drafts[0, : int(counts)].tolist(), float(probabilities.sum()), bool(loaded)
 
 
 def drafts(corpus: Corpus, tokens: list[int], count: int = 8, least: float = 0.01) -> list[int]:
@@ -72,8 +72,11 @@ def test_what_came_mostly_and_lately_is_predicted() -> None:
 def test_estimates_rise_with_the_context_and_the_score() -> None:
     text = list(range(100, 160))
     corpus = corpus_of(text)
-    assert [search(corpus, text[:size], 1)[1] for size in SIZES] == pytest.approx([2 / 3, 3 / 4, 6 / 7, 12 / 13])
-    assert search(corpus_of(text, text), text[:2], 1)[1] == pytest.approx((1 + 4 / 3) / 3)
+    assert [search(corpus, text[:size], 1)[1] for size in SIZES] == pytest.approx([0.31, 0.38, 0.58, 0.92])
+    assert search(corpus_of(text, text), text[:2], 1)[1] == pytest.approx(0.46)
+    estimates = word_estimates(CPU)
+    assert bool((estimates.diff(dim=0) >= 0).all())
+    assert bool((estimates.diff(dim=1) >= 0).all())
     lengths = [len(drafts(corpus, text[:size], 40, 0.3)) for size in (2, 6, MAX_SIZE)]
     assert lengths == sorted(set(lengths)), "drafts after larger contexts are longer"
     assert drafts(corpus, text[:MAX_SIZE], 40, 0.0) == text[MAX_SIZE : MAX_SIZE + 40]

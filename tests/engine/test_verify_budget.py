@@ -38,7 +38,7 @@ from tests.tiny_models import (
 )
 
 CHAIN = DraftShape(4, 1, 5)
-METHODS = ["ngram", "draft_model", "eagle", "eagle3"]
+METHODS = ["ngram", "suffix", "draft_model", "eagle", "eagle3"]
 KINDS = {"cpu": tiny_engine, "device": tiny_device_engine}
 GREEDY = SamplingParams(max_tokens=16)
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_k=30, seed=5)
@@ -91,6 +91,21 @@ def test_other_families(family: str, prompts: list[list[int]]) -> None:
     assert sum(c.speculation.accepted for c in found) > 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_of_other_rows_share_a_budget(kind: str, prompts: list[list[int]]) -> None:
+    """Texts that come again are drafted from the corpus, and the likely drafts are those that are verified."""
+    engine = KINDS[kind]("suffix", DraftShape(7, 1, 8), budget=VerifyBudget(4), num_pages=256, max_batch_size=8)
+    first = run(engine, prompts, GREEDY)
+    before = engine.stats.draft_sources.tokens["job"]
+    found = run(engine, prompts, GREEDY)
+    assert texts(found) == texts(plain("suffix", prompts, GREEDY))
+    sources = engine.stats.draft_sources.tokens
+    counts = [c.speculation for c in (*first, *found)]
+    assert sum(c.drafted for c in counts) == sum(drafted for drafted, _ in sources.values())
+    drafted, accepted = (now - then for now, then in zip(sources["job"], before, strict=True))
+    assert accepted > 0.5 * drafted, "drafts that are hardly ever right were verified"
+
+
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_prefixes_that_are_read_once(method: str) -> None:
     """Attention of groups, of which each request has another number of nodes."""
@@ -105,10 +120,11 @@ def test_prefixes_that_are_read_once(method: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sampled_ngrams_give_the_text_of_plain_decoding(kind: str, prompts: list[list[int]]) -> None:
-    engine = KINDS[kind]("ngram", CHAIN, budget=VerifyBudget(1.5), num_pages=256, max_batch_size=8)
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_sampled_texts_are_those_of_plain_decoding(method: str, kind: str, prompts: list[list[int]]) -> None:
+    engine = KINDS[kind](method, CHAIN, budget=VerifyBudget(1.5), num_pages=256, max_batch_size=8)
     completions = run(engine, prompts, SAMPLED)
-    assert texts(completions) == texts(plain("ngram", prompts, SAMPLED))
+    assert texts(completions) == texts(plain(method, prompts, SAMPLED))
     assert sum(c.speculation.accepted for c in completions) > 0
 
 

@@ -151,16 +151,17 @@ def corpus_drafts(
     or where the probability that all of it is right is less than `least`. `estimates_OS`: float32, the probability of
     each prediction by the size of its context and its score.
 
-    Return (drafts_BD, num_drafts_B, expected_B, loaded_B), D = num_drafts: int64 drafts padded with 0, and their
-    number; float32, the sum of their probabilities; bool, whether the first comes from a file.
+    Return (drafts_BD, num_drafts_B, probabilities_BD, loaded_B), D = num_drafts: int64 drafts padded with 0, and their
+    number; float32, the probability that a draft and all before it are right, padded with 0; bool, whether the first
+    comes from a file.
     """
     batch, device = len(req_idx_B), words_H.device
     source = lengths_B.long()[:, None] - torch.arange(MAX_SIZE, 0, -1, device=device)
     context = tokens_SL[req_idx_B[:, None], source.clamp(0, tokens_SL.shape[1] - 1)].long()
     text = torch.cat((torch.where(source >= 0, context, -1), source.new_zeros(batch, num_drafts)), dim=1)
     counts_B, loaded_B = torch.zeros_like(req_idx_B), torch.zeros(batch, dtype=torch.bool, device=device)
-    expected_B = torch.zeros(batch, dtype=torch.float32, device=device)
-    all_B, alive_B = torch.ones_like(expected_B), room_B > 0
+    probabilities_BD = torch.zeros(batch, num_drafts, dtype=torch.float32, device=device)
+    all_B, alive_B = torch.ones(batch, dtype=torch.float32, device=device), room_B > 0
     for step in range(num_drafts):
         if device.type == "cpu" and not alive_B.any():
             break
@@ -173,8 +174,8 @@ def corpus_drafts(
         all_B = all_B * estimates_OS[which_B1.clamp(min=0)[:, 0], (word_B >> SCORE_SHIFT) & MAX_SCORE]
         alive_B = alive_B & (which_B1[:, 0] >= 0) & (all_B >= least) & (room_B > step)
         text[:, MAX_SIZE + step] = torch.where(alive_B, (word_B >> TOKEN_SHIFT) & (_TOKENS - 1), 0)
-        expected_B = expected_B + torch.where(alive_B, all_B, 0.0)
+        probabilities_BD[:, step] = torch.where(alive_B, all_B, 0.0)
         counts_B = counts_B + alive_B
         if step == 0:
             loaded_B = alive_B & (word_B & LOADED).bool()
-    return text[:, MAX_SIZE:].clone(), counts_B, expected_B, loaded_B
+    return text[:, MAX_SIZE:].clone(), counts_B, probabilities_BD, loaded_B

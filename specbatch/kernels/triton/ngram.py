@@ -250,8 +250,8 @@ def _predict(words_ptr, estimates_ptr, sums, has_tokens, word, probability, num_
 
 @triton.jit
 def _walk(
-    words_ptr, estimates_ptr, tokens_ptr, req_idx_ptr, lengths_ptr, room_ptr, text_ptr, num_drafts_ptr, expected_ptr,
-    loaded_ptr, least, stride, batch, num_words, num_drafts, BLOCK: tl.constexpr,
+    words_ptr, estimates_ptr, tokens_ptr, req_idx_ptr, lengths_ptr, room_ptr, text_ptr, num_drafts_ptr,
+    probabilities_ptr, loaded_ptr, least, stride, batch, num_words, num_drafts, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Draft for BLOCK sequences at once. `text_ptr`: the last tokens of each sequence are written there, and then its
     drafts."""
@@ -266,7 +266,6 @@ def _walk(
         tl.store(text + _MAX_SIZE - back, token, mask=exists)
     count = tl.zeros((BLOCK,), tl.int64)
     loaded = tl.zeros((BLOCK,), tl.int64)
-    expected = tl.zeros((BLOCK,), tl.float32)
     probability = tl.zeros((BLOCK,), tl.float32) + 1.0
     alive = (exists & (room > 0)).to(tl.int32)
     step = 0
@@ -298,14 +297,13 @@ def _walk(
         alive = ((alive > 0) & (word != 0) & (probability >= least) & (room > step)).to(tl.int32)
         draft = (word >> _TOKEN_SHIFT) & (_TOKENS - 1)
         tl.store(text + _MAX_SIZE + step, tl.where(alive > 0, draft, 0), mask=exists)
-        expected += tl.where(alive > 0, probability, 0.0)
+        tl.store(probabilities_ptr + seq * num_drafts + step, probability, mask=alive > 0)
         count += alive
         if step == 0:
             loaded = tl.where(alive > 0, word & _LOADED, 0)
         num_alive = tl.sum(alive)
         step += 1
     tl.store(num_drafts_ptr + seq, count, mask=exists)
-    tl.store(expected_ptr + seq, expected, mask=exists)
     tl.store(loaded_ptr + seq, loaded != 0, mask=exists)
 
 
@@ -325,11 +323,11 @@ def corpus_drafts(
     batch, device = req_idx_B.shape[0], words_H.device
     text = torch.zeros((batch, MAX_SIZE + num_drafts), dtype=torch.int64, device=device)
     num_drafts_B = torch.empty(batch, dtype=torch.int64, device=device)
-    expected_B = torch.empty(batch, dtype=torch.float32, device=device)
+    probabilities_BD = torch.zeros((batch, num_drafts), dtype=torch.float32, device=device)
     loaded_B = torch.empty(batch, dtype=torch.bool, device=device)
     launch(
         _walk, (triton.cdiv(batch, _BLOCK),),
-        words_H, estimates_OS, tokens_SL, req_idx_B, lengths_B, room_B, text, num_drafts_B, expected_B, loaded_B,
-        least, tokens_SL.stride(0), batch, words_H.shape[0] - 1, num_drafts, BLOCK=_BLOCK, num_warps=1,
+        words_H, estimates_OS, tokens_SL, req_idx_B, lengths_B, room_B, text, num_drafts_B, probabilities_BD,
+        loaded_B, least, tokens_SL.stride(0), batch, words_H.shape[0] - 1, num_drafts, BLOCK=_BLOCK, num_warps=1,
     )  # fmt: skip
-    return text[:, MAX_SIZE:], num_drafts_B, expected_B, loaded_B
+    return text[:, MAX_SIZE:], num_drafts_B, probabilities_BD, loaded_B
