@@ -69,13 +69,22 @@ class Collectives(Protocol):
         ...
 
     def can_norm(self, x_TE: Tensor) -> bool:
-        """Return whether `one_shot_norm` supports lines of this size."""
+        """Return whether `sum_norm` supports lines of this size."""
         ...
 
-    def one_shot_norm(
-        self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, out_TE: Tensor, normed_TE: Tensor, inbox: Inbox
+    def sum_norm(
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor,
+        norm: Norm,
+        out_TE: Tensor,
+        normed_TE: Tensor,
+        inbox: Inbox,
+        *,
+        two_shot: bool,
     ) -> None:
-        """Do the same as `one_shot` with `is_alone`, and write the norm of the result to `normed_TE`."""
+        """Do the same as `one_shot` with `is_alone`, and write the norm of the result to `normed_TE`. `two_shot`: the
+        ranks add the rows in turn."""
         ...
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
@@ -242,22 +251,27 @@ class CudaGroup(Group):
     def start_normed_sum(
         self, x_TE: Tensor, residual_TE: Tensor, norm: Norm
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """Launch a sum, and with it the norm if it is a one-shot sum of one piece and no other sum can run at the same
-        time. This kernel adds the squares of a line in another order than the norm's own kernel, so `fixed_order` uses
-        the norm's own kernel for all sizes."""
+        """Launch a sum, and with it the norm if it is not large and no other sum can run at the same time. The kernel
+        adds the squares of a line in another order than the norm's own kernel, so `fixed_order` uses the norm's own
+        kernel for all sizes."""
         if self._pass != _ALONE or self._fixed_order or not self._norms(x_TE, residual_TE, norm):
             return super().start_normed_sum(x_TE, residual_TE, norm)
         x_TE, residual_TE = x_TE.contiguous(), residual_TE.contiguous()
         total_TE, normed_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
         with marked("communication"):
-            self._collectives.one_shot_norm(x_TE, residual_TE, norm, total_TE, normed_TE, self._inboxes[0])
+            two_shot = self._alone_algorithm(x_TE) == "two_shot"
+            inbox = self._inboxes[0]
+            self._collectives.sum_norm(x_TE, residual_TE, norm, total_TE, normed_TE, inbox, two_shot=two_shot)
         return lambda: (total_TE, normed_TE)
 
     def _norms(self, x_TE: Tensor, residual_TE: Tensor, norm: Norm) -> bool:
-        if algorithm_for(x_TE.nbytes, x_TE.dtype, self._limits[_ALONE], fixed_order=False) != "one_shot":
+        if self._alone_algorithm(x_TE) not in ("one_shot", "two_shot"):
             return False
         fits = 0 < x_TE.nbytes <= self._inboxes[0].capacity and x_TE.storage_offset() * x_TE.itemsize % ALIGNMENT == 0
         return fits and residual_TE.dtype == norm.weight.dtype == x_TE.dtype and self._collectives.can_norm(x_TE)
+
+    def _alone_algorithm(self, x: Tensor) -> Algorithm:
+        return algorithm_for(x.nbytes, x.dtype, self._limits[_ALONE], fixed_order=False)
 
     def added(self, x: Tensor, algorithm: Algorithm, residual: Tensor | None = None) -> Tensor:
         """Return the sum by one of the algorithms, in new memory. `residual`: a tensor to add to a one-shot or copied
@@ -398,10 +412,19 @@ class TorchCollectives:
     def can_norm(self, x_TE: Tensor) -> bool:
         return self._kernel.has_whole_blocks(x_TE)
 
-    def one_shot_norm(
-        self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, out_TE: Tensor, normed_TE: Tensor, inbox: Inbox
+    def sum_norm(
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor,
+        norm: Norm,
+        out_TE: Tensor,
+        normed_TE: Tensor,
+        inbox: Inbox,
+        *,
+        two_shot: bool,
     ) -> None:
-        self._kernel.one_shot_norm(x_TE, residual_TE, norm.weight, norm.eps, inbox, out_TE, normed_TE)
+        run = self._kernel.sum_norm
+        run(x_TE, residual_TE, norm.weight, norm.eps, inbox, out_TE, normed_TE, two_shot=two_shot)
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
         if self._size == 2:

@@ -223,7 +223,7 @@ def ranks(gpu: FakeGpu) -> None:
     note = compile_kernels(parts, 4, 64, 100, "a rank")
     assert "kernels compiled ahead" in note, note
     assert not gpu.launched
-    assert {"_one_shot", "_one_shot_norm"} <= set(gpu.compiled), gpu.compiled
+    assert {"_one_shot", "_sum_norm"} <= set(gpu.compiled), gpu.compiled
     assert {1, 2, 4} <= set(found), "rounds exchanged no best tokens"
     assert "by an earlier start" in compile_kernels(parts, 4, 64, 100, "a rank")
     group.least = lambda value: 0  # type: ignore[method-assign]

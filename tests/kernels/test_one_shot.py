@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import pytest
@@ -124,7 +126,8 @@ def test_gathers_and_scatters_in_turns_with_sums(rank: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rank", range(SIZE))
-def test_a_sum_and_its_norm(rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_a_sum_and_its_norm(rank: int, dtype: torch.dtype, two_shot: bool) -> None:
     """Rows of one and of two blocks, after sums in which their blocks took part unequally often."""
     memories = [Memory() for _ in range(SIZE)]
     inbox, ops = inbox_of(rank, memories), ops_for(torch.device("cpu"), dtype)
@@ -139,20 +142,77 @@ def test_a_sum_and_its_norm(rank: int, dtype: torch.dtype) -> None:
         row_blocks = shape[1] // in_block
         firsts = range(0, shape[0] * row_blocks, row_blocks)
         numbers = [number + (i < shape[0] * row_blocks) for i, number in enumerate(numbers)]
+        expected = residual + (xs[0].float() + xs[1].float() + xs[2].float()).to(dtype)
         for other in others:
-            memories[rank].fill(numbers, other, xs[other])
+            # Rows that another one adds come from there as sums.
+            sent = xs[other].clone()
+            if two_shot:
+                sent[other::SIZE] = expected[other::SIZE]
+            memories[rank].fill(numbers, other, sent)
             for i in firsts:
                 memories[rank].flags[numbers[i] % 2, other, i] = numbers[i]
         total, normed = torch.empty_like(residual), torch.empty_like(residual)
         assert one_shot.has_whole_blocks(residual)
-        one_shot.one_shot_norm(xs[rank], residual, weight, 0.5, inbox, total, normed)
-        expected = residual + (xs[0].float() + xs[1].float() + xs[2].float()).to(dtype)
+        one_shot.sum_norm(xs[rank], residual, weight, 0.5, inbox, total, normed, two_shot=two_shot)
         assert torch.equal(total, expected), shape
         assert_close(normed.cpu(), ops.rms_norm(expected.cpu(), weight.cpu(), 0.5), rtol=1e-2, atol=1e-6)
         for other in others:
-            assert torch.equal(memories[other].filled(numbers, rank, xs[rank]), xs[rank])
-            assert all(memories[other].flags[numbers[i] % 2, rank, i] == numbers[i] for i in firsts)
+            for row, i in enumerate(firsts):
+                owner = row % SIZE if two_shot else None
+                if owner not in (None, rank, other):
+                    continue  # nothing is sent to it
+                wanted = expected if owner == rank else xs[rank]
+                assert torch.equal(memories[other].filled(numbers, rank, xs[rank])[row], wanted[row])
+                assert memories[other].flags[numbers[i] % 2, rank, i] == numbers[i]
         assert inbox.counts_K.tolist() == numbers
+
+
+def _rank(rank: int, size: int, memories: list[Tensor], seed: int) -> None:
+    """A process: 60 sums with and without norms, gathers and scatters in turns, each as soon as the one before ends."""
+    capacity = 8 * one_shot.BLOCK_BYTES
+    addresses, counts = torch.tensor([x.data_ptr() for x in memories]), torch.zeros(8, dtype=torch.int32)
+    inbox = one_shot.Inbox(memories[rank], addresses, counts, rank, capacity)
+    same, own = random.Random(seed), random.Random(seed * 97 + rank)
+    for turn in range(60):
+        kind = same.choice(("two_shot", "two_shot", "one_shot", "sum", "gather", "scatter"))
+        generator = torch.Generator().manual_seed(1000 * seed + turn)
+        row_blocks = same.choice((1, 2))
+        shape = (same.randint(1, 8 // row_blocks), 1024 * row_blocks) if "shot" in kind else (same.randint(1, 2048),)
+        xs, (residual, weight) = (torch.randn((n, *shape), generator=generator) for n in (size, 2))
+        total, out = residual + sum(xs[1:], xs[0]), torch.full_like(residual, torch.nan)
+        time.sleep(own.choice((0, 0, 0.01)))
+        if "shot" in kind:
+            normed = torch.full_like(residual, torch.nan)
+            one_shot.sum_norm(xs[rank], residual, weight[0], 0.5, inbox, out, normed, two_shot=kind == "two_shot")
+            assert_close(
+                normed,
+                ops_for(torch.device("cpu"), torch.float32).rms_norm(total, weight[0], 0.5),
+                rtol=1e-4,
+                atol=1e-5,
+            )
+        elif kind == "sum":
+            one_shot.one_shot_sum(xs[rank], residual, out, inbox)
+        elif kind == "gather":
+            found = torch.empty_like(xs)
+            one_shot.one_shot_gather(xs[rank], found, inbox)
+            assert torch.equal(found, xs), turn
+            continue
+        else:  # what a rank sends to the rank i is its tensor times i + 1
+            parts = torch.stack([(i + 1) * xs[rank] for i in range(size)])
+            one_shot.one_shot_scatter(parts, residual, out, inbox)
+            total = residual + sum((rank + 1) * x for x in xs[1:]) + (rank + 1) * xs[0]
+            assert_close(out, total, rtol=1e-5, atol=1e-5)
+            continue
+        assert torch.equal(out, total), (turn, kind)
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="GPUs have tests of their own")
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_at_the_same_time(size: int) -> None:
+    num_bytes = one_shot.inbox_bytes(8 * one_shot.BLOCK_BYTES, size)
+    memories = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
+    torch.multiprocessing.spawn(_rank, (size, memories, size), nprocs=size)
 
 
 def test_rows_of_whole_blocks() -> None:

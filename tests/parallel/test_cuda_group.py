@@ -70,12 +70,22 @@ class FakeCollectives:
     def can_norm(self, x_TE: Tensor) -> bool:
         return x_TE.shape[1] % 8 == 0
 
-    def one_shot_norm(
-        self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, out_TE: Tensor, normed_TE: Tensor, inbox: Any
+    def sum_norm(
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor,
+        norm: Norm,
+        out_TE: Tensor,
+        normed_TE: Tensor,
+        inbox: Any,
+        *,
+        two_shot: bool,
     ) -> None:
         assert x_TE.is_contiguous()
         assert residual_TE.is_contiguous()
-        out_TE.copy_(residual_TE + self._in_buffer("one_shot_norm", x_TE, inbox.memory))
+        out_TE.copy_(
+            residual_TE + self._in_buffer("two_shot norm" if two_shot else "one_shot norm", x_TE, inbox.memory)
+        )
         normed_TE.copy_(ops_for(CPU, x_TE.dtype).rms_norm(out_TE, norm.weight, norm.eps))
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Any) -> None:
@@ -256,7 +266,7 @@ def test_norms_that_come_with_sums(fixed_order: bool, monkeypatch: pytest.Monkey
         assert not found((0, 8))
         with mine.one_of_two_passes(0):
             assert not found((32, 8)), "another sum can run at the same time"
-        assert ("one_shot_norm" in fake.calls) != fixed_order
+        assert ("one_shot norm" in fake.calls) != fixed_order
 
     on_ranks(2, work)
 
@@ -380,7 +390,7 @@ def test_an_engine_over_them(method: str, lanes: int | None) -> None:
     for found, fake in on_ranks(2, work):
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
         assert len(set(fake.buffers)) == (1 if lanes is None else 2)
-        assert "one_shot_norm" in fake.calls
+        assert "one_shot norm" in fake.calls
 
 
 def test_an_engine_with_prompts_in_pieces_over_them() -> None:
@@ -392,7 +402,7 @@ def test_an_engine_with_prompts_in_pieces_over_them() -> None:
         mine, fake = cuda_group(group)
         options: dict[str, Any] = {"piece_sizes": [16, 32], "piece_runner": Replays(lambda key: False), "group": mine}
         engine = tiny_device_engine(num_pages=256, dtype=torch.float32, **options)
-        return run(engine, prompts, params), fake.calls.count("one_shot_norm")
+        return run(engine, prompts, params), fake.calls.count("one_shot norm")
 
     for found, _ in on_ranks(2, work):
         assert [c.token_ids for c in found] == [c.token_ids for c in expected]
@@ -412,7 +422,7 @@ def test_a_norm_that_its_layer_computes_itself_comes_with_no_sum() -> None:
                         if hasattr(part, name):
                             getattr(part, name).takes_normed = False
             plain_logits(decoder, [3, 1, 4])
-            counts.append((len(names), fake.calls.count("one_shot_norm")))
+            counts.append((len(names), fake.calls.count("one_shot norm")))
         return counts
 
     assert on_ranks(2, work) == [[(0, 6), (1, 4), (1, 3), (2, 1)]] * 2
@@ -433,7 +443,7 @@ def test_each_norm_but_the_first_comes_with_a_sum(monkeypatch: pytest.MonkeyPatc
     def work(group: Group) -> tuple[Tensor, int, int]:
         mine, fake = cuda_group(group)
         found = plain_logits(tiny_decoder(tiny_config(num_layers=3), torch.float32, group=mine), tokens)
-        return found, fake.calls.count("one_shot_norm"), counts[threading.get_ident()]
+        return found, fake.calls.count("one_shot norm"), counts[threading.get_ident()]
 
     for found, with_sums, others in on_ranks(2, work):
         torch.testing.assert_close(found, expected)

@@ -335,7 +335,8 @@ def _four_gpus(rank: int, meeting: str) -> None:
     group = CudaGroup(rank, 4, device, TorchCollectives(rank, 4, meeting, device), fixed_order=False)
     _exchanges(group, device)
     for dtype in (torch.bfloat16, torch.float32):
-        _a_sum_and_its_norm(group, (8, 8192), dtype)
+        for shape in ((1, 8192), (8, 8192), (17, 8192), (100, 8192)):  # the last ones in two steps
+            _a_sum_and_its_norm(group, shape, dtype)
         for count in (8, 8 * 577, (1 << 20) + 8, 9 << 20):  # the last in pieces
             of_ranks = [torch.randn(count, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(4)]
             x, total = of_ranks[rank].to(device), in_order(torch.stack(of_ranks).float())

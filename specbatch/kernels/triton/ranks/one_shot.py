@@ -22,6 +22,9 @@ most of its time to start. (FlashInfer and TensorRT-LLM fuse the two as well.) T
 one or several blocks, and waits for one flag: that of the first block. That is enough, because a program of any sum
 begins after the kernel before it has ended. So a GPU whose flag has come has read all blocks of its former sum.
 
+Of more than two GPUs, each would get many bytes. Then the GPUs add the rows in turn (two-shot): a row is sent to one of
+them, which adds it and sends the sum to all. Its flag says that all GPUs have begun this sum.
+
 Shape suffixes: G GPUs, K blocks, T tokens (rows), E hidden size (elements of a row).
 """
 
@@ -154,12 +157,12 @@ def _one_shot(
 
 
 @triton.jit
-def _one_shot_norm(
+def _sum_norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, normed_ptr, addresses_ptr, counts_ptr, eps,
-    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, ROW_BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_BYTES: tl.constexpr, PDL: tl.constexpr,
+    TWO_SHOT: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add one row of (ROW_BLOCKS, BLOCK) elements, and compute its norm."""
+    """Add one row of (ROW_BLOCKS, BLOCK) elements, and compute its norm. TWO_SHOT: one GPU adds it for all."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     flags: tl.constexpr = 2 * SIZE * NUM_BLOCKS * BLOCK_BYTES  # where they begin
     first = tl.program_id(0) * ROW_BLOCKS
@@ -173,26 +176,47 @@ def _one_shot_norm(
     halves = ((numbers & 1) * SIZE).to(tl.int64)[:, None]
     number = tl.load(counts_ptr + first) + 1
     half = ((number & 1) * SIZE).to(tl.int64)
-    x = tl.load(x_ptr + at)
-    for peer in tl.static_range(SIZE):
-        if peer != RANK:
-            start = tl.load(addresses_ptr + peer) + (halves + RANK) * NUM_BLOCKS * BLOCK_BYTES
-            tl.store(tl.multiple_of(start.to(tl.pointer_type(dtype)), (16, 16)) + at, x)
-    tl.debug_barrier()  # all of the row is written
-    _raise_flags(addresses_ptr, flags + 4 * ((half + RANK) * NUM_BLOCKS + first), number, RANK, SIZE)
-    residual = tl.load(residual_ptr + at).to(tl.float32)
     own = tl.load(addresses_ptr + RANK)
-    total = tl.zeros((ROW_BLOCKS, BLOCK), dtype=tl.float32)
-    _await_flags(own + flags + 4 * (half * NUM_BLOCKS + first), 4 * NUM_BLOCKS, number, RANK, SIZE)
-    for peer in tl.static_range(SIZE):
-        if peer == RANK:
-            total += x.to(tl.float32)
-        else:
-            start = own + (halves + peer) * NUM_BLOCKS * BLOCK_BYTES
-            # Not from the cache of this multiprocessor, which does not see what other GPUs write.
-            part = tl.load(tl.multiple_of(start.to(tl.pointer_type(dtype)), (16, 16)) + at, cache_modifier=".cg")
-            total += part.to(tl.float32)
-    y = (residual + total.to(dtype).to(tl.float32)).to(dtype)
+    x = tl.load(x_ptr + at)
+    owner = tl.program_id(0) % SIZE
+    if TWO_SHOT and owner != RANK:
+        to = tl.load(addresses_ptr + owner)
+        tl.store(_part(to, halves + RANK, NUM_BLOCKS, BLOCK_BYTES, dtype) + at, x)
+        tl.debug_barrier()  # all of the row is written
+        flag = (to + flags + 4 * ((half + RANK) * NUM_BLOCKS + first)).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flag, number, sem="release", scope="sys")
+        flag = (own + flags + 4 * ((half + owner) * NUM_BLOCKS + first)).to(tl.pointer_type(tl.int32))
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
+            pass
+        tl.debug_barrier()
+        y = tl.load(_part(own, halves + owner, NUM_BLOCKS, BLOCK_BYTES, dtype) + at, cache_modifier=".cg")
+    else:
+        if not TWO_SHOT:
+            for peer in tl.static_range(SIZE):
+                if peer != RANK:
+                    to = tl.load(addresses_ptr + peer)
+                    tl.store(_part(to, halves + RANK, NUM_BLOCKS, BLOCK_BYTES, dtype) + at, x)
+            tl.debug_barrier()  # all of the row is written
+            _raise_flags(addresses_ptr, flags + 4 * ((half + RANK) * NUM_BLOCKS + first), number, RANK, SIZE)
+        residual = tl.load(residual_ptr + at).to(tl.float32)
+        _await_flags(own + flags + 4 * (half * NUM_BLOCKS + first), 4 * NUM_BLOCKS, number, RANK, SIZE)
+        total = tl.zeros((ROW_BLOCKS, BLOCK), dtype=tl.float32)
+        for peer in tl.static_range(SIZE):
+            if peer == RANK:
+                total += x.to(tl.float32)
+            else:
+                # Not from the cache of this multiprocessor, which does not see what other GPUs write.
+                part = tl.load(_part(own, halves + peer, NUM_BLOCKS, BLOCK_BYTES, dtype) + at, cache_modifier=".cg")
+                total += part.to(tl.float32)
+        y = (residual + total.to(dtype).to(tl.float32)).to(dtype)
+        if TWO_SHOT:
+            # The others send nothing of this row to each other. So the place of this GPU in their inboxes is free.
+            for peer in tl.static_range(SIZE):
+                if peer != RANK:
+                    to = tl.load(addresses_ptr + peer)
+                    tl.store(_part(to, halves + RANK, NUM_BLOCKS, BLOCK_BYTES, dtype) + at, y)
+            tl.debug_barrier()  # all of the row is written
+            _raise_flags(addresses_ptr, flags + 4 * ((half + RANK) * NUM_BLOCKS + first), number, RANK, SIZE)
     tl.store(out_ptr + at, y)
     y = y.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(y * y, 1), 0) / (ROW_BLOCKS * BLOCK) + eps)
@@ -200,17 +224,33 @@ def _one_shot_norm(
     tl.store(counts_ptr + first + blocks, numbers)
 
 
+@triton.jit
+def _part(address, places, NUM_BLOCKS: tl.constexpr, BLOCK_BYTES: tl.constexpr, dtype: tl.constexpr):
+    """Return pointers to the tensors in an inbox that begin at these places."""
+    start = address + places * NUM_BLOCKS * BLOCK_BYTES
+    return tl.multiple_of(start.to(tl.pointer_type(dtype)), (16, 16))
+
+
 def has_whole_blocks(x_TE: Tensor) -> bool:
-    """Return whether `one_shot_norm` supports the tensor: the number of blocks of a row must be a power of two."""
+    """Return whether `sum_norm` supports the tensor: the number of blocks of a row must be a power of two."""
     blocks, rest = divmod(x_TE.shape[-1] * x_TE.itemsize, BLOCK_BYTES)
     return rest == 0 and blocks.bit_count() == 1
 
 
-def one_shot_norm(
-    x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, inbox: Inbox, out_TE: Tensor, normed_TE: Tensor
+def sum_norm(
+    x_TE: Tensor,
+    residual_TE: Tensor,
+    weight_E: Tensor,
+    eps: float,
+    inbox: Inbox,
+    out_TE: Tensor,
+    normed_TE: Tensor,
+    *,
+    two_shot: bool = False,
 ) -> None:
     """Write to `out_TE` the result of `one_shot_sum` for a sum that is alone, and to `normed_TE` its `rms_norm`, whose
-    last bits can differ, because squares are added in another order. Rows are as `has_whole_blocks` requires."""
+    last bits can differ, because squares are added in another order. Rows are as `has_whole_blocks` requires.
+    `two_shot`: the GPUs add the rows in turn, and send each other the sums. The bits are the same."""
     tensors = (x_TE, residual_TE, out_TE, normed_TE)
     assert all(tensor.is_contiguous() for tensor in (*tensors, weight_E))
     assert all((tensor.shape, tensor.dtype) == (x_TE.shape, x_TE.dtype) for tensor in tensors)
@@ -218,10 +258,11 @@ def one_shot_norm(
     assert has_whole_blocks(x_TE), x_TE.shape
     pdl, block = dependent_launch(x_TE), BLOCK_BYTES // x_TE.itemsize
     launch(
-        _one_shot_norm, (len(x_TE),),
+        _sum_norm, (len(x_TE),),
         x_TE, residual_TE, weight_E, out_TE, normed_TE, inbox.addresses_G, inbox.counts_K, eps,
-        RANK=inbox.rank, SIZE=inbox.size, NUM_BLOCKS=num_blocks(inbox.capacity), ROW_BLOCKS=x_TE.shape[1] // block,
-        BLOCK=block, BLOCK_BYTES=BLOCK_BYTES, PDL=pdl, num_warps=8, **launch_options(pdl),
+        TWO_SHOT=two_shot, RANK=inbox.rank, SIZE=inbox.size, NUM_BLOCKS=num_blocks(inbox.capacity),
+        ROW_BLOCKS=x_TE.shape[1] // block, BLOCK=block, BLOCK_BYTES=BLOCK_BYTES, PDL=pdl, num_warps=8,
+        **launch_options(pdl),
     )  # fmt: skip
 
 
