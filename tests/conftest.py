@@ -24,8 +24,9 @@ from tests.gpu_memory import memory_for
 _MANY_VARIANTS = {"attention", "cli", "draft", "engine", "files", "graphs", "job", "kernels", "models"}  # folders
 _MANY_VARIANTS |= {"blocks", "fallback", "formats", "grammar", "parallel", "results", "rows", "scaleout", "schemas"}
 _MANY_VARIANTS |= {"serve", "setup", "text", "train", "tune"}
-# Of tests with up to so many variants, one of so many variants is not `wide`.
-_ONE_OF = ((1, 1), (3, 2), (7, 3), (15, 4), (sys.maxsize, 6))
+# One of that number of variants of a test is not `wide`. A test always has at least one.
+_ONE_OF, _ONE_OF_MANY = 5, 8
+_MANY = 16
 
 # Python keeps what it has compiled, also where PYTHONDONTWRITEBYTECODE is set. Otherwise each process that a test
 # starts compiles specbatch again, and each of pytest's processes all test files: 7 of the 15 s before its first test.
@@ -47,15 +48,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark half to five sixths of tests with many variants as `wide`. They are chosen by a hash of their names, so
-    that no parameter is left out. Variants that a test itself marks are not counted."""
+    """Mark all but one of five variants of a test as `wide`, and all but one of eight of a test with 16 or more. They
+    are chosen by a hash of their names, so that a value that several tests have as a parameter is run by some of them.
+    Variants that a test itself marks are not counted."""
     variants: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if item.path.parent.name in _MANY_VARIANTS and not marks & {"slow", "gpu", "wide"}:
             variants.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
     for some in variants.values():
-        of = next(of for most, of in _ONE_OF if len(some) <= most)
+        of = _ONE_OF_MANY if len(some) >= _MANY else _ONE_OF
         some.sort(key=lambda item: zlib.crc32(item.name.encode()))
         for item in some[-(-len(some) // of) :]:
             item.add_marker("wide")

@@ -87,7 +87,7 @@ def requests(
     """Of one grammar after the other. `temperatures`: of one request after the other."""
     prompts, wanted = random_prompts(len(names), shared=9), []
     for i, name in enumerate(names):
-        options = {"max_tokens": 30, "temperature": temperatures[i % len(temperatures)], **GRAMMARS[name], **sampling}
+        options = {"max_tokens": 22, "temperature": temperatures[i % len(temperatures)], **GRAMMARS[name], **sampling}
         params = SamplingParams(**options)
         constraint = constraint_of(params)
         matcher = None if constraint is None else compiler.matcher(constraint)
@@ -178,7 +178,7 @@ def test_rounds_as_three_graphs(case: str, temperatures: tuple[float, ...]) -> N
     found = run_requests(engine, requests(temperatures, names, HOST_COMPILER))
     assert decided(found) == decided(expected)
     assert {key[0] for key in runner._captured} == {"grammar draft", "grammar forward", "grammar accept", "round"}
-    assert runner.num_replays > 40
+    assert runner.num_replays > 30
     for key, output in runner.outputs.items():
         assert isinstance(output, Launched) or key[0] != "grammar accept", "the rest is memory of other sizes"
         assert isinstance(output, torch.Tensor) or key[0] != "grammar forward", "the choices alone"
@@ -227,7 +227,7 @@ def test_a_round_is_open_between_two_steps(case: str) -> None:
         if "grammar forward" in launched:
             num_open += 1
             assert launched[-1] == "grammar forward"
-    assert num_open > 10
+    assert num_open > 8
 
 
 def test_a_round_whose_graphs_do_not_fit() -> None:
@@ -271,7 +271,7 @@ def test_every_text_that_ends_is_in_its_grammar(temperature: float) -> None:
 def test_plain_decoding_commits_a_forced_span_in_one_round() -> None:
     """On a CPU: a choice after its first token that differs."""
     (found,) = run_requests(
-        tiny_engine(eos=(END,)), requests((0.0,), ["choice"], logit_bias={TOKENIZER.vocab["1"]: 100.0})
+        tiny_engine(eos=(END,)), requests((0.0,), ["choice"], logit_bias={TOKENIZER.vocab["1"]: 100.0}, max_tokens=30)
     )
     assert len(found.token_ids) > 20
     assert found.speculation.rounds <= 3
@@ -283,7 +283,7 @@ SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("ngram", "draft_
 
 @pytest.mark.parametrize("case", ["none", *SLOW])
 def test_preemption_changes_nothing(case: str, plain: Any) -> None:
-    engine = tiny_engine(*SHAPES[case], eos=(END,), num_pages=30)
+    engine = tiny_engine(*SHAPES[case], eos=(END,), num_pages=22)
     found, expected = run_requests(engine, requests((0.9, 0.0))), plain(SHAPES[case][0], (0.9, 0.0))
     if "chain" not in case:
         assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]

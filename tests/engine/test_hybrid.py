@@ -25,7 +25,7 @@ from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_engine
 from tests.tiny_models import run as run_all
 
-VOCAB, NUM_TOKENS = 288, 24  # more than a page
+VOCAB, NUM_TOKENS = 288, 18  # more than a page
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -62,7 +62,7 @@ PROMPTS = [
     [11],
     [4, 7],
     *(SHARED[:60] + tail for tail in ([1, 2, 3], [9], [1, 2, 3, 4, 5] * 4)),
-    random_prompts(1, seed=3, vocab=VOCAB, shared=699, longest=1)[0],
+    random_prompts(1, seed=3, vocab=VOCAB, shared=299, longest=1)[0],
 ]
 PLAIN: dict[str, Any] = {"method": "none"}
 NGRAM: dict[str, Any] = {"method": "ngram", "num_steps": 3}
@@ -176,7 +176,7 @@ def test_drafts_of_which_some_are_wrong(model: Path, num_steps: int, settings: d
     assert bool(settings) == (engine.stats.preemptions > 0)
 
 
-@pytest.mark.parametrize("chunk", [7, *(pytest.param(size, marks=pytest.mark.wide) for size in (1, 64, 512))])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(size, marks=pytest.mark.wide) for size in (1, 64, 256))])
 def test_chunks_of_any_size(model: Path, chunk: int) -> None:
     engine = make_engine(model, NGRAM, prefill_chunk_tokens=chunk)
     assert tokens_of(run(engine)) == expected_texts(model)

@@ -24,7 +24,7 @@ from specbatch.kernels.torch.delta import delta_chunks
 from tests.kernels.batches import CUDA, DEVICE
 
 CPU = torch.device("cpu")
-KEY_HEADS, HEADS, K, V, CONV = 2, 4, 16, 44, 4  # a head's values fill five parts and half of another
+KEY_HEADS, HEADS, K, V, CONV = 2, 4, 16, 20, 4  # a head's values fill two parts and half of another
 CHANNELS = 2 * KEY_HEADS * K + HEADS * V
 NUM_LINES, MAX_NODES = 6, 3
 SIZES = StateSizes(1, HEADS, V, K, CHANNELS, CONV, MAX_NODES)

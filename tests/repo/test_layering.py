@@ -76,9 +76,11 @@ def syntax(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def imports(file: Path, within_functions: bool = True) -> Iterator[str]:
-    """Modules of the package that a file imports, without the package's own name. `within_functions` False: only what
-    is imported when the file is, without what type checkers alone read."""
+@cache
+def imports(file: Path, within_functions: bool = True) -> list[str]:
+    """List the modules of the package that a file imports, without the package's own name. `within_functions` False:
+    only what is imported when the file is, without what type checkers alone read."""
+    found: list[str] = []
     for node in ast.walk(syntax(file)) if within_functions else at_import(syntax(file)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
@@ -92,7 +94,8 @@ def imports(file: Path, within_functions: bool = True) -> Iterator[str]:
             names = [a.name for a in node.names]
         else:
             continue
-        yield from (n.removeprefix("specbatch").removeprefix(".") for n in names if n.split(".")[0] == "specbatch")
+        found += (n.removeprefix("specbatch").removeprefix(".") for n in names if n.split(".")[0] == "specbatch")
+    return found
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
