@@ -22,11 +22,11 @@ import specbatch
 from tests.gpu_memory import memory_for
 
 _MANY_VARIANTS = {"attention", "cli", "draft", "engine", "files", "graphs", "job", "kernels", "models"}  # folders
-_MANY_VARIANTS |= {"blocks", "fallback", "formats", "grammar", "parallel", "results", "rows", "scaleout", "schemas"}
-_MANY_VARIANTS |= {"serve", "setup", "text", "train", "tune"}
+_MANY_VARIANTS |= {"blocks", "fallback", "formats", "grammar", "parallel", "repo", "report", "results", "rows"}
+_MANY_VARIANTS |= {"scaleout", "schemas", "serve", "setup", "text", "train", "tune"}
 # One of that number of variants of a test is not `wide`. A test always has at least one.
-_ONE_OF, _ONE_OF_MANY = 5, 8
-_MANY = 16
+_ONE_OF, _ONE_OF_MANY = 8, 12
+_MANY = 24
 
 # Python keeps what it has compiled, also where PYTHONDONTWRITEBYTECODE is set. Otherwise each process that a test
 # starts compiles specbatch again, and each of pytest's processes all test files: 7 of the 15 s before its first test.
@@ -48,7 +48,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but one of five variants of a test as `wide`, and all but one of eight of a test with 16 or more. They
+    """Mark all but one of eight variants of a test as `wide`, and all but one of twelve of a test with 24 or more. They
     are chosen by a hash of their names, so that a value that several tests have as a parameter is run by some of them.
     Variants that a test itself marks are not counted."""
     variants: dict[tuple[Path, str], list[pytest.Item]] = {}
@@ -66,7 +66,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Freeze the objects that imports made, so that the garbage collector skips them. This saves a tenth of the time of
     some tests. Each job asks whether the heap is frozen, and the true count takes 30 ms for a million objects."""
-    gc.collect()
     gc.freeze()
     gc.enable()
     gc.get_freeze_count = lambda: 1

@@ -54,7 +54,7 @@ COSTS = RoundCosts(0.0, 4.0, 1.0, 0.0)
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Some prompts come twice, so that their greedy outputs do."""
-    return [*random_prompts(4, shared=9, longest=12), [3, 4, 3, 5] * 3] * 2
+    return [*random_prompts(6, shared=9, longest=12), [3, 4, 3, 5] * 3] * 2
 
 
 @pytest.fixture(scope="module")
