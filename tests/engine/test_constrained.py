@@ -84,7 +84,7 @@ def requests(
     compiler: GrammarCompiler = COMPILER,
     **sampling: Any,
 ) -> list[Request]:
-    """Of one grammar after the other. `temperatures`: of one request after the other."""
+    """Make a request of each grammar. `temperatures`: those of the requests, repeated."""
     prompts, wanted = random_prompts(len(names), shared=9), []
     for i, name in enumerate(names):
         options = {"max_tokens": 22, "temperature": temperatures[i % len(temperatures)], **GRAMMARS[name], **sampling}
@@ -105,7 +105,7 @@ def decided(completions: list[Completion]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    """By the oracle, for the target of a method."""
+    """Return a function that computes the oracle's completions for the target of a method."""
     made: dict[Any, list[Completion]] = {}
 
     def of(method: str, temperatures: tuple[float, ...]) -> list[Completion]:
@@ -190,8 +190,8 @@ def test_rounds_as_three_graphs(case: str, temperatures: tuple[float, ...]) -> N
     [("none", False, "grammar forward"), ("none", True, "grammar draft"), ("eagle-chain", True, "grammar draft")],
 )
 def test_a_round_is_read_while_the_next_one_computes(case: str, forces: bool, part: str) -> None:
-    """After that part of the next one is launched, which is before the host does anything with it. `forces`: grammars
-    force much, else plain decoding leaves no room for that."""
+    """A round is read after `part` of the next one is launched, before the host does anything with that round.
+    `forces`: grammars force many tokens; otherwise plain decoding leaves no room for them."""
     engine = tiny_device_engine(*SHAPES[case], eos=(END,))
     if not forces:
         engine._grammars._room.saw(-1e9, 1)
@@ -231,7 +231,7 @@ def test_a_round_is_open_between_two_steps(case: str) -> None:
 
 
 def test_a_round_whose_graphs_do_not_fit() -> None:
-    """One of the three: it runs eagerly, and is not tried again."""
+    """One of the three graphs does not fit. The round runs eagerly, and the graph is not tried again."""
     case, names = "draft_model-tree", ROWS[::-1]  # small batches at the end have grammars
     expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests((0.0,), names, HOST_COMPILER))
     engine = tiny_device_engine(*SHAPES[case], eos=(END,))
@@ -269,7 +269,7 @@ def test_every_text_that_ends_is_in_its_grammar(temperature: float) -> None:
 
 
 def test_plain_decoding_commits_a_forced_span_in_one_round() -> None:
-    """On a CPU: a choice after its first token that differs."""
+    """A choice is forced from its first token that differs from the other choices. The engine is that of a CPU."""
     (found,) = run_requests(
         tiny_engine(eos=(END,)), requests((0.0,), ["choice"], logit_bias={TOKENIZER.vocab["1"]: 100.0}, max_tokens=30)
     )
@@ -452,7 +452,7 @@ def test_rules_that_leave_no_token_where_the_model_has_more_than_its_tokenizer(e
 
 
 def test_plain_decoding_with_fixed_shapes_drafts_what_is_forced() -> None:
-    """With the same texts; with fewer nodes in larger batches."""
+    """The texts are the same. Larger batches have fewer nodes."""
     expected = run_requests(tiny_oracle(eos=(END,)), requests((0.0, 0.8), ["schema", "regex", "none"]))
     for batch in (2, 64):
         engine = tiny_device_engine(eos=(END,), max_batch_size=batch)
@@ -468,7 +468,7 @@ def test_what_pays_at_times_is_done_where_it_does() -> None:
     choice = AdaptiveToggle(0.25)
 
     def rounds(count: int, gain: float) -> list[bool]:
-        """Of ten requests."""
+        """Run that number of rounds of ten requests."""
         found = []
         for _ in range(count):
             found.append(choice.next())

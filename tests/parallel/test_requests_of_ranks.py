@@ -81,7 +81,7 @@ def of_ranks(
 def test_texts_and_rounds_are_those_of_one_process(
     method: str, shape: DraftShape | None, params: SamplingParams, kind: str, size: int
 ) -> None:
-    """In float64, where no sum in another order moves a token. Rank 1 has two thirds of the requests."""
+    """The dtype is float64, where no sum in another order moves a token. Rank 1 has two thirds of the requests."""
     alone = run(ENGINES[kind](method, shape, **SETTINGS), PROMPTS, params)
 
     def make(group: Group) -> Engine:
@@ -197,7 +197,7 @@ def test_experts_are_counted_once() -> None:
 
 @pytest.mark.parametrize("method", ["none", "draft_model-tree"])
 def test_ranks_capture_and_replay_the_same_graphs(method: str) -> None:
-    """By the groups of GPUs, whose collectives are replaced. Requests of one rank have grammars or are sampled."""
+    """Ranks use the groups of GPUs, whose collectives are replaced. Requests of one rank have grammars or are sampled."""
     case, made = constrained.SHAPES[method], list[list[str]]()
     settings = {**SETTINGS, "eos": (END,)}
 
@@ -225,7 +225,7 @@ def test_ranks_capture_and_replay_the_same_graphs(method: str) -> None:
 @pytest.mark.parametrize("division", ["experts", "requests"])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_speculation_equals_plain_bit_for_bit_in_float32(size: int, division: Any) -> None:
-    """Whatever runs with a request, and on which rank it runs. A sum over ranks has one order."""
+    """Neither what runs with a request nor its rank changes a bit, because a sum over ranks has one order."""
     found = []
     settings = {**SETTINGS, "dtype": torch.float32}
     for method, shape, batch, owner in (
