@@ -22,7 +22,7 @@ import specbatch
 from tests.gpu_memory import memory_for
 
 _MANY_VARIANTS = {"attention", "cli", "draft", "engine", "files", "graphs", "job", "kernels", "models"}  # folders
-_MANY_VARIANTS |= {"blocks", "fallback", "formats", "grammar", "parallel", "repo", "report", "results", "rows"}
+_MANY_VARIANTS |= {"blocks", "fallback", "formats", "grammar", "parallel", "report", "results", "rows"}
 _MANY_VARIANTS |= {"scaleout", "schemas", "serve", "setup", "text", "train", "tune"}
 # One of that number of variants of a test is not `wide`. A test always has at least one.
 _ONE_OF, _ONE_OF_MANY = 8, 12

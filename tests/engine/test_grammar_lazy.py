@@ -79,8 +79,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_greedy_texts_and_margins_of_all_methods(engine: str, options: dict[str, Any], watched: list[int]) -> None:
-    """All methods have the same margins, and the texts of all masks and of the oracle. With random weights most choices are
-    refused."""
+    """All methods have the same margins, and the texts of all masks and of the oracle. With random weights most choices
+    are refused."""
     expected = texts(by_oracle(options == PENALTIES))
     first, num_refused = None, 0
     for case in METHODS:

@@ -244,7 +244,8 @@ def test_rounds_in_triton(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("max_nodes", [1, 2, 3, 6])
 def test_slots_that_hold_nothing_are_not_used(max_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slots are read before the program knows that they hold nothing. Memory that no kernel has written is NaN here."""
+    """The slots are read before the program knows that they hold nothing. Memory that no kernel has written is NaN
+    here."""
     ops, dtype, tolerance = triton_ops(), torch.float32, 1e-4
     weights, own = make_weights(dtype), make_weights(dtype, DEVICE)
     sizes = replace(SIZES, max_nodes=max_nodes)

@@ -197,7 +197,8 @@ def test_experts_are_counted_once() -> None:
 
 @pytest.mark.parametrize("method", ["none", "draft_model-tree"])
 def test_ranks_capture_and_replay_the_same_graphs(method: str) -> None:
-    """Ranks use the groups of GPUs, whose collectives are replaced. Requests of one rank have grammars or are sampled."""
+    """Ranks use the groups of GPUs, whose collectives are replaced. Requests of one rank have grammars or are
+    sampled."""
     case, made = constrained.SHAPES[method], list[list[str]]()
     settings = {**SETTINGS, "eos": (END,)}
 
