@@ -167,6 +167,7 @@ def test_random_combinations(seed: int) -> None:
     assert decided(found) == decided(expected), settings
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_hybrids_whose_rounds_choose_their_size(sampled: bool, prompts: list[list[int]]) -> None:
     """A round replays what the one before it accepted, whatever the size of either."""

@@ -207,7 +207,7 @@ def test_preempted_requests_compute_their_states_again(model: Path) -> None:
 def test_checkpoints_are_used_and_overwritten(model: Path) -> None:
     """There are more prefixes than checkpoints. Pages are taken from the cache only up to a checkpoint."""
     engine = make_engine(model, PLAIN, max_batch_size=2)
-    prompts = [[*SHARED[:n], n] for n in range(17, 70, 5)]
+    prompts = [[*SHARED[:n], n] for n in range(17, 70, 7)]
     alone = tokens_of(run(make_engine(model, PLAIN, prefix_cache=False), prompts))
     for repeat in range(2):
         assert tokens_of(run(engine, prompts, first=100 * repeat)) == alone

@@ -184,6 +184,7 @@ def test_hybrid_needs_a_head() -> None:
         resolve(load_config(None, [*TINY, "speculation.method=hybrid"]))
 
 
+@pytest.mark.wide
 def test_jobs_with_hybrid_drafts_have_the_answers_of_plain_decoding(tmp_path: Path) -> None:
     for name, options in {
         "none": ["speculation.method=none"],
