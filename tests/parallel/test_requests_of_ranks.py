@@ -96,7 +96,7 @@ def test_texts_and_rounds_are_those_of_one_process(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_pages": 20},
+        {"num_pages": 18},
         {"prefill_chunk_tokens": 3, "prefix_cache": False},
         {"max_batch_size": 1, "page_size": 1},
         {"max_batch_size": 12, "shape": ByBatch((2, 5), (CHAIN, TREE))},
@@ -118,7 +118,7 @@ def test_scheduling_changes_nothing(settings: dict[str, Any], kind: str) -> None
 
     found, engines = of_ranks(2, make, lambda: requests(params), lambda i: int(i > 3))
     assert [c.token_ids for c in found] == [c.token_ids for c in alone]
-    assert any(engine.stats.preemptions for engine in engines) == (settings["num_pages"] == 20)
+    assert any(engine.stats.preemptions for engine in engines) == (settings["num_pages"] == 18)
 
 
 @pytest.mark.parametrize("kind", ENGINES)
