@@ -25,7 +25,7 @@ from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.tiny_models import random_prompts, run_requests, tiny_device_engine, tiny_engine
 from tests.tiny_models import run as run_all
 
-VOCAB, NUM_TOKENS = 288, 18  # more than a page
+VOCAB, NUM_TOKENS = 288, 24  # more than a page
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,

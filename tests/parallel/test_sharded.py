@@ -69,8 +69,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 3, 8)
-GREEDY = SamplingParams(max_tokens=8)
-SAMPLED = SamplingParams(max_tokens=8, temperature=0.8, top_k=30, top_p=0.95, seed=5, logprobs=2)
+GREEDY = SamplingParams(max_tokens=10)
+SAMPLED = SamplingParams(max_tokens=10, temperature=0.8, top_k=30, top_p=0.95, seed=5, logprobs=2)
 PROMPTS = random_prompts(3, shared=17) + random_prompts(2, seed=1) + [[5, 6, 7, 8, 9] * 4]
 ENGINES = {"CPU": tiny_engine, "fixed shapes": tiny_device_engine}
 
