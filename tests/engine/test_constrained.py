@@ -283,7 +283,7 @@ SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("ngram", "draft_
 
 @pytest.mark.parametrize("case", ["none", *SLOW])
 def test_preemption_changes_nothing(case: str) -> None:
-    engine, calm = (tiny_engine(*SHAPES[case], eos=(END,), num_pages=number) for number in (30, 256))
+    engine, calm = (tiny_engine(*SHAPES[case], eos=(END,), num_pages=number) for number in (27, 256))
     found, expected = (run_requests(one, requests((0.9, 0.0), max_tokens=30)) for one in (engine, calm))
     assert decided(found) == decided(expected)
     assert engine.stats.preemptions > 0, "the cache was too large to preempt anything"
