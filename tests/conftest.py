@@ -22,10 +22,11 @@ import specbatch
 from tests.gpu_memory import memory_for
 
 _MANY_VARIANTS = {"attention", "cli", "draft", "engine", "files", "graphs", "job", "kernels", "models"}  # folders
-_MANY_VARIANTS |= {"blocks", "fallback", "formats", "grammar", "parallel", "results", "rows", "scaleout", "schemas"}
-_MANY_VARIANTS |= {"serve", "setup", "text", "train", "tune"}
-# Of tests with up to so many variants, one of so many variants is not `wide`.
-_ONE_OF = ((1, 1), (3, 2), (7, 3), (15, 4), (sys.maxsize, 6))
+_MANY_VARIANTS |= {"blocks", "fallback", "formats", "grammar", "parallel", "report", "results", "rows"}
+_MANY_VARIANTS |= {"scaleout", "schemas", "serve", "setup", "text", "train", "tune"}
+# One of that number of variants of a test is not `wide`. A test always has at least one.
+_ONE_OF, _ONE_OF_MANY = 8, 12
+_MANY = 24
 
 # Python keeps what it has compiled, also where PYTHONDONTWRITEBYTECODE is set. Otherwise each process that a test
 # starts compiles specbatch again, and each of pytest's processes all test files: 7 of the 15 s before its first test.
@@ -47,15 +48,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark half to five sixths of tests with many variants as `wide`. They are chosen by a hash of their names, so
-    that no parameter is left out. Variants that a test itself marks are not counted."""
+    """Mark all but one of eight variants of a test as `wide`, and all but one of twelve of a test with 24 or more. They
+    are chosen by a hash of their names, so that a value that several tests have as a parameter is run by some of them.
+    Variants that a test itself marks are not counted."""
     variants: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if item.path.parent.name in _MANY_VARIANTS and not marks & {"slow", "gpu", "wide"}:
             variants.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
     for some in variants.values():
-        of = next(of for most, of in _ONE_OF if len(some) <= most)
+        of = _ONE_OF_MANY if len(some) >= _MANY else _ONE_OF
         some.sort(key=lambda item: zlib.crc32(item.name.encode()))
         for item in some[-(-len(some) // of) :]:
             item.add_marker("wide")
@@ -64,7 +66,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Freeze the objects that imports made, so that the garbage collector skips them. This saves a tenth of the time of
     some tests. Each job asks whether the heap is frozen, and the true count takes 30 ms for a million objects."""
-    gc.collect()
     gc.freeze()
     gc.enable()
     gc.get_freeze_count = lambda: 1

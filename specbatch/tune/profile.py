@@ -101,12 +101,6 @@ class Prediction:
         return self.output_tokens / self.seconds if self.seconds else math.inf
 
     @property
-    def steady_tokens_per_second(self) -> float:
-        """Return the tokens per second of the file without its end, where fewer and fewer requests run."""
-        seconds = self.prefill_seconds + self.steady_seconds
-        return self.steady_tokens / seconds if seconds else math.inf
-
-    @property
     def mean_batch(self) -> float:
         """Running requests of a round, by the tokens they made."""
         total = self.tokens_by_batch.sum()

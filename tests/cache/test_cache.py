@@ -376,7 +376,7 @@ class Jobs(RuleBasedStateMachine):
 
 
 TestJobs = Jobs.TestCase
-TestJobs.settings = settings(FAST, max_examples=12, stateful_step_count=12)
+TestJobs.settings = settings(FAST, max_examples=8, stateful_step_count=12)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle-tree"])

@@ -41,6 +41,19 @@ def test_pages_are_taken_up_to_a_checkpoint() -> None:
     index.check_integrity()
 
 
+def test_a_state_after_tokens_that_the_index_does_not_have_is_not_kept() -> None:
+    """The index has a shorter text, whose state is another one."""
+    pool, index = make(1)
+    add(pool, index, TOKENS[:12])
+    line = index.take_checkpoint()
+    assert line is not None
+    index.add_checkpoint(TOKENS, 16, line)
+    assert index.num_cached(TOKENS, 28) == 0
+    assert index.take_checkpoint() == line, "it is free again"
+    index.return_checkpoint(line)
+    index.check_integrity()
+
+
 def test_the_one_that_was_not_used_for_the_longest_time_is_overwritten() -> None:
     pool, index = make()
     add(pool, index, TOKENS)

@@ -4,6 +4,8 @@ and from a network."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,15 +60,16 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain(prompts: list[list[int]]) -> dict[tuple[str, bool], list[Completion]]:
-    """Completions of the oracle, by the method whose target it has, and whether it samples."""
-    return {
-        (method, sampled): run(
-            tiny_oracle("none", num_pages=256, num_layers=num_target_layers(method)), prompts, params
-        )
-        for method in METHODS
-        for sampled, params in ((False, GREEDY), (True, SAMPLED))
-    }
+def plain(prompts: list[list[int]]) -> Callable[[str, bool], list[Completion]]:
+    """Return a function that computes the oracle's completions: by the method whose target it has, and whether it
+    samples."""
+
+    @cache
+    def completions(method: str, sampled: bool) -> list[Completion]:
+        oracle = tiny_oracle("none", num_pages=256, num_layers=num_target_layers(method))
+        return run(oracle, prompts, SAMPLED if sampled else GREEDY)
+
+    return completions
 
 
 def texts(completions: list[Completion]) -> list[tuple[list[int], str]]:
@@ -92,11 +95,11 @@ def test_it_is_lossless(
     scheduling: str,
     sampled: bool,
     prompts: list[list[int]],
-    plain: dict[tuple[str, bool], list[Completion]],
+    plain: Callable[[str, bool], list[Completion]],
 ) -> None:
     engine = tiny_engine(method, SHAPES[shape], **{"num_pages": 256, **SCHEDULING[scheduling]})
     completions = run(engine, prompts, SAMPLED if sampled else GREEDY)
-    assert texts(completions) == texts(plain[method, sampled])
+    assert texts(completions) == texts(plain(method, sampled))
     assert sum(c.speculation.accepted for c in completions) > 3, "hardly a draft was right: this proves little"
     if scheduling == "preemption":
         assert engine.stats.preemptions > 0
@@ -109,17 +112,17 @@ def test_it_is_lossless(
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", METHODS)
 def test_padded_chains_have_the_same_texts(
-    method: str, params: SamplingParams, prompts: list[list[int]], plain: dict[tuple[str, bool], list[Completion]]
+    method: str, params: SamplingParams, prompts: list[list[int]], plain: Callable[[str, bool], list[Completion]]
 ) -> None:
     """Engines with fixed shapes, as on a GPU, give the same texts."""
     found = run(tiny_device_engine(method, CHAIN, num_pages=256), prompts, params)
-    assert texts(found) == texts(plain[method, params is SAMPLED])
+    assert texts(found) == texts(plain(method, params is SAMPLED))
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", METHODS)
 def test_rounds_that_choose_their_size_have_the_same_texts(
-    method: str, params: SamplingParams, prompts: list[list[int]], plain: dict[tuple[str, bool], list[Completion]]
+    method: str, params: SamplingParams, prompts: list[list[int]], plain: Callable[[str, bool], list[Completion]]
 ) -> None:
     """Rounds are graphs, and the costs let all sizes come up."""
     schedule = ByBatch((2, 8), (DraftShape(15, 1, 16), DraftShape(7, 1, 8)))
@@ -128,7 +131,7 @@ def test_rounds_that_choose_their_size_have_the_same_texts(
     engine.executor.mode, engine.executor.runner = "round", runner
     for _ in range(3):
         found = run(engine, prompts, params)
-        assert texts(found) == texts(plain[method, params is SAMPLED])
+        assert texts(found) == texts(plain(method, params is SAMPLED))
     sizes = {key[-3] for key in runner.tried}
     assert None in sizes, "rounds of the size of the schedule"
     assert len(sizes) >= 3, sizes
@@ -165,6 +168,7 @@ def test_random_combinations(seed: int) -> None:
     assert decided(found) == decided(expected), settings
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_hybrids_whose_rounds_choose_their_size(sampled: bool, prompts: list[list[int]]) -> None:
     """A round replays what the one before it accepted, whatever the size of either."""
@@ -191,12 +195,12 @@ def test_a_graph_that_memory_does_not_hold_is_not_chosen(prompts: list[list[int]
 
 
 def test_a_second_run_drafts_from_the_first(
-    prompts: list[list[int]], plain: dict[tuple[str, bool], list[Completion]]
+    prompts: list[list[int]], plain: Callable[[str, bool], list[Completion]]
 ) -> None:
     engine = tiny_engine("suffix", CHAIN, num_pages=256, max_batch_size=1)
     first = run(engine, prompts[:7], GREEDY)
     second = run(engine, prompts[:7], GREEDY)
-    assert texts(first) == texts(second) == texts(plain["suffix", False][:7])
+    assert texts(first) == texts(second) == texts(plain("suffix", False)[:7])
     rounds = [sum(c.speculation.rounds for c in one) for one in (first, second)]
     assert rounds[1] < 0.7 * rounds[0]
 
@@ -280,8 +284,8 @@ def test_right_drafts_of_the_network_are_counted(prompts: list[list[int]]) -> No
 
 
 def test_drafts_that_are_always_accepted_change_the_output(
-    prompts: list[list[int]], plain: dict[tuple[str, bool], list[Completion]]
+    prompts: list[list[int]], plain: Callable[[str, bool], list[Completion]]
 ) -> None:
     """The comparison with plain decoding sees drafts that are accepted without being right."""
     engine = tiny_engine("suffix", CHAIN, num_pages=256, simulate=8.0)
-    assert texts(run(engine, prompts, GREEDY)) != texts(plain["suffix", False])
+    assert texts(run(engine, prompts, GREEDY)) != texts(plain("suffix", False))

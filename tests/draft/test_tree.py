@@ -66,7 +66,7 @@ def candidates(draw: st.DrawFn) -> tuple[list[float], list[int], int]:
 
 
 @given(candidates())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_select_nodes(case: tuple[list[float], list[int], int]) -> None:
     scores, parents, keep = case
     ranked = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:keep]
@@ -121,7 +121,7 @@ def brute_force(tokens: list[int], low: int, high: int) -> tuple[int, int] | Non
     st.integers(1, 3),
     st.integers(0, 3),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_ngram_index(tokens: list[int], pieces: list[int], low: int, extra: int) -> None:
     """However the text grows, the index finds what a search of the whole text finds."""
     index, oracle = NgramIndex(low, low + extra), OracleIndex(low, low + extra)

@@ -84,10 +84,10 @@ def requests(
     compiler: GrammarCompiler = COMPILER,
     **sampling: Any,
 ) -> list[Request]:
-    """Of one grammar after the other. `temperatures`: of one request after the other."""
+    """Make a request of each grammar. `temperatures`: those of the requests, repeated."""
     prompts, wanted = random_prompts(len(names), shared=9), []
     for i, name in enumerate(names):
-        options = {"max_tokens": 30, "temperature": temperatures[i % len(temperatures)], **GRAMMARS[name], **sampling}
+        options = {"max_tokens": 22, "temperature": temperatures[i % len(temperatures)], **GRAMMARS[name], **sampling}
         params = SamplingParams(**options)
         constraint = constraint_of(params)
         matcher = None if constraint is None else compiler.matcher(constraint)
@@ -105,7 +105,7 @@ def decided(completions: list[Completion]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    """By the oracle, for the target of a method."""
+    """Return a function that computes the oracle's completions for the target of a method."""
     made: dict[Any, list[Completion]] = {}
 
     def of(method: str, temperatures: tuple[float, ...]) -> list[Completion]:
@@ -178,7 +178,7 @@ def test_rounds_as_three_graphs(case: str, temperatures: tuple[float, ...]) -> N
     found = run_requests(engine, requests(temperatures, names, HOST_COMPILER))
     assert decided(found) == decided(expected)
     assert {key[0] for key in runner._captured} == {"grammar draft", "grammar forward", "grammar accept", "round"}
-    assert runner.num_replays > 40
+    assert runner.num_replays > 30
     for key, output in runner.outputs.items():
         assert isinstance(output, Launched) or key[0] != "grammar accept", "the rest is memory of other sizes"
         assert isinstance(output, torch.Tensor) or key[0] != "grammar forward", "the choices alone"
@@ -190,8 +190,8 @@ def test_rounds_as_three_graphs(case: str, temperatures: tuple[float, ...]) -> N
     [("none", False, "grammar forward"), ("none", True, "grammar draft"), ("eagle-chain", True, "grammar draft")],
 )
 def test_a_round_is_read_while_the_next_one_computes(case: str, forces: bool, part: str) -> None:
-    """After that part of the next one is launched, which is before the host does anything with it. `forces`: grammars
-    force much, else plain decoding leaves no room for that."""
+    """A round is read after `part` of the next one is launched, before the host does anything with that round.
+    `forces`: grammars force many tokens; otherwise plain decoding leaves no room for them."""
     engine = tiny_device_engine(*SHAPES[case], eos=(END,))
     if not forces:
         engine._grammars._room.saw(-1e9, 1)
@@ -227,11 +227,11 @@ def test_a_round_is_open_between_two_steps(case: str) -> None:
         if "grammar forward" in launched:
             num_open += 1
             assert launched[-1] == "grammar forward"
-    assert num_open > 10
+    assert num_open > 8
 
 
 def test_a_round_whose_graphs_do_not_fit() -> None:
-    """One of the three: it runs eagerly, and is not tried again."""
+    """One of the three graphs does not fit. The round runs eagerly, and the graph is not tried again."""
     case, names = "draft_model-tree", ROWS[::-1]  # small batches at the end have grammars
     expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests((0.0,), names, HOST_COMPILER))
     engine = tiny_device_engine(*SHAPES[case], eos=(END,))
@@ -269,9 +269,9 @@ def test_every_text_that_ends_is_in_its_grammar(temperature: float) -> None:
 
 
 def test_plain_decoding_commits_a_forced_span_in_one_round() -> None:
-    """On a CPU: a choice after its first token that differs."""
+    """A choice is forced from its first token that differs from the other choices. The engine is that of a CPU."""
     (found,) = run_requests(
-        tiny_engine(eos=(END,)), requests((0.0,), ["choice"], logit_bias={TOKENIZER.vocab["1"]: 100.0})
+        tiny_engine(eos=(END,)), requests((0.0,), ["choice"], logit_bias={TOKENIZER.vocab["1"]: 100.0}, max_tokens=30)
     )
     assert len(found.token_ids) > 20
     assert found.speculation.rounds <= 3
@@ -282,14 +282,10 @@ SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("ngram", "draft_
 
 
 @pytest.mark.parametrize("case", ["none", *SLOW])
-def test_preemption_changes_nothing(case: str, plain: Any) -> None:
-    engine = tiny_engine(*SHAPES[case], eos=(END,), num_pages=30)
-    found, expected = run_requests(engine, requests((0.9, 0.0))), plain(SHAPES[case][0], (0.9, 0.0))
-    if "chain" not in case:
-        assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
-    else:
-        calm = tiny_engine(*SHAPES[case], eos=(END,), num_pages=256)
-        assert decided(found) == decided(run_requests(calm, requests((0.9, 0.0))))
+def test_preemption_changes_nothing(case: str) -> None:
+    engine, calm = (tiny_engine(*SHAPES[case], eos=(END,), num_pages=number) for number in (27, 256))
+    found, expected = (run_requests(one, requests((0.9, 0.0), max_tokens=30)) for one in (engine, calm))
+    assert decided(found) == decided(expected)
     assert engine.stats.preemptions > 0, "the cache was too large to preempt anything"
 
 
@@ -456,7 +452,7 @@ def test_rules_that_leave_no_token_where_the_model_has_more_than_its_tokenizer(e
 
 
 def test_plain_decoding_with_fixed_shapes_drafts_what_is_forced() -> None:
-    """With the same texts; with fewer nodes in larger batches."""
+    """The texts are the same. Larger batches have fewer nodes."""
     expected = run_requests(tiny_oracle(eos=(END,)), requests((0.0, 0.8), ["schema", "regex", "none"]))
     for batch in (2, 64):
         engine = tiny_device_engine(eos=(END,), max_batch_size=batch)
@@ -472,7 +468,7 @@ def test_what_pays_at_times_is_done_where_it_does() -> None:
     choice = AdaptiveToggle(0.25)
 
     def rounds(count: int, gain: float) -> list[bool]:
-        """Of ten requests."""
+        """Run that number of rounds of ten requests."""
         found = []
         for _ in range(count):
             found.append(choice.next())

@@ -79,8 +79,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 @pytest.mark.parametrize("engine", ENGINES)
 def test_greedy_texts_and_margins_of_all_methods(engine: str, options: dict[str, Any], watched: list[int]) -> None:
-    """They are equal, and the texts are those of all masks and of the oracle. With random weights most choices are
-    refused."""
+    """All methods have the same margins, and the texts of all masks and of the oracle. With random weights most choices
+    are refused."""
     expected = texts(by_oracle(options == PENALTIES))
     first, num_refused = None, 0
     for case in METHODS:
@@ -173,7 +173,7 @@ def test_a_tree_of_eagle3(engine: str, watched: list[int]) -> None:
 @pytest.mark.parametrize("case", ["none", "draft_model-tree", "eagle-chain"])
 @pytest.mark.parametrize("penalties", [{}, PENALTIES], ids=["", "penalties"])
 def test_as_three_graphs(case: str, penalties: dict[str, Any], watched: list[int]) -> None:
-    """And log-probabilities are those of the raw logits, which no rule has changed."""
+    """Graphs give the same texts. Log-probabilities are those of the raw logits, which no rule has changed."""
     options = {"logprobs": 1, **penalties}
     expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests((0.0,), **options))
     found = run_requests(graphed(tiny_device_engine(*SHAPES[case], eos=(END,))), requests((0.0,), **options))
@@ -228,7 +228,7 @@ def test_simulated_acceptance_computes_all_masks() -> None:
 @pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("options", [{}, PENALTIES], ids=["", "penalties"])
 def test_texts_and_margins_on_a_gpu(graphs: Any, options: dict[str, Any]) -> None:
-    """Of each method, alone and among sampled requests."""
+    """Each method is tested, alone and among sampled requests."""
     settings: dict[str, Any] = {"eos": (END,), "num_pages": 256, "device": torch.device("cuda"), "graphs": graphs}
     expected = texts(by_oracle(options == PENALTIES))
     first = None

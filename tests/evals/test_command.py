@@ -459,6 +459,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
 
+@pytest.mark.wide
 def test_speculation_changes_nothing_on_a_real_engine(run: Eval) -> None:
     from specbatch.setup.build import build_engine
     from specbatch.setup.resolve import resolve as resolve_really

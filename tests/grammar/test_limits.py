@@ -75,26 +75,26 @@ def test_500_optional_keys_can_be_written() -> None:
     assert matcher.is_complete()
 
 
-def test_a_limit_of_the_library_is_not_met_by_what_is_only_tried() -> None:
+@pytest.mark.parametrize("after_reasoning", [pytest.param(False, marks=pytest.mark.wide), True])
+def test_a_limit_of_the_library_is_not_met_by_what_is_only_tried(after_reasoning: bool) -> None:
     """It is the error of the text that goes on with the token, and of no other one."""
     brace = tokens_of("{")[0]
-    for after_reasoning in (False, True):
-        matcher: Any = COMPILER.matcher(schema({"anyOf": [optional_keys(2600), {"const": 12}]}))
-        if after_reasoning:
-            matcher = AfterReasoning(matcher, 298, (297,), 300)
-        assert matcher.failure(None) is None
-        assert not matcher.advance(brace)
-        assert not matcher.advance_by([brace])
-        assert "max is" in (matcher.failure(brace) or "")
-        assert matcher.failure(tokens_of("1")[0]) is None
-        state = GrammarState(matcher, (299,), (), 300)
-        assert state.mask().any()
-        assert state.enter_all(tokens_of("12")) == 2
-        assert state.failure_after([], 0) is None
-        state.back(2)
-        state.follow([5, brace], num_prompt=1)
-        assert "max is" in (state.failure or "")
-        assert not state.may_end_after([5, brace], 1)
+    matcher: Any = COMPILER.matcher(schema({"anyOf": [optional_keys(2600), {"const": 12}]}))
+    if after_reasoning:
+        matcher = AfterReasoning(matcher, 298, (297,), 300)
+    assert matcher.failure(None) is None
+    assert not matcher.advance(brace)
+    assert not matcher.advance_by([brace])
+    assert "max is" in (matcher.failure(brace) or "")
+    assert matcher.failure(tokens_of("1")[0]) is None
+    state = GrammarState(matcher, (299,), (), 300)
+    assert state.mask().any()
+    assert state.enter_all(tokens_of("12")) == 2
+    assert state.failure_after([], 0) is None
+    state.back(2)
+    state.follow([5, brace], num_prompt=1)
+    assert "max is" in (state.failure or "")
+    assert not state.may_end_after([5, brace], 1)
 
 
 @pytest.mark.parametrize(

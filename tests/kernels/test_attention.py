@@ -87,6 +87,14 @@ def test_attention_prefill_of_uneven_prompts(
     close(actual, expected, dtype)
 
 
+def test_windows_that_begin_at_the_border_of_a_block() -> None:
+    """The kernel begins at the block of the oldest key, which here is the first or the last key of a block."""
+    starts = [16 * i + 19 + offset for i in range(1, 6) for offset in (-1, 0)]
+    batch = paged_batch(starts, [1] * len(starts), 16)
+    actual, expected = attend_both(batch, 1, 1, 16, DTYPES[0], 20, 1)
+    close(actual, expected, DTYPES[0])
+
+
 @pytest.mark.parametrize(("rounded", "splits"), [(False, 1), (True, 2), slow_on_cpu(False, 2), slow_on_cpu(True, 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nodes", [4, slow_on_cpu(8), 40, slow_on_cpu(60)])  # 40: two words of a mask, two tiles

@@ -24,7 +24,7 @@ from specbatch.kernels.torch.delta import delta_chunks
 from tests.kernels.batches import CUDA, DEVICE
 
 CPU = torch.device("cpu")
-KEY_HEADS, HEADS, K, V, CONV = 2, 4, 16, 44, 4  # a head's values fill five parts and half of another
+KEY_HEADS, HEADS, K, V, CONV = 2, 4, 16, 20, 4  # a head's values fill two parts and half of another
 CHANNELS = 2 * KEY_HEADS * K + HEADS * V
 NUM_LINES, MAX_NODES = 6, 3
 SIZES = StateSizes(1, HEADS, V, K, CHANNELS, CONV, MAX_NODES)
@@ -244,7 +244,8 @@ def test_rounds_in_triton(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("max_nodes", [1, 2, 3, 6])
 def test_slots_that_hold_nothing_are_not_used(max_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read before the program knows that. Memory that no kernel has written is NaN here."""
+    """The slots are read before the program knows that they hold nothing. Memory that no kernel has written is NaN
+    here."""
     ops, dtype, tolerance = triton_ops(), torch.float32, 1e-4
     weights, own = make_weights(dtype), make_weights(dtype, DEVICE)
     sizes = replace(SIZES, max_nodes=max_nodes)

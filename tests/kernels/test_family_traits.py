@@ -109,12 +109,12 @@ def test_sinks_with_shared_prefixes(dtype: torch.dtype, splits: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_bits_with_sinks_do_not_depend_on_the_cut(window: int | None) -> None:
-    kernel = Kernel(200, 4, 2, 64, torch.bfloat16 if CUDA else torch.float32)
+    kernel = Kernel(140, 4, 2, 64, torch.bfloat16 if CUDA else torch.float32)
     kernel.sinks = sinks_of(4)
-    whole = kernel.of((0, 200), window=window)
-    assert torch.equal(kernel.of((190, 200), window=window), whole[190:])
-    assert torch.equal(kernel.run(*kernel.cut((199, 200)), parts=2, window=window), whole[199:])
-    kernel.check(whole, (0, 200), window=window)
+    whole = kernel.of((0, 140), window=window)
+    assert torch.equal(kernel.of((130, 140), window=window), whole[130:])
+    assert torch.equal(kernel.run(*kernel.cut((139, 140)), parts=2, window=window), whole[139:])
+    kernel.check(whole, (0, 140), window=window)
 
 
 def test_a_sink_is_a_key_without_a_value() -> None:
@@ -129,12 +129,12 @@ def test_a_sink_is_a_key_without_a_value() -> None:
 
 
 def test_capped_bits_do_not_depend_on_the_cut() -> None:
-    kernel = Kernel(200, 4, 2, 64, torch.bfloat16 if CUDA else torch.float32)
+    kernel = Kernel(140, 4, 2, 64, torch.bfloat16 if CUDA else torch.float32)
     kernel.q, kernel.soft_cap = kernel.q * 3, CAP
-    whole = kernel.of((0, 200))
-    assert torch.equal(kernel.of((190, 200)), whole[190:])
-    assert torch.equal(kernel.of((199, 200)), whole[199:])
-    kernel.check(whole, (0, 200))
+    whole = kernel.of((0, 140))
+    assert torch.equal(kernel.of((130, 140)), whole[130:])
+    assert torch.equal(kernel.of((139, 140)), whole[139:])
+    kernel.check(whole, (0, 140))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -124,11 +124,11 @@ def test_two_processes_with_grammars_answer_as_one(tiny_model: Path, method: str
         compiler, found = GrammarCompiler(run_.tokenizer, max_automata=max_automata), dict[int, Completion]()
         for spec in filter(None, specs[::-1]):  # Rank 0 can meet grammars in another order.
             spec.make(compiler)
-        for i, spec in enumerate(3 * specs):
-            params = SamplingParams(max_tokens=24, temperature=(0.0, 0.8)[i % 2], seed=i)
+        for i, spec in enumerate(2 * specs):
+            params = SamplingParams(max_tokens=16, temperature=(0.0, 0.8)[i % 2], seed=i)
             matcher = None if spec is None else spec.make(compiler)
             engine.submit(Request(i, [7 + i, 8, 9], params, RngKey(0, i, 0), None, (), matcher, spec))
-        while len(found) < 3 * len(specs):
+        while len(found) < 2 * len(specs):
             found |= {c.request_id: c for c in engine.step()}
         return [(found[i].token_ids, found[i].finish_reason, found[i].speculation) for i in sorted(found)]
 

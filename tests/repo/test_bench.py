@@ -103,13 +103,12 @@ def test_the_floor_counts_what_a_round_reads() -> None:
     ("batch", "nodes", "gigabytes"),
     [
         (1, 1, 6.2),
-        (1, 2, 9.6),
-        (1, 4, 15.8),
-        (16, 1, 41.4),
         (16, 4, 61.1),
-        (64, 1, 66.0),
-        (64, 4, 66.9),
         (256, 1, 86.2),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide)
+            for case in ((1, 2, 9.6), (1, 4, 15.8), (16, 1, 41.4), (64, 1, 66.0), (64, 4, 66.9))
+        ),
     ],
 )
 def test_the_floor_counts_the_experts_that_tokens_choose(batch: int, nodes: int, gigabytes: float) -> None:
@@ -128,19 +127,24 @@ def test_the_floor_counts_the_experts_that_tokens_choose(batch: int, nodes: int,
 @pytest.mark.parametrize(
     ("sets", "gigabytes"),
     [
-        (["speculation.method=ngram"], [15.01]),
+        pytest.param(["speculation.method=ngram"], [15.01], marks=pytest.mark.wide),
         (["speculation.method=none"], [15.01]),
         # The head of an EAGLE-1 is the target's: 1.05 GB of it in every pass.
         (
             ["speculation.method=eagle", "speculation.draft=random:eagle", "speculation.num_steps=2"],
             [15.01, 1.55, 1.55],
         ),
-        (
+        pytest.param(
             ["speculation.method=draft_model", "speculation.draft=random:llama-3.2-1b", "speculation.num_steps=2"],
             [15.01, 2.47, 2.47],
+            marks=pytest.mark.wide,
         ),
         # A head of 4 layers: one pass over committed tokens, one over all mask tokens.
-        (["speculation.method=peagle", "speculation.draft=random:peagle"], [15.01, 2.95, 2.85]),
+        pytest.param(
+            ["speculation.method=peagle", "speculation.draft=random:peagle"],
+            [15.01, 2.95, 2.85],
+            marks=pytest.mark.wide,
+        ),
         # 5 layers of 0.44 GB and the target's LM head for a block; fc, queries, keys and values for committed tokens.
         (["speculation.method=block", "speculation.draft=random:dflash"], [15.01, 3.23, 0.42]),
     ],

@@ -76,10 +76,12 @@ def syntax(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def imports(file: Path, within_functions: bool = True) -> Iterator[str]:
-    """Modules of the package that a file imports, without the package's own name. `within_functions` False: only what
-    is imported when the file is, without what type checkers alone read."""
-    for node in ast.walk(syntax(file)) if within_functions else at_import(syntax(file)):
+@cache
+def imports(file: Path, within_functions: bool = True) -> list[str]:
+    """List the modules of the package that a file imports, without the package's own name. `within_functions` False:
+    only what is imported when the file is, without what type checkers alone read."""
+    found: list[str] = []
+    for node in statements(syntax(file), within_functions):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
             names = [node.module or ""]
@@ -92,18 +94,22 @@ def imports(file: Path, within_functions: bool = True) -> Iterator[str]:
             names = [a.name for a in node.names]
         else:
             continue
-        yield from (n.removeprefix("specbatch").removeprefix(".") for n in names if n.split(".")[0] == "specbatch")
+        found += (n.removeprefix("specbatch").removeprefix(".") for n in names if n.split(".")[0] == "specbatch")
+    return found
 
 
-def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """The statements that run when a module is imported."""
+def statements(node: ast.AST, within_functions: bool) -> Iterator[ast.AST]:
+    """Yield the statements of a module. `within_functions` False: those that run when it is imported."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(child, ast.expr):
             continue
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            continue
+        if not within_functions:
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                continue
         yield child
-        yield from at_import(child)
+        yield from statements(child, within_functions)
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:

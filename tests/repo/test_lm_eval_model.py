@@ -60,7 +60,7 @@ def test_what_cannot_run_is_an_error(model: Any) -> None:
 
 
 def test_choices_are_scored(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the log-probabilities of the whole text say it. A continuation that is the greedy text is named so."""
+    """A score is that of the whole text's log-probabilities. A continuation that is the greedy text is named so."""
     monkeypatch.syspath_prepend(str(Path(specbatch.__file__).resolve().parent.parent / "scripts"))
     module = importlib.import_module("lm_eval_model")
     model = module.SpecbatchModel(str(tiny_model), method="none", kv_cache_tokens=1024, max_batch_size=4)

@@ -26,7 +26,9 @@ MAX_COMMENTS: dict[str, int] = {}
 def docstrings(text: str) -> list[tuple[int, str]]:
     """List the docstrings of a module, its classes and its functions that begin with a refused word."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = []
+    found: list[tuple[int, str]] = []
+    if not re.search(rf"""["']\s*(?:{DOCSTRING.pattern})""", text):  # most modules need not be parsed
+        return found
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, kinds) and DOCSTRING.match(words := ast.get_docstring(node) or ""):
             found.append((node.body[0].lineno, words.splitlines()[0]))

@@ -26,7 +26,7 @@ def written(tmp_path: Path, *events: dict[str, Any]) -> Path:
 
 
 def test_two_streams_of_a_gpu(tmp_path: Path) -> None:
-    """Of 40 us of communication, 30 are under the other stream's GEMM."""
+    """Communication takes 40 us, of which 30 are under the other stream's GEMM."""
     from trace_timeline import between, describe, draw, line_times, read_trace
 
     trace = written(

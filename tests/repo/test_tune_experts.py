@@ -16,7 +16,9 @@ pytestmark = pytest.mark.usefixtures("scripts")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs on a CPU")
-@pytest.mark.parametrize("weights", ["bfloat16", "mxfp4", pytest.param("fp8", marks=pytest.mark.wide), "fp8_blocks"])
+@pytest.mark.parametrize(
+    "weights", ["bfloat16", *(pytest.param(name, marks=pytest.mark.wide) for name in ("mxfp4", "fp8", "fp8_blocks"))]
+)
 def test_each_number_of_tokens_has_tiles_and_a_whole(
     weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

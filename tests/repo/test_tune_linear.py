@@ -66,7 +66,7 @@ def test_a_chain_that_is_faster_decides(
 
 
 def test_tiles_of_all_models_fit() -> None:
-    """On Hopper, of each number of tokens. Those of measured sizes have all their stages."""
+    """Tiles for each number of tokens fit Hopper's shared memory. Tiles of measured sizes have all their stages."""
     from tune_linear import Geometry, geometries
 
     found = [Geometry.of(config, ranks) for config in geometries().values() for ranks in (1, 2)]

@@ -313,6 +313,7 @@ def test_log_probabilities_of_all_formats(logprobs: Any) -> None:
     assert read_row(line).logprob == -2.0
 
 
+@pytest.mark.wide
 def test_memory_is_bounded() -> None:
     """Values that all differ, fields that all differ, and long texts take no more memory than a limit."""
 

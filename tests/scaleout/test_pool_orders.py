@@ -22,7 +22,7 @@ from tests.scaleout.job import Job
 from tests.scaleout.simulation import Machine, Simulation, description, died, refused, result
 
 quick = settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow],

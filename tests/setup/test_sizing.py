@@ -38,7 +38,7 @@ from tests.tiny_models import (
 
 SHAPE = DraftShape(3, 1, 4)
 MAX_LENGTH = 512  # of the model
-TOKEN_BYTES = 2 * 3 * 2 * 8 * 8  # of the tiny model in float64
+TOKEN_BYTES = 2 * 1 * 2 * 8 * 8  # of the tiny model in float64
 
 
 class Card:
@@ -88,7 +88,7 @@ class Card:
         monkeypatch.setattr(KVCache, "resize", lambda cache, num_slots: resize(cache, max(4, num_slots)))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-        target = tiny_decoder(tiny_config(3), torch.float64, attention=paged_of, num_positions=MAX_LENGTH + 128)
+        target = tiny_decoder(tiny_config(1), torch.float64, attention=paged_of, num_positions=MAX_LENGTH + 128)
         methods: ByBatch[Any] = ByBatch.always(HostNgramDraft(SHAPE, 1, 3))
         parts = Parts(target, methods, torch.float64, 4, (), fixed_shapes=True)
         rows = Rows(TOKEN_BYTES, 4, SHAPE.num_draft_tokens, MAX_LENGTH, 64, spare_pages=1)
@@ -124,7 +124,7 @@ def test_a_roomy_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.limits.max_prompt_tokens + 1 == MAX_LENGTH
     assert not any("longest row" in line or "max_batch_size" in line for line in said)
     prompts, params = random_prompts(5), SamplingParams(max_tokens=12)
-    expected = run(tiny_oracle("ngram", SHAPE, num_pages=256, num_layers=3), prompts, params)
+    expected = run(tiny_oracle("ngram", SHAPE, num_pages=256, num_layers=1), prompts, params)
     assert [c.token_ids for c in run(engine, prompts, params)] == [c.token_ids for c in expected]
     assert edited
     assert all(edited)

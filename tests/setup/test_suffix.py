@@ -19,7 +19,7 @@ from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
 from specbatch.setup.speculation import resolve_speculation, with_sizes_of_batches
 
-TINY = ["model.target=random:tiny", "engine.device=cpu", "engine.max_batch_size=3", "sampling.max_tokens=24"]
+TINY = ["model.target=random:tiny", "engine.device=cpu", "engine.max_batch_size=3", "sampling.max_tokens=16"]
 HEAD = "speculation.draft=random:eagle3"
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 ROWS: list[dict[str, Any]] = [
@@ -56,14 +56,14 @@ def sources(path: Path) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("deterministic", ["false", "true"])
-def test_jobs_have_the_answers_of_plain_decoding(tmp_path: Path, deterministic: str) -> None:
-    mode = f"engine.deterministic={deterministic}"
+def test_jobs_have_the_answers_of_plain_decoding(tmp_path: Path, tiny_model: Path, deterministic: str) -> None:
+    mode = [f"engine.deterministic={deterministic}", f"model.target={tiny_model}"]
     for name, options in {
         "plain": ["speculation.method=none"],
         "suffix": ["speculation.method=suffix"],
         "again": ["speculation.method=suffix", f"speculation.corpus={tmp_path / 'suffix.jsonl'}"],
     }.items():
-        result = generate(tmp_path, f"{name}.jsonl", mode, *options)
+        result = generate(tmp_path, f"{name}.jsonl", *mode, *options)
         assert result.exit_code == 0, result.output
     plain, suffix, again = (tmp_path / f"{name}.jsonl" for name in ("plain", "suffix", "again"))
     assert answers(suffix) == answers(plain) == answers(again)
@@ -184,6 +184,7 @@ def test_hybrid_needs_a_head() -> None:
         resolve(load_config(None, [*TINY, "speculation.method=hybrid"]))
 
 
+@pytest.mark.wide
 def test_jobs_with_hybrid_drafts_have_the_answers_of_plain_decoding(tmp_path: Path) -> None:
     for name, options in {
         "none": ["speculation.method=none"],

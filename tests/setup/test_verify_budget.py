@@ -17,16 +17,17 @@ HEAD = ["speculation.method=eagle3", "speculation.draft=random:eagle3"]
 
 
 @pytest.mark.parametrize("method", [["speculation.method=ngram"], HEAD], ids=["ngram", "eagle3"])
-def test_jobs_have_the_answers_of_plain_decoding(tmp_path: Path, method: list[str]) -> None:
+def test_jobs_have_the_answers_of_plain_decoding(tmp_path: Path, tiny_model: Path, method: list[str]) -> None:
     """Rows with grammars, stop strings and several completions; greedy ones with the head."""
     greedy = [] if method != HEAD else ["sampling.temperature=0"]
+    method = method if greedy else [*method, f"model.target={tiny_model}"]
     rows = [{"prompt": f"question {i % 3}: abcabc", "logprobs": 1} for i in range(6)]
     rows += [{"prompt": "stop", "stop": ["a", "e"]}, {"prompt": "bias", "frequency_penalty": 0.5}]
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     rows += [{"prompt": "j", "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}] * 2
     rows += [] if greedy else [{"prompt": "three", "n": 3, "temperature": 0.8}]
     for name, options in {
-        "plain": ["speculation.method=none"],
+        "plain": [*method, "speculation.method=none"],
         "whole": method,
         "budget": [*method, "speculation.verify_budget=1.5"],
     }.items():

@@ -214,6 +214,7 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
     return target, write_drafter(folder / "drafter", drafter, config_json(block, str(target)))
 
 
+@pytest.mark.wide
 def test_a_block_drafter_is_tuned_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tuned configuration runs, and its rounds commit the tokens that were predicted."""
     target, drafter = write_pair(tmp_path)

@@ -20,7 +20,7 @@ from tests.tiny_models import CPU, attention_of, tiny_config
 
 NUM_SHARDS = 8
 CONFIG = tiny_config(
-    4, hidden=512, moe=MoeConfig(16, 2, 512, norm_topk_prob=True, layers=(True,) * 4), model_type="qwen3_moe"
+    4, hidden=256, moe=MoeConfig(16, 2, 512, norm_topk_prob=True, layers=(True,) * 4), model_type="qwen3_moe"
 )
 
 
