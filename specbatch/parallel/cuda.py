@@ -242,10 +242,13 @@ class CudaGroup(Group):
             run.add_parts(received, rest, flat)
 
     def start_sum(self, x: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
+        return self._start_sum(x, residual, in_place=False)
+
+    def _start_sum(self, x: Tensor, residual: Tensor | None, *, in_place: bool) -> Callable[[], Tensor]:
         algorithm = algorithm_for(x.nbytes, x.dtype, self._limits[self._pass], fixed_order=self._fixed_order)
         fuses = algorithm in ("one_shot", "copied") and residual is not None and residual.dtype == x.dtype
         with marked("communication"):
-            total = self.added(x, algorithm, residual if fuses else None) if x.numel() else x
+            total = self.added(x, algorithm, residual if fuses else None, in_place=in_place) if x.numel() else x
         return lambda: total if residual is None or fuses else residual + total
 
     def start_normed_sum(
@@ -255,7 +258,8 @@ class CudaGroup(Group):
         adds the squares of a line in another order than the norm's own kernel, so `fixed_order` uses the norm's own
         kernel for all sizes."""
         if self._pass != _ALONE or self._fixed_order or not self._norms(x_TE, residual_TE, norm):
-            return super().start_normed_sum(x_TE, residual_TE, norm)
+            total = self._start_sum(x_TE, residual_TE, in_place=True)
+            return lambda: (total(), None)
         x_TE, residual_TE = x_TE.contiguous(), residual_TE.contiguous()
         total_TE, normed_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
         with marked("communication"):
@@ -273,14 +277,16 @@ class CudaGroup(Group):
     def _alone_algorithm(self, x: Tensor) -> Algorithm:
         return algorithm_for(x.nbytes, x.dtype, self._limits[_ALONE], fixed_order=False)
 
-    def added(self, x: Tensor, algorithm: Algorithm, residual: Tensor | None = None) -> Tensor:
+    def added(
+        self, x: Tensor, algorithm: Algorithm, residual: Tensor | None = None, *, in_place: bool = False
+    ) -> Tensor:
         """Return the sum by one of the algorithms, in new memory. `residual`: a tensor to add to a one-shot or copied
-        sum."""
+        sum. `in_place`: NCCL may write the sum to x, so that a large tensor is not copied first."""
         if algorithm == "gather":
             wide = torch.promote_types(x.dtype, torch.float32)  # so that it is rounded once, as a one-shot sum is
             return in_order(self.gather(x).to(wide)).to(x.dtype)
         x, run = _aligned(x), self._collectives
-        out = torch.empty_like(x)
+        out = x if in_place and algorithm == "nccl" else torch.empty_like(x)
         if algorithm == "one_shot":
             inbox = self._inboxes[self._memory]
             for piece, added, part in _pieces(x, residual, out, inbox.capacity):

@@ -80,7 +80,7 @@ class Group(Protocol):
         self, x_TE: Tensor, residual_TE: Tensor, norm: Norm
     ) -> Callable[[], tuple[Tensor, Tensor | None]]:
         """Launch `start_sum`, and return a function that waits for the sum and its norm. If the norm is None, the
-        caller computes it."""
+        caller computes it. The sum may be written to `x_TE`."""
         total = self.start_sum(x_TE, residual_TE)
         return lambda: (total(), None)
 

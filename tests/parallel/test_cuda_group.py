@@ -249,8 +249,9 @@ def test_norms_that_come_with_sums(fixed_order: bool, monkeypatch: pytest.Monkey
             if odd.get("has_wide_residual"):
                 residual_TE = residual_TE.double()
             norm = RMSNorm(torch.linspace(-1, 2, shape[1], dtype=weight), 1e-5)
+            expected = residual_TE + mine.sum(x_TE)
             total, normed = mine.start_normed_sum(x_TE, residual_TE, norm)()
-            assert torch.equal(total, residual_TE + mine.sum(x_TE))
+            assert torch.equal(total, expected)
             assert normed is None or torch.equal(normed, norm(total))
             return normed is not None
 
