@@ -119,7 +119,12 @@ def _description(options: TrainDraftOptions, plan: ResolvedRun) -> EagleConfig |
         return head
     rank = config.hidden_size // 16 if options.markov_rank is None else options.markov_rank
     sizes = BlockSizes(
-        options.layers or 2, options.block_size or 8, options.features or 3, rank, options.intermediate_size
+        options.layers or 2,
+        options.block_size or 8,
+        options.features or 3,
+        rank,
+        options.intermediate_size,
+        options.kv_heads,
     )
     return block_config(config, sizes, _mask_token(plan))
 
@@ -276,7 +281,7 @@ def _eagle_learner(
 
     learner = EagleLearner(
         head.to(plan.device), make_target, options.unroll or 7, sizes.longest, plan.device,
-        compile_steps=bool(options.compile),
+        compile_steps=options.compile,
     )  # fmt: skip
     return learner, draft_ids_W
 
@@ -295,8 +300,9 @@ def _block_learner(options: TrainDraftOptions, block: BlockConfig, plan: Resolve
     # The authors of DFlash give 4, 5 and 7 for blocks of 8, 10 and 16.
     loss = LossSettings(variation, block.block_size / 2)
     return BlockLearner(
-        drafter.to(plan.device), make_target, loss, sizes.batch_tokens, sizes.longest, seed, plan.device
-    )
+        drafter.to(plan.device), make_target, loss, sizes.batch_tokens, sizes.longest, seed, plan.device,
+        compile_loss=options.compile,
+    )  # fmt: skip
 
 
 def _examples(options: TrainDraftOptions, plan: ResolvedRun, files: Files) -> list[Example]:
