@@ -99,6 +99,9 @@ def train_draft(
         _training(metavar="RATE", help="The learning rate.", show_default="1e-3 at hidden size 512, then as 1/sqrt"),
     ] = None,
     warmup: Annotated[float, _training(metavar="SHARE", help="The share of steps with a rising rate.")] = 0.05,
+    optimizer: Annotated[
+        str, _training(metavar="NAME", help="adamw, or muon, which has AdamW for norms and tables of tokens.")
+    ] = "adamw",
     batch_tokens: Annotated[
         int | None, _training(metavar="N", help="Tokens of a step.", show_default="16384 on CUDA, 1024 on a CPU")
     ] = None,
@@ -133,6 +136,7 @@ def train_draft(
             max_steps=max_steps,
             lr=lr,
             warmup=warmup,
+            optimizer=optimizer,
             batch_tokens=batch_tokens,
             max_length=max_length,
             validation=validation,

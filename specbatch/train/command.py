@@ -222,6 +222,7 @@ def _train(
         weight_decay=_WEIGHT_DECAY,
         batch_tokens=batch_tokens,
         seed=plan.config.engine.seed,
+        optimizer=options.optimizer,
     )
     longest = padded_length(max(len(e.tokens) for e in (*train_set, *validation)))
     sizes = _Sizes(batch_tokens, longest)

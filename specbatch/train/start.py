@@ -11,6 +11,7 @@ from specbatch.errors import ConfigError
 
 Kind = Literal["eagle3", "block"]  # the method that will draft with it
 KINDS: tuple[str, ...] = get_args(Kind)
+OPTIMIZERS = ("adamw", "muon")
 STAGES = ("answers", "training", "evaluation")
 _EAGLE_ONLY = ("draft_vocab", "unroll")
 _BLOCK_ONLY = ("block_size", "layers", "intermediate_size", "kv_heads", "features", "markov_rank", "variation")
@@ -49,6 +50,7 @@ class TrainDraftOptions:
     max_steps: int | None = None
     lr: float | None = None
     warmup: float = 0.05
+    optimizer: str = "adamw"
     batch_tokens: int | None = None
     max_length: int = 1024
     validation: float = 0.02
@@ -58,6 +60,8 @@ class TrainDraftOptions:
         """Raise ConfigError for a value that is not legal, or an option of another kind of drafter."""
         if self.kind not in KINDS:
             raise ConfigError(f"--kind {self.kind} is not known", f"kinds: {', '.join(KINDS)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"--optimizer {self.optimizer} is not known", f"optimizers: {', '.join(OPTIMIZERS)}")
         if unknown := set(self.stages) - set(STAGES):
             raise ConfigError(f"--stage {min(unknown)} is not known", f"stages: {', '.join(STAGES)}")
         if "answers" in self.stages and not self.data and not self.invent:

@@ -26,7 +26,8 @@ _LOGITS_AT_ONCE = 2**28  # elements of logits that are computed at once
 _KEPT_LOGITS = 2**30  # elements of logits that are kept for the backward pass; others are computed again
 
 
-# Given draft logits and the target's, both (R, V), and the share of the total variation distance, return the losses (R,).
+# Given draft logits and the target's, both (R, V), and the share of the total variation distance, return the losses
+# (R,).
 Compare = Callable[[Tensor, Tensor, float], Tensor]
 
 
