@@ -71,7 +71,7 @@ def train_draft(
     ] = None,
     kv_heads: Annotated[
         int | None,
-        _block(metavar="N", help="Key/value heads of a layer.", show_default="as many as query heads"),
+        _block(metavar="N", help="Key/value heads of a layer.", show_default="as many as the target"),
     ] = None,
     features: Annotated[
         int | None, _block(metavar="N", help="Layers of the target that it reads.", show_default="3")

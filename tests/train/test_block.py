@@ -232,7 +232,7 @@ def test_only_matrices_between_hidden_states_have_muon(optimizer: str, tmp_path:
 
 def test_more_heads_begin_as_those_of_the_target() -> None:
     batch, hidden = None, []
-    for kv_heads in (2, None):
+    for kv_heads in (None, 4):
         block = block_config(tiny_config(LAYERS), BlockSizes(2, SIZE, 3, 4, 40, kv_heads), MASK)
         drafter = TrainedBlocks(block)
         initialise(drafter, target_checkpoint(), 0)
@@ -333,7 +333,7 @@ def test_a_trained_drafter_drafts_as_validation_says(markov_rank: int, tmp_path:
 
 def test_checkpoints_have_the_public_names() -> None:
     block = config_of(4, num_layers=1)
-    layer = dict.fromkeys("qkvo", (32, 32))
+    layer = {"q": (32, 32), "k": (16, 32), "v": (16, 32), "o": (32, 32)}
     expected: dict[str, tuple[int, ...]] = {f"layers.0.self_attn.{n}_proj.weight": s for n, s in layer.items()}
     expected |= {f"layers.0.self_attn.{n}_norm.weight": (8,) for n in "qk"}
     expected |= {f"layers.0.mlp.{n}_proj.weight": (40, 32) for n in ("gate", "up")}

@@ -19,7 +19,7 @@ class BlockSizes:
     num_features: int  # layers of the target that it reads
     markov_rank: int  # 0: no head, as in DFlash
     intermediate_size: int | None  # None: that of the target
-    num_kv_heads: int | None = None  # None: as many as query heads
+    num_kv_heads: int | None = None  # None: as many as the target
 
 
 def block_config(target: ModelConfig, sizes: BlockSizes, mask_token_id: int) -> BlockConfig:
@@ -33,8 +33,7 @@ def block_config(target: ModelConfig, sizes: BlockSizes, mask_token_id: int) -> 
             f"a block drafter has the target's LM head, and that of {target.model_type} has a bias", "use --kind eagle3"
         )
     inner = sizes.intermediate_size or target.intermediate_size
-    # All that a block knows of the text are values of its layers. Few heads would make them narrow.
-    kv_heads = sizes.num_kv_heads or target.num_heads
+    kv_heads = sizes.num_kv_heads or target.num_kv_heads
     if target.num_heads % kv_heads:
         raise ConfigError(
             f"--kv-heads {kv_heads} does not divide the {target.num_heads} query heads",
