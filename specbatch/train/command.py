@@ -50,6 +50,7 @@ from specbatch.train.trainer import Trainer, TrainSettings, described
 _EAGLE_SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
 _PLAIN = ("speculation.method=none", "speculation.draft=null")
 _WEIGHT_DECAY = 0.01
+_RATES = {"adamw": 1e-3, "muon": 6e-3}  # learning rates at a hidden size of 512
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def _train(
     settings = TrainSettings(
         epochs=options.epochs,
         max_steps=options.max_steps,
-        lr=options.lr or 1e-3 * (512 / config.hidden_size) ** 0.5,
+        lr=options.lr or _RATES[options.optimizer] * (512 / config.hidden_size) ** 0.5,
         warmup=options.warmup,
         weight_decay=_WEIGHT_DECAY,
         batch_tokens=batch_tokens,
