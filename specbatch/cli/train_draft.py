@@ -64,13 +64,14 @@ def train_draft(
     unroll: Annotated[
         int | None, _eagle(metavar="N", help="The number of draft steps to train.", show_default="7")
     ] = None,
-    compile_steps: Annotated[
-        bool | None, _eagle("--compile", metavar="", help="Use torch.compile for the steps.")
-    ] = None,
     block_size: Annotated[int | None, _block(metavar="N", help="Tokens of a block.", show_default="8")] = None,
     layers: Annotated[int | None, _block(metavar="N", help="Layers of the drafter.", show_default="2")] = None,
     intermediate_size: Annotated[
         int | None, _block(metavar="N", help="The width of its MLPs.", show_default="that of the target")
+    ] = None,
+    kv_heads: Annotated[
+        int | None,
+        _block(metavar="N", help="Key/value heads of a layer.", show_default="as many as the target"),
     ] = None,
     features: Annotated[
         int | None, _block(metavar="N", help="Layers of the target that it reads.", show_default="3")
@@ -95,14 +96,22 @@ def train_draft(
     max_steps: Annotated[int | None, _training(metavar="N", help="The most steps of the optimiser.")] = None,
     lr: Annotated[
         float | None,
-        _training(metavar="RATE", help="The learning rate.", show_default="1e-3 at hidden size 512, then as 1/sqrt"),
+        _training(
+            metavar="RATE",
+            help="The learning rate.",
+            show_default="1e-3 (Muon: 6e-3) at hidden size 512, then as 1/sqrt",
+        ),
     ] = None,
     warmup: Annotated[float, _training(metavar="SHARE", help="The share of steps with a rising rate.")] = 0.05,
+    optimizer: Annotated[
+        str, _training(metavar="NAME", help="adamw, or muon, which has AdamW for norms and tables of tokens.")
+    ] = "adamw",
     batch_tokens: Annotated[
         int | None, _training(metavar="N", help="Tokens of a step.", show_default="16384 on CUDA, 1024 on a CPU")
     ] = None,
     max_length: Annotated[int, _training(metavar="N", help="The longest text, in tokens.")] = 1024,
     validation: Annotated[float, _training(metavar="SHARE", help="The share of prompts that is held out.")] = 0.02,
+    compile_steps: Annotated[bool, _training("--compile", metavar="", help="Use torch.compile for the steps.")] = False,
 ) -> None:
     """Train a drafter for a target, from nothing but prompts. The same command again resumes."""
     with user_errors() as console:
@@ -120,10 +129,10 @@ def train_draft(
             shapes=shapes,
             draft_vocab=draft_vocab,
             unroll=unroll,
-            compile=compile_steps,
             block_size=block_size,
             layers=layers,
             intermediate_size=intermediate_size,
+            kv_heads=kv_heads,
             features=features,
             markov_rank=markov_rank,
             variation=variation,
@@ -131,9 +140,11 @@ def train_draft(
             max_steps=max_steps,
             lr=lr,
             warmup=warmup,
+            optimizer=optimizer,
             batch_tokens=batch_tokens,
             max_length=max_length,
             validation=validation,
+            compile=compile_steps,
         )
         options.check()
         if given.method is not None or given.draft is not None:

@@ -50,6 +50,7 @@ from specbatch.train.trainer import Trainer, TrainSettings, described
 _EAGLE_SHAPES = "3/1/4,5/1/6,7/1/8,5/4/8,7/10/60"
 _PLAIN = ("speculation.method=none", "speculation.draft=null")
 _WEIGHT_DECAY = 0.01
+_RATES = {"adamw": 1e-3, "muon": 6e-3}  # learning rates at a hidden size of 512
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,12 @@ def _description(options: TrainDraftOptions, plan: ResolvedRun) -> EagleConfig |
         return head
     rank = config.hidden_size // 16 if options.markov_rank is None else options.markov_rank
     sizes = BlockSizes(
-        options.layers or 2, options.block_size or 8, options.features or 3, rank, options.intermediate_size
+        options.layers or 2,
+        options.block_size or 8,
+        options.features or 3,
+        rank,
+        options.intermediate_size,
+        options.kv_heads,
     )
     return block_config(config, sizes, _mask_token(plan))
 
@@ -212,11 +218,12 @@ def _train(
     settings = TrainSettings(
         epochs=options.epochs,
         max_steps=options.max_steps,
-        lr=options.lr or 1e-3 * (512 / config.hidden_size) ** 0.5,
+        lr=options.lr or _RATES[options.optimizer] * (512 / config.hidden_size) ** 0.5,
         warmup=options.warmup,
         weight_decay=_WEIGHT_DECAY,
         batch_tokens=batch_tokens,
         seed=plan.config.engine.seed,
+        optimizer=options.optimizer,
     )
     longest = padded_length(max(len(e.tokens) for e in (*train_set, *validation)))
     sizes = _Sizes(batch_tokens, longest)
@@ -276,7 +283,7 @@ def _eagle_learner(
 
     learner = EagleLearner(
         head.to(plan.device), make_target, options.unroll or 7, sizes.longest, plan.device,
-        compile_steps=bool(options.compile),
+        compile_steps=options.compile,
     )  # fmt: skip
     return learner, draft_ids_W
 
@@ -295,8 +302,9 @@ def _block_learner(options: TrainDraftOptions, block: BlockConfig, plan: Resolve
     # The authors of DFlash give 4, 5 and 7 for blocks of 8, 10 and 16.
     loss = LossSettings(variation, block.block_size / 2)
     return BlockLearner(
-        drafter.to(plan.device), make_target, loss, sizes.batch_tokens, sizes.longest, seed, plan.device
-    )
+        drafter.to(plan.device), make_target, loss, sizes.batch_tokens, sizes.longest, seed, plan.device,
+        compile_loss=options.compile,
+    )  # fmt: skip
 
 
 def _examples(options: TrainDraftOptions, plan: ResolvedRun, files: Files) -> list[Example]:

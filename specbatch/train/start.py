@@ -11,12 +11,13 @@ from specbatch.errors import ConfigError
 
 Kind = Literal["eagle3", "block"]  # the method that will draft with it
 KINDS: tuple[str, ...] = get_args(Kind)
+OPTIMIZERS = ("adamw", "muon")
 STAGES = ("answers", "training", "evaluation")
-_EAGLE_ONLY = ("draft_vocab", "unroll", "compile")
-_BLOCK_ONLY = ("block_size", "layers", "intermediate_size", "features", "markov_rank", "variation")
+_EAGLE_ONLY = ("draft_vocab", "unroll")
+_BLOCK_ONLY = ("block_size", "layers", "intermediate_size", "kv_heads", "features", "markov_rank", "variation")
 _AT_LEAST = {
     **dict.fromkeys(("epochs", "max_steps", "batch_tokens", "draft_vocab", "unroll", "layers", "features"), 1),
-    **{"intermediate_size": 1, "block_size": 2, "max_length": 4, "invent": 0, "markov_rank": 0},
+    **{"intermediate_size": 1, "kv_heads": 1, "block_size": 2, "max_length": 4, "invent": 0, "markov_rank": 0},
 }
 
 
@@ -36,11 +37,11 @@ class TrainDraftOptions:
     # An EAGLE-3 head.
     draft_vocab: int | None = None
     unroll: int | None = None
-    compile: bool | None = None
     # A block drafter.
     block_size: int | None = None
     layers: int | None = None
     intermediate_size: int | None = None
+    kv_heads: int | None = None
     features: int | None = None
     markov_rank: int | None = None
     variation: float | None = None
@@ -49,14 +50,18 @@ class TrainDraftOptions:
     max_steps: int | None = None
     lr: float | None = None
     warmup: float = 0.05
+    optimizer: str = "adamw"
     batch_tokens: int | None = None
     max_length: int = 1024
     validation: float = 0.02
+    compile: bool = False
 
     def check(self) -> None:
         """Raise ConfigError for a value that is not legal, or an option of another kind of drafter."""
         if self.kind not in KINDS:
             raise ConfigError(f"--kind {self.kind} is not known", f"kinds: {', '.join(KINDS)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"--optimizer {self.optimizer} is not known", f"optimizers: {', '.join(OPTIMIZERS)}")
         if unknown := set(self.stages) - set(STAGES):
             raise ConfigError(f"--stage {min(unknown)} is not known", f"stages: {', '.join(STAGES)}")
         if "answers" in self.stages and not self.data and not self.invent:

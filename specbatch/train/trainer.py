@@ -1,4 +1,4 @@
-"""The training loop: AdamW with warm-up and cosine, checkpoints to resume from, metrics, validation.
+"""The training loop: AdamW or Muon with warm-up and cosine, checkpoints to resume from, metrics, validation.
 
 Parameters are float32 and products run in bfloat16 (autocast) on CUDA: a drafter is small, so master copies apart from
 bfloat16 weights would save little, and float32 parameters keep small updates. On CPU everything is float32.
@@ -29,6 +29,7 @@ from specbatch.train.learner import Learner, Losses
 _BETAS, _CLIP, _MIN_LR_SHARE = (0.9, 0.95), 0.5, 0.05
 _LOGS, _VALIDATIONS = 400, 20  # about this number of records in a whole run
 _STEPS_A_VALIDATED_BATCH = 4
+_MUON_ASPECT = 4  # the length of a matrix by its width up to which Muon has it
 _SHOWN_STEPS = 8  # a block can have many, and a line is to be read
 _DAMAGED = "--overwrite starts again; -o DIR trains elsewhere"
 
@@ -45,6 +46,7 @@ class TrainSettings:
     weight_decay: float  # the decay of matrices; norms have none
     batch_tokens: int
     seed: int
+    optimizer: str = "adamw"  # or muon: Muon for matrices, AdamW for what is no matrix between hidden states
 
 
 class Trainer:
@@ -68,9 +70,7 @@ class Trainer:
         self._save_seconds = save_seconds
         self._plan = _plan(train, settings)
         self._fingerprint = _fingerprint(settings, learner, train, validation)
-        self._optimizer = torch.optim.AdamW(
-            _groups(self.module, settings.weight_decay), settings.lr, _BETAS, fused=device.type == "cuda"
-        )
+        self._optimizers = _optimizers(self.module, settings, fused=device.type == "cuda")
         self._step = 0
         self._seconds = 0.0  # the time of training, over all sessions
 
@@ -146,13 +146,15 @@ class Trainer:
 
     def _optimise(self, examples: Sequence[Example]) -> Losses:
         rate = self._rate(self._step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
         found = self._losses(self._learner.batch(examples, self._step))
-        self._optimizer.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)
         found.total.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), _CLIP)
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         return Losses(found.total.detach(), [x.detach() for x in found.steps], found.hits)
 
     def _losses(self, batch: Any) -> Losses:
@@ -206,7 +208,7 @@ class Trainer:
             "step": self._step,
             "seconds": self._seconds,
             "module": self.module.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
         temporary = self.checkpoint.with_suffix(".tmp")
         try:
@@ -231,7 +233,8 @@ class Trainer:
                 "--overwrite starts again; -o DIR trains elsewhere",
             )
         self.module.load_state_dict(state["module"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self._step, self._seconds = state["step"], state["seconds"]
 
     def _read_metrics(self) -> list[dict[str, Any]]:
@@ -267,11 +270,23 @@ def _plan(train: Sequence[Example], settings: TrainSettings) -> list[list[int]]:
     return plan
 
 
-def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the optimiser's groups of parameters. Norm weights do not decay."""
+def _optimizers(module: nn.Module, settings: TrainSettings, *, fused: bool) -> list[torch.optim.Optimizer]:
+    """Return the optimisers of all parameters. Norm weights do not decay.
+
+    Muon (Jordan et al. 2024) makes the singular values of an update equal. That is meant for matrices between hidden
+    states, and not for tables of tokens, which are much longer than wide. Its rates are scaled to those of AdamW.
+    """
     matrices = [p for p in module.parameters() if p.dim() > 1]
     norms = [p for p in module.parameters() if p.dim() <= 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    found: list[torch.optim.Optimizer] = []
+    if settings.optimizer == "muon":
+        between = [p for p in matrices if p.dim() == 2 and max(p.shape) <= _MUON_ASPECT * min(p.shape)]
+        if between:
+            found.append(torch.optim.Muon(between, settings.lr, settings.weight_decay, adjust_lr_fn="match_rms_adamw"))
+        chosen = {id(p) for p in between}
+        matrices = [p for p in matrices if id(p) not in chosen]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    return [*found, torch.optim.AdamW(groups, settings.lr, _BETAS, fused=fused)]
 
 
 def _fingerprint(

@@ -183,7 +183,8 @@ def test_the_loss_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for kept, at_once in ((2**30, 2**28), (0, VOCAB * 7)):
         monkeypatch.setattr(block_losses, "_KEPT_LOGITS", kept)
         monkeypatch.setattr(block_losses, "_LOGITS_AT_ONCE", at_once)
-        found = block_losses.losses(drafter, hidden, batch, frozen, last, LOSS)
+        compare = block_losses.loss_of_logits
+        found = block_losses.losses(drafter, hidden, batch, frozen, last, LOSS, compare)
         inputs = [hidden, drafter.markov_head.markov_w1.weight, drafter.markov_head.markov_w2.weight]
         gradients.append(torch.autograd.grad(found.total, inputs))
     for a, b in zip(*gradients, strict=True):
@@ -201,19 +202,73 @@ def test_the_loss_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.cat(found.hits), q.argmax(-1) == p.argmax(-1))
 
 
-def trainer(folder: Path, examples: list[Example], say: Callable[[str], None], max_steps: int, rank: int = 4) -> Any:
+def test_a_compiled_loss_is_the_same_loss() -> None:
+    """With its gradients, for two numbers of drafts."""
+    compiled = torch.compile(block_losses.loss_of_logits, dynamic=True)
+    generator = torch.Generator().manual_seed(0)
+    for count in (9, 5):
+        logits, target = (torch.randn(count, 50, generator=generator) * 3 for _ in range(2))
+        found, gradients = [], []
+        for function in (block_losses.loss_of_logits, compiled):
+            leaf = logits.clone().requires_grad_()
+            found.append(function(leaf, target, 0.3))
+            gradients.append(torch.autograd.grad(found[-1].sum(), leaf)[0])
+        torch.testing.assert_close(*found)
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_only_matrices_between_hidden_states_have_muon(optimizer: str, tmp_path: Path) -> None:
+    """Its first update of a matrix changes all directions alike. AdamW's changes all elements alike."""
+    training = trainer(tmp_path / "a", examples_of(12), lambda line: None, 1, optimizer=optimizer)
+    before = {name: tensor.clone() for name, tensor in training.module.state_dict().items()}
+    training.run()
+    updates = {name: tensor - before[name] for name, tensor in training.module.state_dict().items()}
+    values = torch.linalg.svdvals(updates["layers.0.mlp.gate_proj.weight"])
+    assert (bool(values[-1] > 0.3 * values[0])) == (optimizer == "muon")
+    table = updates["markov_head.markov_w2.weight"].abs()
+    assert table.max() < 1.01 * table.median(), "a table of tokens has AdamW"
+
+
+def test_more_heads_begin_as_those_of_the_target() -> None:
+    batch, hidden = None, []
+    for kv_heads in (None, 4):
+        block = block_config(tiny_config(LAYERS), BlockSizes(2, SIZE, 3, 4, 40, kv_heads), MASK)
+        drafter = TrainedBlocks(block)
+        initialise(drafter, target_checkpoint(), 0)
+        learner = learner_of(drafter.double())
+        learner.load_target()
+        batch = batch or learner.batch(examples_of(2), 0)
+        features_BLF, _ = learner.make_target().features(batch.tokens_BL)
+        hidden.append((block, learner.hidden_states(batch, features_BLF.flatten(0, 1))))
+    assert [block.decoder.num_kv_heads for block, _ in hidden] == [2, 4]
+    # Other weights are random, and those of fc have the same seed.
+    torch.testing.assert_close(hidden[0][1], hidden[1][1], atol=1e-6, rtol=1e-5)
+    with pytest.raises(ConfigError, match="--kv-heads 3 does not divide the 4 query heads"):
+        block_config(tiny_config(LAYERS), BlockSizes(2, SIZE, 3, 4, 40, 3), MASK)
+
+
+def trainer(
+    folder: Path,
+    examples: list[Example],
+    say: Callable[[str], None],
+    max_steps: int,
+    rank: int = 4,
+    optimizer: str = "adamw",
+) -> Any:
     """Make a training of the tiny target in float64, which saves after every step."""
     drafter = TrainedBlocks(config_of(rank)).double()
     initialise(drafter, target_checkpoint(), 0)
     folder.mkdir(exist_ok=True)
-    settings = TrainSettings(1000, max_steps, 1e-2, 0.1, 0.01, 256, 0)
+    settings = TrainSettings(1000, max_steps, 1e-2, 0.1, 0.01, 256, 0, optimizer)
     return Trainer(settings, learner_of(drafter), examples, examples[:4], folder, CPU, say, save_seconds=0.0)
 
 
-def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_interrupted_training_ends_with_the_same_weights(optimizer: str, tmp_path: Path) -> None:
     """And the loss falls."""
     examples = examples_of(12)
-    whole = trainer(tmp_path / "a", examples, lambda line: None, 16)
+    whole = trainer(tmp_path / "a", examples, lambda line: None, 16, optimizer=optimizer)
     expected = whole.run()
     losses = [r["loss"] for r in expected if "loss" in r]
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
@@ -223,9 +278,9 @@ def test_an_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> N
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path / "b", examples, interrupt, 16).run()
+        trainer(tmp_path / "b", examples, interrupt, 16, optimizer=optimizer).run()
     lines: list[str] = []
-    part = trainer(tmp_path / "b", examples, lines.append, 16)
+    part = trainer(tmp_path / "b", examples, lines.append, 16, optimizer=optimizer)
     records = part.run()
     assert lines[0].startswith("resuming training at step 11")
     for (name, a), b in zip(whole.module.state_dict().items(), part.module.state_dict().values(), strict=True):

@@ -137,6 +137,8 @@ def initialise(drafter: TrainedBlocks, target: Checkpoint, seed: int) -> None:
                 found = target.tensors.load(f"{prefix}{name}")
                 if len(found.shape) == 1:
                     found = found + c.norm_offset
+                if name.endswith(("k_proj.weight", "v_proj.weight")):
+                    found = _heads_repeated(found, len(parameter) // c.head_dim, c.head_dim)
                 parts = tuple(slice(0, n) for n in parameter.shape)
                 if all(a >= b for a, b in zip(found.shape, parameter.shape, strict=True)):
                     parameter.copy_(found[parts])
@@ -144,3 +146,9 @@ def initialise(drafter: TrainedBlocks, target: Checkpoint, seed: int) -> None:
         if first in stored:
             drafter.hidden_norm.weight.copy_(target.tensors.load(first) + c.norm_offset)
         drafter.norm.weight.copy_(target.tensors.load("model.norm.weight") + c.norm_offset)
+
+
+def _heads_repeated(weight: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    """Return the weights of `num_heads` heads, of which neighbours are equal, or the given ones if they are more."""
+    heads = weight.unflatten(0, (-1, head_dim))
+    return heads.repeat_interleave(max(num_heads // len(heads), 1), dim=0).flatten(0, 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from specbatch.train.block.attention import TILE, flex_attention_of, masked_attention
 from specbatch.train.block.batch import BlockBatch, all_roots, collate, random_roots
 from specbatch.train.block.drafter import Tables, TrainedBlocks
-from specbatch.train.block.losses import LossSettings, losses
+from specbatch.train.block.losses import LossSettings, loss_of_logits, losses
 from specbatch.train.examples import Example
 from specbatch.train.layers import rotary_tables
 from specbatch.train.learner import Losses
@@ -41,6 +41,8 @@ class BlockLearner:
         longest: int,
         seed: int,
         device: torch.device,
+        *,
+        compile_loss: bool = False,
     ) -> None:
         block = drafter.block
         self.module = drafter
@@ -50,6 +52,7 @@ class BlockLearner:
         self._num_blocks = _rounded(batch_tokens // block.block_size)
         self._uses_flex = device.type == "cuda" and block.decoder.head_dim >= _MIN_FLEX_HEAD
         self._fixed = (_rounded(max(batch_tokens, longest)), self._num_blocks) if self._uses_flex else None
+        self._compare = torch.compile(loss_of_logits, dynamic=True) if compile_loss else loss_of_logits
         self._tables = rotary_tables(block.decoder, longest + block.block_size, device)
 
     def settings(self) -> dict[str, Any]:
@@ -78,7 +81,7 @@ class BlockLearner:
     def losses(self, batch: BlockBatch) -> Losses:
         features_BLF, target_TE = self._target.features(batch.tokens_BL)
         hidden_QE = self.hidden_states(batch, features_BLF.flatten(0, 1))
-        return losses(self.module, hidden_QE, batch, self._target, target_TE, self._loss)
+        return losses(self.module, hidden_QE, batch, self._target, target_TE, self._loss, self._compare)
 
     def hidden_states(self, batch: BlockBatch, features_TF: Tensor) -> Tensor:
         """Compute the hidden states (N * K, E) of the blocks of a batch, after the final norm."""

@@ -19,6 +19,7 @@ class BlockSizes:
     num_features: int  # layers of the target that it reads
     markov_rank: int  # 0: no head, as in DFlash
     intermediate_size: int | None  # None: that of the target
+    num_kv_heads: int | None = None  # None: as many as the target
 
 
 def block_config(target: ModelConfig, sizes: BlockSizes, mask_token_id: int) -> BlockConfig:
@@ -32,10 +33,17 @@ def block_config(target: ModelConfig, sizes: BlockSizes, mask_token_id: int) -> 
             f"a block drafter has the target's LM head, and that of {target.model_type} has a bias", "use --kind eagle3"
         )
     inner = sizes.intermediate_size or target.intermediate_size
+    kv_heads = sizes.num_kv_heads or target.num_kv_heads
+    if target.num_heads % kv_heads:
+        raise ConfigError(
+            f"--kv-heads {kv_heads} does not divide the {target.num_heads} query heads",
+            f"a divisor of {target.num_heads}",
+        )
     decoder = replace(
         layer_config(target),
         model_type="qwen3",
         num_layers=sizes.num_layers,
+        num_kv_heads=kv_heads,
         intermediate_size=inner,
         qk_norm=True,
         sliding_windows=(None,) * sizes.num_layers,
