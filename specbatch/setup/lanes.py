@@ -96,5 +96,5 @@ def _loss_on_gpus(num_ranks: int, job: Job) -> str | None:
     if job.has_experts:
         return "each lane would read all experts, which takes longer than what it could hide"
     if num_ranks > 2:
-        return "more than two GPUs have not run sums by copy engines"
+        return "sums by copy engines have not been tested on more than two GPUs"
     return None

@@ -355,7 +355,7 @@ def part_of_a_rank(
     if device.type == "cuda":
         _check_cards(num_ranks, device)
         if num_ranks not in _TESTED:
-            notes.append(f"engine.tensor_parallel: {num_ranks} GPUs have not been tested, 2 have: check some rows")
+            notes.append(f"engine.tensor_parallel: not all tests have run with {num_ranks} GPUs: check some rows")
     try:
         part = local_config(config, 0, num_ranks, division)
     except ValueError as error:

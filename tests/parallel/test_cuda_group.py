@@ -595,6 +595,28 @@ def test_a_rank_gets_copies_of_tensors() -> None:
     assert pickle.loads(sent).run.vocab_map.tolist() == [0, 1, 2]
 
 
+def test_all_ranks_import_their_modules_at_the_same_time() -> None:
+    """A first message that a pipe does not hold keeps rank 0 until the rank reads it. Then the others must be running,
+    or each would begin to import after the one before it."""
+    started, were_running, are_running = list[FakeProcess](), list[bool](), threading.Event()
+
+    def read(connection: Connection) -> None:
+        were_running.append(are_running.wait(2.0))
+        connection.recv_bytes()
+
+    def start(connection: Connection) -> FakeProcess:
+        started.append(FakeProcess(connection))
+        threading.Thread(target=read, args=(started[-1].connection,), daemon=True).start()
+        if len(started) == 3:
+            are_running.set()
+        return started[-1]
+
+    config = load_config(None, ["engine.tensor_parallel=4"])
+    fake: Any = SimpleNamespace(on_cuda=False, config=config, vocab_map=torch.arange(1 << 20))
+    OtherRanks(fake, start).close()
+    assert were_running == [True] * 3
+
+
 def test_a_rank_that_cannot_end_counts_as_ended() -> None:
     """A process that was killed can wait for its GPU, which waits for this process's."""
     killed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -639,7 +661,7 @@ def test_gpus_that_cannot_be_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) 
     assert notes == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     part_of_a_rank(tiny_config(num_heads=4, num_kv_heads=4), 4, cuda, notes)
-    assert notes == ["engine.tensor_parallel: 4 GPUs have not been tested, 2 have: check some rows"]
+    assert notes == ["engine.tensor_parallel: not all tests have run with 4 GPUs: check some rows"]
     section = load_config(None, ["engine.tensor_parallel=2"]).engine
     with pytest.raises(ConfigError, match="ranks would capture other sizes"):
         resolve_prompt_graphs("both", section, True, "triton", "round")

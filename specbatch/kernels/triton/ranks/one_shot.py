@@ -22,8 +22,9 @@ most of its time to start. (FlashInfer and TensorRT-LLM fuse the two as well.) T
 one or several blocks, and waits for one flag: that of the first block. That is enough, because a program of any sum
 begins after the kernel before it has ended. So a GPU whose flag has come has read all blocks of its former sum.
 
-Of more than two GPUs, each would get many bytes. Then the GPUs add the rows in turn (two-shot): a row is sent to one of
-them, which adds it and sends the sum to all. Its flag says that all GPUs have begun this sum.
+With more than two GPUs, each would get many bytes. Then the GPUs add the rows in turn (two-shot): a row is sent to one
+of them, which adds it and sends the sum to all. It raises its flag after those of all others have come. So here, too, a
+GPU cannot end a sum before each other GPU has begun it.
 
 Shape suffixes: G GPUs, K blocks, T tokens (rows), E hidden size (elements of a row).
 """
@@ -210,7 +211,7 @@ def _sum_norm(
                 total += part.to(tl.float32)
         y = (residual + total.to(dtype).to(tl.float32)).to(dtype)
         if TWO_SHOT:
-            # The others send nothing of this row to each other. So the place of this GPU in their inboxes is free.
+            # This GPU has sent nothing else of this row, so its places in the inboxes of the others are free.
             for peer in tl.static_range(SIZE):
                 if peer != RANK:
                     to = tl.load(addresses_ptr + peer)
