@@ -184,21 +184,17 @@ def _sum_norm(
         to = tl.load(addresses_ptr + owner)
         tl.store(_part(to, halves + RANK, NUM_BLOCKS, BLOCK_BYTES, dtype) + at, x)
         tl.debug_barrier()  # all of the row is written
-        flag = (to + flags + 4 * ((half + RANK) * NUM_BLOCKS + first)).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(flag, number, sem="release", scope="sys")
-        flag = (own + flags + 4 * ((half + owner) * NUM_BLOCKS + first)).to(tl.pointer_type(tl.int32))
-        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != number:
+        sent = (to + flags + 4 * ((half + RANK) * NUM_BLOCKS + first)).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(sent, number, sem="release", scope="sys")
+        added = (own + flags + 4 * ((half + owner) * NUM_BLOCKS + first)).to(tl.pointer_type(tl.int32))
+        while tl.atomic_add(added, 0, sem="acquire", scope="sys") != number:
             pass
         tl.debug_barrier()
         y = tl.load(_part(own, halves + owner, NUM_BLOCKS, BLOCK_BYTES, dtype) + at, cache_modifier=".cg")
     else:
+        flag = flags + 4 * ((half + RANK) * NUM_BLOCKS + first)
         if not TWO_SHOT:
-            for peer in tl.static_range(SIZE):
-                if peer != RANK:
-                    to = tl.load(addresses_ptr + peer)
-                    tl.store(_part(to, halves + RANK, NUM_BLOCKS, BLOCK_BYTES, dtype) + at, x)
-            tl.debug_barrier()  # all of the row is written
-            _raise_flags(addresses_ptr, flags + 4 * ((half + RANK) * NUM_BLOCKS + first), number, RANK, SIZE)
+            _send_row(x, at, halves, flag, number, addresses_ptr, RANK, SIZE, NUM_BLOCKS, BLOCK_BYTES)
         residual = tl.load(residual_ptr + at).to(tl.float32)
         _await_flags(own + flags + 4 * (half * NUM_BLOCKS + first), 4 * NUM_BLOCKS, number, RANK, SIZE)
         total = tl.zeros((ROW_BLOCKS, BLOCK), dtype=tl.float32)
@@ -212,17 +208,26 @@ def _sum_norm(
         y = (residual + total.to(dtype).to(tl.float32)).to(dtype)
         if TWO_SHOT:
             # This GPU has sent nothing else of this row, so its places in the inboxes of the others are free.
-            for peer in tl.static_range(SIZE):
-                if peer != RANK:
-                    to = tl.load(addresses_ptr + peer)
-                    tl.store(_part(to, halves + RANK, NUM_BLOCKS, BLOCK_BYTES, dtype) + at, y)
-            tl.debug_barrier()  # all of the row is written
-            _raise_flags(addresses_ptr, flags + 4 * ((half + RANK) * NUM_BLOCKS + first), number, RANK, SIZE)
+            _send_row(y, at, halves, flag, number, addresses_ptr, RANK, SIZE, NUM_BLOCKS, BLOCK_BYTES)
     tl.store(out_ptr + at, y)
     y = y.to(tl.float32)
     scale = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(y * y, 1), 0) / (ROW_BLOCKS * BLOCK) + eps)
     tl.store(normed_ptr + at, scaled_norm(y * scale, weight, dtype))
     tl.store(counts_ptr + first + blocks, numbers)
+
+
+@triton.jit
+def _send_row(
+    row, at, halves, flag, number, addresses_ptr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Write a row to the inboxes of all other GPUs, and then its flag, which is `flag` bytes from their beginnings."""
+    for peer in tl.static_range(SIZE):
+        if peer != RANK:
+            to = tl.load(addresses_ptr + peer)
+            tl.store(_part(to, halves + RANK, NUM_BLOCKS, BLOCK_BYTES, row.dtype) + at, row)
+    tl.debug_barrier()  # all of the row is written
+    _raise_flags(addresses_ptr, flag, number, RANK, SIZE)
 
 
 @triton.jit
