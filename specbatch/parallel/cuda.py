@@ -479,7 +479,7 @@ class TorchCollectives:
         mailbox.release()
 
     def copied_scatter(self, parts: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
-        mailbox.send(parts)
+        mailbox.send(parts.unbind())
         self._add_received(mailbox.receive(out), parts[self._rank], self._rank, residual, out)
         mailbox.release()
 
