@@ -37,7 +37,7 @@ def session() -> Iterator[RaySession]:
     yield session
     assert folder.is_dir()
     session.close()
-    assert gone(children, 2) == []
+    assert gone(children, 10) == []
     assert not folder.exists()
 
 

@@ -46,7 +46,6 @@ def test_jobs_have_the_answers_of_plain_decoding(tmp_path: Path, tiny_model: Pat
     ("options", "reason"),
     [
         (["speculation.method=none", "speculation.verify_budget=2"], "speculation.method is none"),
-        (["speculation.method=suffix", "speculation.verify_budget=2"], "method suffix does not give"),
         (["speculation.method=hybrid", HEAD[1], "speculation.verify_budget=auto"], "method hybrid does not give"),
         ([*HEAD, "speculation.topk=2", "speculation.verify_budget=auto"], "is a tree"),
         (["engine.deterministic=true", "speculation.verify_budget=2"], "engine.deterministic is on"),

@@ -219,13 +219,13 @@ def test_a_compiled_loss_is_the_same_loss() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_only_matrices_between_hidden_states_have_muon(optimizer: str, tmp_path: Path) -> None:
-    """Its first update of a matrix changes all directions alike. AdamW's changes all elements alike."""
+    """Its first update of a matrix changes most directions alike. AdamW's changes all elements alike."""
     training = trainer(tmp_path / "a", examples_of(12), lambda line: None, 1, optimizer=optimizer)
     before = {name: tensor.clone() for name, tensor in training.module.state_dict().items()}
     training.run()
     updates = {name: tensor - before[name] for name, tensor in training.module.state_dict().items()}
     values = torch.linalg.svdvals(updates["layers.0.mlp.gate_proj.weight"])
-    assert (bool(values[-1] > 0.3 * values[0])) == (optimizer == "muon")
+    assert (bool(values.median() > 0.5 * values[0])) == (optimizer == "muon")
     table = updates["markov_head.markov_w2.weight"].abs()
     assert table.max() < 1.01 * table.median(), "a table of tokens has AdamW"
 
