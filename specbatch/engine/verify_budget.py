@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from specbatch.batch import Output
 
 _REMEMBERED = 4096  # requests' rounds of which means are taken
+_LEAST = 1e-30  # the least threshold
 _DUE = 32  # rounds after which thresholds are computed anew
 
 
@@ -113,5 +114,5 @@ class VerifyBudget:
         size_S = np.arange(num_sizes, dtype=np.float64)
         ms_S = self.times.at(self._verified * size_S) + self.times.ms_per_cached_token * cached_tokens * size_S
         probability_S = self.times.of_node(self._verified * size_S) * self._tokens * size_S / ms_S
-        with np.errstate(divide="ignore"):  # 0: all drafts are worth it
-            return np.log(np.minimum(probability_S, 1.0)).astype(np.float32)
+        # Where nodes cost nothing, all drafts are worth it, but not the nodes past a chain's end: these have -inf.
+        return np.log(np.clip(probability_S, _LEAST, 1.0)).astype(np.float32)
