@@ -21,8 +21,9 @@ from specbatch.draft.method import DraftTrees
 from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.budget_graphs import BudgetGraphs, RoundSize
+from specbatch.engine.executor import RoundBatch
 from specbatch.engine.logprobs import num_top_of
-from specbatch.engine.round import RoundKey, Wanted
+from specbatch.engine.round import Round, RoundKey, Wanted
 from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.kernels import torch as ops
 from specbatch.types import Completion, Request, RngKey, SamplingParams
@@ -362,7 +363,21 @@ def test_rounds_take_graphs_of_larger_batches(
         executor.capture_for_budget(wanted, times)
     captured = set(runner.functions)
     assert len(captured) == num_whole + 2
-    real = runner.replay
+    real, real_run, real_begin, rounds = runner.replay, executor.run, Round.begin, list[RoundBatch]()
+    state = executor.rounds.items[0].state
+
+    def run_batch(batch: RoundBatch) -> Any:
+        rounds.append(batch)
+        return real_run(batch)
+
+    def begin(self: Round, req_idx_B: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if self.state is state:  # it is no round of plain decoding
+            running = [seq.req_idx for seq in rounds[-1].sequences if seq is not None]
+            assert [line for line in req_idx_B.tolist() if line != state.padding] == running
+        return real_begin(self, req_idx_B, *args, **options)
+
+    monkeypatch.setattr(executor, "run", run_batch)
+    monkeypatch.setattr(Round, "begin", begin)
 
     def replay(key: tuple[Any, ...]) -> Any:
         if (num_verified := RoundKey(*key[1:]).num_verified) is not None:
