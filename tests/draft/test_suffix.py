@@ -17,7 +17,7 @@ from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.draft.hybrid import HybridDraft
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.draft.suffix import ROW, SharedTexts, SuffixDraft
+from specbatch.draft.suffix import CORPUS, ROW, SharedTexts, SuffixDraft
 from specbatch.engine.engine import Engine
 from specbatch.engine.node_chooser import RoundCosts
 from specbatch.kernels import torch as ops
@@ -240,6 +240,26 @@ def test_the_rows_own_text_is_drafted_where_the_corpus_has_nothing() -> None:
     engine = tiny_engine("suffix", CHAIN, num_pages=256)
     run(engine, [[7] * 9], SamplingParams(max_tokens=12, logit_bias={7: 100.0}))
     assert engine.stats.draft_sources.tokens["row"][1] > 8
+
+
+def test_scores_are_those_of_the_text_that_is_drafted() -> None:
+    """Two requests: the drafts of one are from the corpus, those of the other from its own text."""
+    shared = SharedTexts(1024, [list(range(100, 140))] * 3, CPU, ops)
+    method = SuffixDraft(DraftShape(7, 1, 8), 2, 0.0, shared, ops)
+    method.scored = True
+    tokens, lines = torch.stack((torch.arange(80, 120), torch.arange(40) % 8)).int(), torch.arange(2)
+    fields = torch.zeros(2, len(Field), dtype=torch.int64)
+    fields[:, Field.LENGTH], fields[:, Field.LIMIT] = 39, 200
+    table: Any = SimpleNamespace(tokens_SL=tokens, predicted_SL=tokens[:, :0], ints_SF=fields)
+    view: Any = SimpleNamespace(req_idx_B=lines, length_B=fields[:, Field.LENGTH], field=lambda field: fields[:, field])
+    found = method.drafts(view, table)
+    assert found.scores_BD is not None
+    assert found.sources_B.tolist() == [CORPUS, ROW]
+    assert found.tokens_BD[0].tolist() == list(range(120, 127))
+    length_B, room_B = fields[:, Field.LENGTH] + 1, fields[:, Field.LIMIT]
+    _, _, of_corpus_BD, _ = shared.corpus.search(tokens, lines, length_B, room_B, 0.0, 7)
+    assert found.scores_BD[0].exp().tolist() == pytest.approx(of_corpus_BD[0].tolist())
+    assert found.scores_BD[1].exp().tolist() == pytest.approx([(12 / (12 + d)) ** 1.4 for d in range(1, 8)])
 
 
 @pytest.mark.parametrize(("least", "count"), [(0.5, 7), (0.3, 16), (0.0, 31)])
