@@ -73,18 +73,9 @@ class Collectives(Protocol):
         ...
 
     def sum_norm(
-        self,
-        x_TE: Tensor,
-        residual_TE: Tensor,
-        norm: Norm,
-        out_TE: Tensor,
-        normed_TE: Tensor,
-        inbox: Inbox,
-        *,
-        two_shot: bool,
-    ) -> None:
-        """Do the same as `one_shot` with `is_alone`, and write the norm of the result to `normed_TE`. `two_shot`: the
-        ranks add the rows in turn."""
+        self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, inbox: Inbox, *, two_shot: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `one_shot` with `is_alone` writes, and its norm. `two_shot`: the ranks add the rows in turn."""
         ...
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
@@ -261,12 +252,10 @@ class CudaGroup(Group):
             total = self._start_sum(x_TE, residual_TE, in_place=True)
             return lambda: (total(), None)
         x_TE, residual_TE = x_TE.contiguous(), residual_TE.contiguous()
-        total_TE, normed_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
+        two_shot = self._alone_algorithm(x_TE) == "two_shot"
         with marked("communication"):
-            two_shot = self._alone_algorithm(x_TE) == "two_shot"
-            inbox = self._inboxes[0]
-            self._collectives.sum_norm(x_TE, residual_TE, norm, total_TE, normed_TE, inbox, two_shot=two_shot)
-        return lambda: (total_TE, normed_TE)
+            both = self._collectives.sum_norm(x_TE, residual_TE, norm, self._inboxes[0], two_shot=two_shot)
+        return lambda: both
 
     def _norms(self, x_TE: Tensor, residual_TE: Tensor, norm: Norm) -> bool:
         if self._alone_algorithm(x_TE) not in ("one_shot", "two_shot"):
@@ -419,18 +408,12 @@ class TorchCollectives:
         return self._kernel.has_whole_blocks(x_TE)
 
     def sum_norm(
-        self,
-        x_TE: Tensor,
-        residual_TE: Tensor,
-        norm: Norm,
-        out_TE: Tensor,
-        normed_TE: Tensor,
-        inbox: Inbox,
-        *,
-        two_shot: bool,
-    ) -> None:
+        self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, inbox: Inbox, *, two_shot: bool
+    ) -> tuple[Tensor, Tensor]:
+        total_TE, normed_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
         run = self._kernel.sum_norm
-        run(x_TE, residual_TE, norm.weight, norm.eps, inbox, out_TE, normed_TE, two_shot=two_shot)
+        run(x_TE, residual_TE, norm.weight, norm.eps, inbox, total_TE, normed_TE, two_shot=two_shot)
+        return total_TE, normed_TE
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
         if self._size == 2:

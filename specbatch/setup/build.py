@@ -174,7 +174,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     if executor.runner is not None:
         clock.passed("graphs captured")
     costs = None
-    if rounds.budget is None:  # it decides how many nodes are verified, too
+    if executor.budget is None:  # a budget decides how many nodes are verified, too
         token_us = 1e3 * run.rows.token_bytes / _CACHED_BYTES_PER_MS
         costs = measured_costs(executor, sized.max_batch_size, token_us, group)
     if costs is not None:

@@ -10,7 +10,7 @@ from specbatch.engine.budget_graphs import MAX_AT_START, BudgetGraphs, RoundSize
 from specbatch.engine.verify_budget import RoundTimes
 from specbatch.graphs.runner import ladder
 
-NODES = 6  # of a chain
+NODES = 6  # the nodes of a chain
 SMALL = ([1, 128, 256, 512, 1024, 1536, 2048, 12288], [0.8, 0.81, 0.83, 0.925, 1.05, 1.32, 1.58, 7.4])  # 135M
 LARGE = ([1, 64, 128, 256, 512, 1024, 2048, 12288], [4.1, 4.55, 5.2, 7.3, 12.0, 22.7, 44.1, 258.1])  # 8B
 TIMES = {"small": RoundTimes(*SMALL, 0.0, 0.0002), "large": RoundTimes(*LARGE, 0.0, 0.0002)}

@@ -71,22 +71,13 @@ class FakeCollectives:
         return x_TE.shape[1] % 8 == 0
 
     def sum_norm(
-        self,
-        x_TE: Tensor,
-        residual_TE: Tensor,
-        norm: Norm,
-        out_TE: Tensor,
-        normed_TE: Tensor,
-        inbox: Any,
-        *,
-        two_shot: bool,
-    ) -> None:
+        self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, inbox: Any, *, two_shot: bool
+    ) -> tuple[Tensor, Tensor]:
         assert x_TE.is_contiguous()
         assert residual_TE.is_contiguous()
-        out_TE.copy_(
-            residual_TE + self._in_buffer("two_shot norm" if two_shot else "one_shot norm", x_TE, inbox.memory)
-        )
-        normed_TE.copy_(ops_for(CPU, x_TE.dtype).rms_norm(out_TE, norm.weight, norm.eps))
+        name = "two_shot norm" if two_shot else "one_shot norm"
+        total_TE = residual_TE + self._in_buffer(name, x_TE, inbox.memory)
+        return total_TE, ops_for(CPU, x_TE.dtype).rms_norm(total_TE, norm.weight, norm.eps)
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Any) -> None:
         total = self._in_buffer("copied", x, mailbox.memory)

@@ -38,7 +38,7 @@ from tests.tiny_models import (
 
 SHAPE = DraftShape(3, 1, 4)
 MAX_LENGTH = 512  # of the model
-TOKEN_BYTES = 2 * 1 * 2 * 8 * 8  # of the tiny model in float64
+TOKEN_BYTES = 2 * 1 * 2 * 8 * 8  # the tiny model keeps these bytes for a token in float64
 
 
 class Card:

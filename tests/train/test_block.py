@@ -203,7 +203,7 @@ def test_the_loss_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_compiled_loss_is_the_same_loss() -> None:
-    """With its gradients, for two numbers of drafts."""
+    """The losses and their gradients are equal, for two numbers of drafts."""
     compiled = torch.compile(block_losses.loss_of_logits, dynamic=True)
     generator = torch.Generator().manual_seed(0)
     for count in (9, 5):
