@@ -136,7 +136,8 @@ def rounds(gpu: FakeGpu) -> None:
         embedding = parts.target.embedding_VE.clone()
         note = compile_kernels(parts, 4, 64, 100, method)
         assert "kernels compiled ahead" in note, note
-        assert len(gpu.compiled) - before == int(note.split()[1]) > 8, note
+        least = 1 if method == "hybrid" else 9  # most of its kernels are those of a head and of suffix
+        assert len(gpu.compiled) - before == int(note.split()[1]) >= least, note
         assert not gpu.launched
         assert "engine: 0 kernels compiled ahead" in compile_kernels(parts, 4, 64, 100, f"{method}, another run")
         assert compile_kernels(parts, 4, 64, 100, method) == "engine: kernels were compiled by an earlier start"
