@@ -4,6 +4,7 @@ there are no seconds of imports. Tests of a process's start (imports, closed str
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -97,6 +98,8 @@ def _import_all() -> None:
 def _run(
     folder: Path, arguments: tuple[str, ...], main: Callable[[], None], streams: list[IO[str]], extra: dict[str, str]
 ) -> None:
+    # Objects of the first process can own threads, which this one does not have. It would abort if it freed them.
+    gc.freeze()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.chdir(folder)
