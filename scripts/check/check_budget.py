@@ -4,10 +4,11 @@
     python scripts/check/check_budget.py gsm8k_test.jsonl --trace trace.npz --set model.target=random:llama-3-8b
 
 One engine runs all variants: `plain`, chains of N nodes of which all are verified (`--whole`), and N:BUDGET
-(`--shared`). For each number of rows, that many requests run at a time, until one less than `--turns` times as many
-have ended. A line of JSON for each: output tokens a second, milliseconds of a round, nodes and tokens of a request's
-round, and the number of texts that differ from those of `plain` (in bfloat16 some do, by rounding). `ratio`: the speed
-against the best of `plain` and `--whole` for this number of rows.
+(`--shared`). For each number of rows, that many requests run at a time, `--turns` times as many in all, with limits
+from half of `--max-tokens` to one and a half times as many. A line of JSON for each: output tokens a second, with
+prompts and in rounds alone, milliseconds of a round, nodes and tokens of a request's round, and the number of texts
+that differ from those of `plain` (in bfloat16 some do, by rounding). `ratio` and `decode_ratio`: these speeds against
+the best of `plain` and `--whole` for this number of rows.
 
 `--trace FILE`: for models without real weights. Drafts are accepted as in a trace that `specbatch tune` has left of a
 model with real weights: for `ngram` by the texts of the trace, for a draft network by its chains and their
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,7 @@ from torch import Tensor
 from specbatch.batch import Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.config_load import load_config
+from specbatch.counts import EngineStats
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.ngram import RowIndex, continuation
 from specbatch.draft.none import NoDraft
@@ -144,8 +147,9 @@ def main() -> None:
                 break
             line = {"variant": variant.name, "rows": count, **measure(session, prompts, count, args, texts)}
             lines.append(line | {"note": note})
-            best = max(one["tok_s"] for one in lines if one["rows"] == count and "shared" not in one["variant"])
-            line["ratio"] = round(line["tok_s"] / best, 3)
+            whole = [one for one in lines if one["rows"] == count and "shared" not in one["variant"]]
+            line["ratio"] = round(line["tok_s"] / max(one["tok_s"] for one in whole), 3)
+            line["decode_ratio"] = round(line["decode_tok_s"] / max(one["decode_tok_s"] for one in whole), 3)
             print(json.dumps(line), note if count == rows[0] else "", flush=True)
     facts = {"commit": commit(), "device": device_name(run.config.engine.device), "versions": versions()}
     if args.output:
@@ -159,37 +163,45 @@ def measure(
     args: argparse.Namespace,
     texts: dict[int, dict[int, list[int]]],
 ) -> dict[str, Any]:
-    """Run `count` requests at a time, twice: the first time graphs are captured. Rounds of fewer, at the end of a file,
-    do not count."""
+    """Run `count` requests at a time, twice: the first time graphs are captured."""
     engine, total = session.engine, args.turns * count
-    params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, ignore_eos=bool(args.trace))
     for _ in range(2):
-        requests = [Request(i, prompts[i % len(prompts)], params, RngKey(0, i, 0)) for i in range(total)]
+        requests = [Request(i, prompts[i % len(prompts)], params_of(i, args), RngKey(0, i, 0)) for i in range(total)]
         done: dict[int, Completion] = {}
-        stats = engine.stats
-        before, began = (stats.rounds, stats.decode_seconds, stats.generated_tokens), time.perf_counter()
+        before, began = figures(engine.stats), time.perf_counter()
         submitted = 0
-        while len(done) < total - count + 1:
+        while len(done) < total:
             while submitted < total and submitted - len(done) < count:
                 engine.submit(requests[submitted])
                 submitted += 1
             done |= {c.request_id: c for c in engine.step()}
         seconds = time.perf_counter() - began
-        measured = stats.rounds, stats.decode_seconds, stats.generated_tokens
-        engine.abort_all()
-    rounds, decode, tokens = (now - then for now, then in zip(measured, before, strict=True))
+    rounds, decode, prefill, tokens = (now - then for now, then in zip(figures(engine.stats), before, strict=True))
     counts = [completion.speculation for completion in done.values()]
     row_rounds = sum(c.rounds for c in counts)
     found = {i: completion.token_ids for i, completion in done.items()}
     expected = texts.setdefault(count, found)
     return {
         "tok_s": round(tokens / seconds, 1),
+        "decode_tok_s": round(tokens / decode, 1),
+        "seconds": round(seconds, 3),
+        "prefill_seconds": round(prefill, 3),
         "ms_per_round": round(1e3 * decode / max(1, rounds), 3),
         "rounds": rounds,
         "nodes": round(1 + sum(c.drafted for c in counts) / max(1, row_rounds), 2),
         "tokens": round(sum(c.committed for c in counts) / max(1, row_rounds), 3),
         "differ": sum(found[i] != expected[i] for i in found.keys() & expected.keys()),
     }
+
+
+def params_of(number: int, args: argparse.Namespace) -> SamplingParams:
+    """Return the parameters of a request. Limits differ, so that requests do not all end in the same round."""
+    limit = round(args.max_tokens * random.Random(number).uniform(0.5, 1.5))
+    return SamplingParams(max_tokens=limit, temperature=0.0, ignore_eos=bool(args.trace))
+
+
+def figures(stats: EngineStats) -> tuple[int, float, float, int]:
+    return stats.rounds, stats.decode_seconds, stats.prefill_seconds, stats.generated_tokens
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
