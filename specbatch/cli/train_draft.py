@@ -59,7 +59,7 @@ def train_draft(
     ] = None,
     overwrite: Annotated[bool, flag("--overwrite", help="Begin the stages again.")] = False,
     draft_vocab: Annotated[
-        int | None, _eagle(metavar="N", help="The N most frequent tokens are drafted.", show_default="32000")
+        int | None, _training(metavar="N", help="The N most frequent tokens are drafted.", show_default="32000")
     ] = None,
     unroll: Annotated[
         int | None, _eagle(metavar="N", help="The number of draft steps to train.", show_default="7")
@@ -76,20 +76,29 @@ def train_draft(
     features: Annotated[
         int | None, _block(metavar="N", help="Layers of the target that it reads.", show_default="3")
     ] = None,
-    markov_rank: Annotated[
+    blocks: Annotated[
         int | None,
-        _block(
-            metavar="N",
-            help="The rank of the Markov head (DSpark). 0: no head (DFlash).",
-            show_default="hidden size / 16",
-        ),
+        _block(metavar="N", help="Blocks that learn at a step.", show_default="half of the tokens of a step"),
+    ] = None,
+    head: Annotated[
+        str | None,
+        _block(metavar="NAME", help="domino, markov (DSpark) or none (DFlash).", show_default="domino"),
+    ] = None,
+    markov_rank: Annotated[
+        int | None, _block(metavar="N", help="The rank of a Markov head.", show_default="hidden size / 16")
+    ] = None,
+    gru_size: Annotated[
+        int | None, _block(metavar="N", help="The state of Domino's GRU.", show_default="hidden size / 2")
+    ] = None,
+    inner_size: Annotated[
+        int | None, _block(metavar="N", help="The rank of the logits of Domino.", show_default="hidden size / 4")
     ] = None,
     variation: Annotated[
         float | None,
         _block(
             metavar="SHARE",
             help="The share of the total variation distance in the loss; the rest is cross entropy.",
-            show_default="0.9 with a Markov head, else 0",
+            show_default="0 without a head, else 0.5",
         ),
     ] = None,
     epochs: Annotated[int, _training(metavar="N", help="Passes over all answers.")] = 4,
@@ -134,7 +143,11 @@ def train_draft(
             intermediate_size=intermediate_size,
             kv_heads=kv_heads,
             features=features,
+            blocks=blocks,
+            head=head,
             markov_rank=markov_rank,
+            gru_size=gru_size,
+            inner_size=inner_size,
             variation=variation,
             epochs=epochs,
             max_steps=max_steps,

@@ -1,4 +1,7 @@
-"""Writes the checkpoint of a drafter."""
+"""Writes the checkpoint of a drafter.
+
+Shape suffixes: W draft vocabulary, V vocabulary of the target.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,19 @@ SAME_COMMAND = "run the same command again to continue"
 
 
 def stored(weights: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Return copies of weights as they are stored."""
-    return {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in weights.items()}
+    """Return copies of weights as they are stored. Maps of the vocabulary, which are no floats, keep their type."""
+    return {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in weights.items()
+    }
+
+
+def vocabulary_maps(draft_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Return the maps d2t (W,) int64, target id minus draft id, and t2d (V,) bool, which is True for the tokens of the
+    draft vocabulary."""
+    t2d_V = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d_V[draft_ids_W] = True
+    return {"d2t": draft_ids_W - torch.arange(draft_ids_W.shape[0]), "t2d": t2d_V}
 
 
 def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> Path:

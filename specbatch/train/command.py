@@ -113,19 +113,23 @@ def train_draft(options: TrainDraftOptions, pipeline: Pipeline) -> str | None:
 def _description(options: TrainDraftOptions, plan: ResolvedRun) -> EagleConfig | BlockConfig:
     """Return the description of the drafter to train. Raise SpecbatchError if the target cannot have it."""
     config = plan.target.config
+    draft_vocab_size = min(options.draft_vocab or 32000, config.vocab_size)
     if options.kind == "eagle3":
         # The same checks as for a head with files: a target that is too shallow is refused there.
-        head = head_config(config, min(options.draft_vocab or 32000, config.vocab_size))
+        head = head_config(config, draft_vocab_size)
         eagle_config("eagle3", head.decoder, head.draft_vocab_size, expected_eagle_tensors(head), config)
         return head
-    rank = config.hidden_size // 16 if options.markov_rank is None else options.markov_rank
     sizes = BlockSizes(
         options.layers or 2,
         options.block_size or 8,
         options.features or 3,
-        rank,
         options.intermediate_size,
         options.kv_heads,
+        options.head_name,
+        options.markov_rank,
+        options.gru_size,
+        options.inner_size,
+        draft_vocab_size,
     )
     return block_config(config, sizes, _mask_token(plan))
 
@@ -159,10 +163,10 @@ def _check_ways(
     for way in ways:
         if way.model is not None:
             _resolve(pipeline, way.sets(files.folder, options.kind))
-        elif most is not None and way.shape is not None and (way.shape.num_steps > most or not way.shape.is_chain):
+        elif most is not None and way.shape is not None and way.shape.num_steps > most:
             raise ConfigError(
                 f"--shapes: {way.name} does not fit these blocks",
-                f"they draft chains of at most {most}: {most}/1/{most + 1}",
+                f"they draft at most {most} tokens after each other: {most}/1/{most + 1}",
             )
 
 
@@ -227,10 +231,11 @@ def _train(
     )
     longest = padded_length(max(len(e.tokens) for e in (*train_set, *validation)))
     sizes = _Sizes(batch_tokens, longest)
+    draft_ids_W = _draft_ids(drafter.draft_vocab_size, plan, train_set, pipeline)
     if isinstance(drafter, EagleConfig):
-        learner, draft_ids_W = _eagle_learner(options, drafter, plan, train_set, sizes, pipeline)
+        learner = _eagle_learner(options, drafter, plan, draft_ids_W, sizes)
     else:
-        learner = _block_learner(options, drafter, plan, sizes)
+        learner = _block_learner(options, drafter, plan, draft_ids_W if drafter.has_vocab_map else None, sizes)
     learner.module.to(device)
     trainer = Trainer(settings, learner, train_set, validation, files.training, device, pipeline.say)
     records = trainer.run(overwrite=options.overwrite)
@@ -260,19 +265,18 @@ class _Sizes:
         return max(self.batch_tokens, self.longest)
 
 
-def _eagle_learner(
-    options: TrainDraftOptions,
-    config: EagleConfig,
-    plan: ResolvedRun,
-    train_set: Sequence[Example],
-    sizes: _Sizes,
-    pipeline: Pipeline,
-) -> tuple[Learner, torch.Tensor]:
-    """Return the learner of an EAGLE-3 head, and the target ids of its draft vocabulary (W,)."""
+def _draft_ids(size: int, plan: ResolvedRun, train_set: Sequence[Example], pipeline: Pipeline) -> torch.Tensor:
+    """Return the target ids of the draft vocabulary (W,)."""
     target = plan.target.config
     ends = [t for t in {*target.eos_token_ids, plan.tokenizer.eos_token_id} if isinstance(t, int)]
-    draft_ids_W, covered = draft_vocabulary(train_set, config.draft_vocab_size, target.vocab_size, ends)
+    draft_ids_W, covered = draft_vocabulary(train_set, size, target.vocab_size, ends)
     pipeline.say(f"training: {len(draft_ids_W):,} draft tokens make up {covered:.2%} of the answers")
+    return draft_ids_W
+
+
+def _eagle_learner(
+    options: TrainDraftOptions, config: EagleConfig, plan: ResolvedRun, draft_ids_W: torch.Tensor, sizes: _Sizes
+) -> Learner:
     head = DraftHead(config.decoder, config.draft_vocab_size)
     eagle.initialise(head, plan.target, draft_ids_W, plan.config.engine.seed)
 
@@ -281,29 +285,32 @@ def _eagle_learner(
             plan.target, config.aux_layers, draft_ids_W, sizes.most, sizes.longest, plan.dtype, plan.device
         )
 
-    learner = EagleLearner(
+    return EagleLearner(
         head.to(plan.device), make_target, options.unroll or 7, sizes.longest, plan.device,
         compile_steps=options.compile,
     )  # fmt: skip
-    return learner, draft_ids_W
 
 
-def _block_learner(options: TrainDraftOptions, block: BlockConfig, plan: ResolvedRun, sizes: _Sizes) -> Learner:
+def _block_learner(
+    options: TrainDraftOptions, block: BlockConfig, plan: ResolvedRun, draft_ids_W: torch.Tensor | None, sizes: _Sizes
+) -> Learner:
     seed = plan.config.engine.seed
-    drafter = TrainedBlocks(block)
+    drafter = TrainedBlocks(block, draft_ids_W)
     blocks.initialise(drafter, plan.target, seed)
 
     def make_target() -> FrozenTarget:
-        return FrozenTarget(plan.target, block.aux_layers, None, sizes.most, sizes.longest, plan.dtype, plan.device)
+        return FrozenTarget(
+            plan.target, block.aux_layers, draft_ids_W, sizes.most, sizes.longest, plan.dtype, plan.device
+        )
 
     variation = options.variation
     if variation is None:
-        variation = 0.0 if block.head is None else 0.9
+        variation = 0.0 if block.head is None else 0.5
     # The authors of DFlash give 4, 5 and 7 for blocks of 8, 10 and 16.
     loss = LossSettings(variation, block.block_size / 2)
     return BlockLearner(
-        drafter.to(plan.device), make_target, loss, sizes.batch_tokens, sizes.longest, seed, plan.device,
-        compile_loss=options.compile,
+        drafter.to(plan.device), make_target, loss, options.blocks or sizes.batch_tokens // 2, sizes.batch_tokens,
+        sizes.longest, seed, plan.device, compile_loss=options.compile,
     )  # fmt: skip
 
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from specbatch.errors import ConfigError
 
+HeadName = Literal["domino", "markov", "none"]
+HEADS: tuple[str, ...] = get_args(HeadName)
 Kind = Literal["eagle3", "block"]  # the method that will draft with it
 KINDS: tuple[str, ...] = get_args(Kind)
 OPTIMIZERS = ("adamw", "muon")
 STAGES = ("answers", "training", "evaluation")
-_EAGLE_ONLY = ("draft_vocab", "unroll")
-_BLOCK_ONLY = ("block_size", "layers", "intermediate_size", "kv_heads", "features", "markov_rank", "variation")
+_EAGLE_ONLY = ("unroll",)
+_BLOCK_ONLY = (
+    *("block_size", "blocks", "layers", "intermediate_size", "kv_heads", "features"),
+    *("head", "markov_rank", "gru_size", "inner_size", "variation"),
+)
 _AT_LEAST = {
     **dict.fromkeys(("epochs", "max_steps", "batch_tokens", "draft_vocab", "unroll", "layers", "features"), 1),
-    **{"intermediate_size": 1, "kv_heads": 1, "block_size": 2, "max_length": 4, "invent": 0, "markov_rank": 0},
+    **dict.fromkeys(("intermediate_size", "kv_heads", "blocks", "markov_rank", "gru_size", "inner_size"), 1),
+    **{"block_size": 2, "max_length": 4, "invent": 0},
 }
 
 
@@ -34,16 +40,20 @@ class TrainDraftOptions:
     overwrite: bool = False
     temperatures: str = "0,0.8"
     shapes: str | None = None
-    # An EAGLE-3 head.
     draft_vocab: int | None = None
+    # An EAGLE-3 head.
     unroll: int | None = None
     # A block drafter.
     block_size: int | None = None
+    blocks: int | None = None
     layers: int | None = None
     intermediate_size: int | None = None
     kv_heads: int | None = None
     features: int | None = None
+    head: str | None = None
     markov_rank: int | None = None
+    gru_size: int | None = None
+    inner_size: int | None = None
     variation: float | None = None
     # The training.
     epochs: int = 4
@@ -74,6 +84,11 @@ class TrainDraftOptions:
                 raise ConfigError(f"{flag_of(name)} is for --kind {other}", "leave it out, or change --kind")
             if name in _AT_LEAST and value is not None and value < _AT_LEAST[name]:
                 raise ConfigError(f"{flag_of(name)} must be at least {_AT_LEAST[name]}, got {value}")
+        if self.head is not None and self.head not in HEADS:
+            raise ConfigError(f"--head {self.head} is not known", f"heads: {', '.join(HEADS)}")
+        for name, head in (("markov_rank", "markov"), ("gru_size", "domino"), ("inner_size", "domino")):
+            if getattr(self, name) is not None and self.head_name != head:
+                raise ConfigError(f"{flag_of(name)} is for --head {head}", "leave it out, or change --head")
         if not 0 < self.validation < 1:
             raise ConfigError("--validation is a share, above 0 and below 1")
         if self.variation is not None and not 0 <= self.variation <= 1:
@@ -87,6 +102,11 @@ class TrainDraftOptions:
         if self.shapes is not None and not ("evaluation" in self.stages and self.held_out):
             raise ConfigError("--shapes is for the evaluation, and nothing is evaluated", "add --eval FILE")
         self.numbers()
+
+    @property
+    def head_name(self) -> HeadName:
+        """Return the head of a block drafter."""
+        return cast(HeadName, self.head or "domino")
 
     def numbers(self) -> list[float]:
         """Return the temperatures. Raise ConfigError for text that is no temperature."""

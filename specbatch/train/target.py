@@ -122,6 +122,11 @@ class FrozenTarget:
             return self.embedding_VE
         return self._checkpoint.tensors.load("lm_head.weight").to(self._device, self._dtype)
 
+    @cached_property
+    def draft_head_WE(self) -> Tensor:
+        """The rows of the LM head that a draft vocabulary has."""
+        return self.lm_head_VE if self._draft_ids_W is None else self.lm_head_VE[self._draft_ids_W]
+
     @torch.no_grad()
     def features(self, tokens_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the features (B, L, F) of all `aux_layers` and the last hidden states (T, E)."""

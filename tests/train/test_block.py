@@ -32,7 +32,8 @@ from specbatch.train.block.learner import BlockLearner
 from specbatch.train.block.losses import LossSettings
 from specbatch.train.block.sizes import BlockSizes, block_config, feature_layers
 from specbatch.train.checkpoint import save_checkpoint, stored
-from specbatch.train.examples import Example
+from specbatch.train.examples import Example, draft_vocabulary
+from specbatch.train.start import HeadName
 from specbatch.train.target import FrozenTarget
 from specbatch.train.trainer import Trainer, TrainSettings
 from specbatch.types import SamplingParams
@@ -45,13 +46,23 @@ SIZE, MASK = 5, 2
 LOSS = LossSettings(0.5, 2.0)
 
 
-def config_of(markov_rank: int, num_layers: int = 2) -> BlockConfig:
-    return block_config(tiny_config(LAYERS), BlockSizes(num_layers, SIZE, 3, markov_rank, 40), MASK)
+DRAFT_IDS = torch.tensor([t for t in range(VOCAB) if t % 3])
+HEADS: tuple[HeadName, ...] = "none", "markov", "domino"
+
+
+def sizes_of(head: HeadName, num_layers: int = 2, **changes: Any) -> BlockSizes:
+    """Make small sizes. A head that is not there has none."""
+    sizes: dict[str, Any] = {"markov": {"markov_rank": 4}, "domino": {"gru_size": 6, "inner_size": 10}}.get(head, {})
+    return BlockSizes(num_layers, SIZE, 3, 40, head=head, **{**sizes, **changes})
+
+
+def config_of(head: HeadName, num_layers: int = 2, **changes: Any) -> BlockConfig:
+    return block_config(tiny_config(LAYERS), sizes_of(head, num_layers, **changes), MASK)
 
 
 def random_drafter(block: BlockConfig) -> TrainedBlocks:
     """Make a drafter in float64 whose every weight is random, so that nothing is hidden by a zero or a one."""
-    drafter = TrainedBlocks(block).double()
+    drafter = TrainedBlocks(block, DRAFT_IDS if block.has_vocab_map else None).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in drafter.named_parameters():
@@ -61,9 +72,10 @@ def random_drafter(block: BlockConfig) -> TrainedBlocks:
 
 def learner_of(drafter: TrainedBlocks, batch_tokens: int = 64, seed: int = 0) -> BlockLearner:
     def frozen() -> FrozenTarget:
-        return FrozenTarget(target_checkpoint(), drafter.block.aux_layers, None, 256, 64, torch.float64, CPU)
+        ids_W = DRAFT_IDS if drafter.block.has_vocab_map else None
+        return FrozenTarget(target_checkpoint(), drafter.block.aux_layers, ids_W, 256, 64, torch.float64, CPU)
 
-    return BlockLearner(drafter, frozen, LOSS, batch_tokens, 64, seed, CPU)
+    return BlockLearner(drafter, frozen, LOSS, batch_tokens // SIZE, batch_tokens, 64, seed, CPU)
 
 
 def examples_of(count: int) -> list[Example]:
@@ -71,11 +83,13 @@ def examples_of(count: int) -> list[Example]:
     return [Example(p[: 40 - 3 * (i % 5)], 2 + i % 3, i, True) for i, p in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("markov_rank", [0, 4])
-def test_the_pass_over_many_blocks_is_what_drafting_does(markov_rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_reduced", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_the_pass_over_many_blocks_is_what_drafting_does(head: HeadName, is_reduced: bool, tmp_path: Path) -> None:
     """All blocks of two texts: the logits in training are those of the drafter that was saved and opened, which drafts
     one block after the other from its cache."""
-    block, target = config_of(markov_rank), target_checkpoint()
+    vocab = len(DRAFT_IDS) if is_reduced else None
+    block, target = config_of(head, draft_vocab_size=vocab), target_checkpoint()
     drafter = random_drafter(block)
     learner = learner_of(drafter)
     learner.load_target()
@@ -85,7 +99,9 @@ def test_the_pass_over_many_blocks_is_what_drafting_does(markov_rank: int, tmp_p
     features_BLF, _ = frozen.features(batch.tokens_BL)
     with torch.no_grad():
         hidden_QE = learner.hidden_states(batch, features_BLF.flatten(0, 1))
-        found_RV = drafter.logits(hidden_QE[batch.learn_R], batch.before_R, frozen.lm_head_VE)
+        states_NJX = drafter.head_states(batch.before_NJ, frozen.embedding_VE)
+        states_RX = states_NJX.flatten(0, 1)[batch.drafts_R]
+        found_RW = drafter.logits(hidden_QE[batch.learn_R], states_RX, frozen.draft_head_WE)
 
     save_checkpoint(tmp_path, stored(drafter.state_dict(), torch.float32), config_json(block, "tiny"))
     opened = open_block_drafter(tmp_path, target)
@@ -112,14 +128,18 @@ def test_the_pass_over_many_blocks_is_what_drafting_does(markov_rank: int, tmp_p
     rows = [(row, j) for j, rows in enumerate(batch.rows) for row in rows.tolist()]
     assert sorted(rows) == sorted(expected)
     assert len(rows) > 100
-    for row, found_V in zip(rows, found_RV, strict=True):
-        torch.testing.assert_close(found_V, expected[row], atol=1e-9, rtol=1e-9)
+    assert found_RW.shape[1] == (vocab or VOCAB)
+    for row, found_W in zip(rows, found_RW, strict=True):
+        torch.testing.assert_close(found_W, expected[row], atol=1e-9, rtol=1e-9)
+    if is_reduced:
+        assert model.target_ids is not None
+        assert torch.equal(model.target_ids, DRAFT_IDS)
 
 
 @pytest.mark.parametrize("size", [5, 8])
 def test_flex_attention_sees_what_the_mask_says(size: int) -> None:
     """And its tiles are those that the mask has something in."""
-    block = block_config(tiny_config(LAYERS), BlockSizes(1, size, 3, 4, None), MASK)
+    block = block_config(tiny_config(LAYERS), BlockSizes(1, size, 3), MASK)
     texts = [Example(list(range(300)), 30, 0, True), Example(list(range(200)), 10, 1, True)]
     batch = collate(texts, random_roots(texts, 100, 0), block, (6 * TILE, TILE))
     assert batch.tokens_BL.shape == (2, 320)
@@ -140,17 +160,18 @@ def test_flex_attention_sees_what_the_mask_says(size: int) -> None:
 
 
 def test_blocks_learn_from_the_right_positions() -> None:
-    block = config_of(0)
+    block = config_of("none")
     texts = [Example(list(range(100, 110)), 4, 0, True), Example(list(range(200, 207)), 5, 1, True)]
     roots = all_roots(texts)
     assert roots.tolist() == [[0, 4], [0, 5], [0, 6], [0, 7], [0, 8], [1, 5]]
     batch = collate(texts, roots, block)
     flat = batch.tokens_BL.view(-1)
+    target_R, before_R = batch.target_rows_Q[batch.target_R], batch.before_NJ.flatten()[batch.drafts_R]
     assert batch.counts == [6, 4, 3, 2], "a draft after the end of the text learns nothing"
     assert batch.tokens_NK.tolist() == [[t, *[MASK] * 4] for t in (104, 105, 106, 107, 108, 205)]
     for step, (learn, target, before, chain) in enumerate(
         zip(
-            *(t.split(batch.counts) for t in (batch.learn_R, batch.target_R, batch.before_R, batch.chains_R)),
+            *(t.split(batch.counts) for t in (batch.learn_R, target_R, before_R, batch.chains_R)),
             strict=True,
         )
     ):
@@ -170,8 +191,8 @@ def test_blocks_learn_from_the_right_positions() -> None:
 
 
 def test_the_loss_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits are kept, or computed again."""
-    block = config_of(4)
+    """The logits are kept, or computed again. Drafts that the draft vocabulary lacks are misses and have no loss."""
+    block = config_of("domino", draft_vocab_size=len(DRAFT_IDS))
     drafter = random_drafter(block)
     learner = learner_of(drafter)
     learner.load_target()
@@ -184,22 +205,27 @@ def test_the_loss_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(block_losses, "_KEPT_LOGITS", kept)
         monkeypatch.setattr(block_losses, "_LOGITS_AT_ONCE", at_once)
         compare = block_losses.loss_of_logits
-        found = block_losses.losses(drafter, hidden, batch, frozen, last, LOSS, compare)
-        inputs = [hidden, drafter.markov_head.markov_w1.weight, drafter.markov_head.markov_w2.weight]
+        right = frozen.rows(last, batch.target_rows_Q)
+        found = block_losses.losses(drafter, hidden, batch, frozen, right, LOSS, compare)
+        inputs = [hidden, drafter.prefix_gru.weight_ih_l0, drafter.embed_proj[2].weight]
         gradients.append(torch.autograd.grad(found.total, inputs))
     for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
         assert a.abs().max() > 0
-    q = drafter.logits(hidden[batch.learn_R], batch.before_R, frozen.lm_head_VE).softmax(-1)
-    p = frozen.rows(last, batch.target_R).logits_QW.softmax(-1)
+    states_RX = drafter.head_states(batch.before_NJ, frozen.embedding_VE).flatten(0, 1)[batch.drafts_R]
+    q = drafter.logits(hidden[batch.learn_R], states_RX, frozen.draft_head_WE).softmax(-1)
+    all_logits = torch.nn.functional.linear(last, frozen.lm_head_VE)[batch.target_rows_Q][batch.target_R]
+    p = all_logits[:, DRAFT_IDS].softmax(-1)
+    known = torch.isin(all_logits.argmax(-1), DRAFT_IDS)
+    assert 0.4 < known.double().mean() < 0.9
     of_drafts = 0.5 * -(p * q.log()).sum(-1) + 0.5 * (1 - torch.minimum(p, q).sum(-1))
-    steps = of_drafts.split(batch.counts)
+    steps = [part[k] for part, k in zip(of_drafts.split(batch.counts), known.split(batch.counts), strict=True)]
     weights = [math.exp(-j / 2) for j in range(block.max_drafts)]
     for step, part in zip(found.steps, steps, strict=True):
         assert torch.allclose(step, part.mean())
     whole = sum(w * part.sum() for w, part in zip(weights, steps, strict=True))
     assert torch.allclose(found.total, whole / sum(w * len(part) for w, part in zip(weights, steps, strict=True)))
-    assert torch.equal(torch.cat(found.hits), q.argmax(-1) == p.argmax(-1))
+    assert torch.equal(torch.cat(found.hits), (q.argmax(-1) == p.argmax(-1)) & known)
 
 
 def test_a_compiled_loss_is_the_same_loss() -> None:
@@ -233,7 +259,7 @@ def test_only_matrices_between_hidden_states_have_muon(optimizer: str, tmp_path:
 def test_more_heads_begin_as_those_of_the_target() -> None:
     batch, hidden = None, []
     for kv_heads in (None, 4):
-        block = block_config(tiny_config(LAYERS), BlockSizes(2, SIZE, 3, 4, 40, kv_heads), MASK)
+        block = config_of("markov", num_kv_heads=kv_heads)
         drafter = TrainedBlocks(block)
         initialise(drafter, target_checkpoint(), 0)
         learner = learner_of(drafter.double())
@@ -245,7 +271,7 @@ def test_more_heads_begin_as_those_of_the_target() -> None:
     # Other weights are random, and those of fc have the same seed.
     torch.testing.assert_close(hidden[0][1], hidden[1][1], atol=1e-6, rtol=1e-5)
     with pytest.raises(ConfigError, match="--kv-heads 3 does not divide the 4 query heads"):
-        block_config(tiny_config(LAYERS), BlockSizes(2, SIZE, 3, 4, 40, 3), MASK)
+        config_of("markov", num_kv_heads=3)
 
 
 def trainer(
@@ -253,11 +279,11 @@ def trainer(
     examples: list[Example],
     say: Callable[[str], None],
     max_steps: int,
-    rank: int = 4,
+    head: HeadName = "markov",
     optimizer: str = "adamw",
 ) -> Any:
     """Make a training of the tiny target in float64, which saves after every step."""
-    drafter = TrainedBlocks(config_of(rank)).double()
+    drafter = TrainedBlocks(config_of(head)).double()
     initialise(drafter, target_checkpoint(), 0)
     folder.mkdir(exist_ok=True)
     settings = TrainSettings(1000, max_steps, 1e-2, 0.1, 0.01, 256, 0, optimizer)
@@ -290,12 +316,12 @@ def test_an_interrupted_training_ends_with_the_same_weights(optimizer: str, tmp_
         return [{k: v for k, v in r.items() if k != "seconds"} for r in found]
 
     assert timeless(records) == timeless(expected)
-    with pytest.raises(InputError, match="head: 'Markov head', now 'no head'"):
-        trainer(tmp_path / "b", examples, lines.append, 16, rank=0).run()
+    with pytest.raises(InputError, match=r"head: .*Markov.*now 'None'"):
+        trainer(tmp_path / "b", examples, lines.append, 16, head="none").run()
 
 
-@pytest.mark.parametrize("markov_rank", [pytest.param(0, marks=pytest.mark.wide), 4])
-def test_a_trained_drafter_drafts_as_validation_says(markov_rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", [*(pytest.param(h, marks=pytest.mark.wide) for h in ("none", "markov")), "domino"])
+def test_a_trained_drafter_drafts_as_validation_says(head: HeadName, tmp_path: Path) -> None:
     """Overfitted to the target's own answers, then opened by the engine: the text is that of plain decoding, and the
     engine takes exactly the rounds that validation has counted."""
     path = write_checkpoint(tmp_path / "target", num_hidden_layers=7, vocab_size=260, eos_token_id=256)
@@ -311,11 +337,13 @@ def test_a_trained_drafter_drafts_as_validation_says(markov_rank: int, tmp_path:
     pairs = enumerate(zip(prompts, plain, strict=True))
     examples = [Example([*p, *c.token_ids], len(p), i, True) for i, (p, c) in pairs]
 
-    block = block_config(target.config, BlockSizes(1, SIZE, 2, markov_rank, None), 256)
-    drafter = TrainedBlocks(block)
+    draft_ids_W, covered = draft_vocabulary(examples, 40, 260)
+    assert 0.5 < covered < 1
+    block = block_config(target.config, BlockSizes(1, SIZE, 2, head=head, draft_vocab_size=40), 256)
+    drafter = TrainedBlocks(block, draft_ids_W)
     initialise(drafter, target, 0)
-    frozen = partial(FrozenTarget, target, block.aux_layers, None, 256, 64, torch.float32, CPU)
-    learner = BlockLearner(drafter, frozen, LossSettings(0.0, 3.0), 256, 64, 0, CPU)
+    frozen = partial(FrozenTarget, target, block.aux_layers, draft_ids_W, 256, 64, torch.float32, CPU)
+    learner = BlockLearner(drafter, frozen, LossSettings(0.0, 3.0), 64, 256, 64, 0, CPU)
     settings = TrainSettings(1000, 40, 1e-2, 0.1, 0.0, 256, 0)
     work = tmp_path / "work"
     work.mkdir()
@@ -332,7 +360,7 @@ def test_a_trained_drafter_drafts_as_validation_says(markov_rank: int, tmp_path:
 
 
 def test_checkpoints_have_the_public_names() -> None:
-    block = config_of(4, num_layers=1)
+    block = config_of("markov", num_layers=1)
     layer = {"q": (32, 32), "k": (16, 32), "v": (16, 32), "o": (32, 32)}
     expected: dict[str, tuple[int, ...]] = {f"layers.0.self_attn.{n}_proj.weight": s for n, s in layer.items()}
     expected |= {f"layers.0.self_attn.{n}_norm.weight": (8,) for n in "qk"}
@@ -350,8 +378,27 @@ def test_checkpoints_have_the_public_names() -> None:
     )
     assert config["aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert config["speculators_config"]["verifier"]["name_or_path"] == "org/target"
-    config = config_json(config_of(0), "org/target")
+    config = config_json(config_of("none"), "org/target")
     assert (config["speculators_model_type"], config["sample_from_anchor"]) == ("dflash", False)
+
+
+def test_a_head_of_domino_has_the_public_names() -> None:
+    block = config_of("domino", draft_vocab_size=len(DRAFT_IDS))
+    names = {n: tuple(t.shape) for n, t in TrainedBlocks(block, DRAFT_IDS).state_dict().items() if "layers" not in n}
+    assert names == {
+        "fc.weight": (32, 96),
+        "hidden_norm.weight": (32,),
+        "norm.weight": (32,),
+        "prefix_gru.weight_ih_l0": (18, 32),
+        "prefix_gru.weight_hh_l0": (18, 6),
+        "embed_proj.0.weight": (10, 38),
+        "embed_proj.2.weight": (len(DRAFT_IDS), 10),
+        "d2t": (len(DRAFT_IDS),),
+        "t2d": (VOCAB,),
+    }
+    config: Any = config_json(block, "org/target")
+    assert (config["architectures"], config["draft_vocab_size"]) == (["DominoDraftModel"], len(DRAFT_IDS))
+    assert config["dflash_config"]["target_layer_ids"] == [1, 3, 4]
 
 
 def test_layers_that_a_drafter_reads() -> None:
@@ -362,11 +409,11 @@ def test_layers_that_a_drafter_reads() -> None:
         with pytest.raises(ConfigError, match=f"cannot read {count} layers"):
             feature_layers(num_layers, count)
     with pytest.raises(ConfigError, match="has a bias"):
-        block_config(replace(tiny_config(LAYERS), lm_head_bias=True), BlockSizes(1, SIZE, 3, 0, None), MASK)
+        block_config(replace(tiny_config(LAYERS), lm_head_bias=True), sizes_of("none"), MASK)
 
 
 def test_a_drafter_begins_as_the_last_layers_of_its_target() -> None:
-    block, target = config_of(4), target_checkpoint()
+    block, target = config_of("markov"), target_checkpoint()
     drafter = TrainedBlocks(block)
     initialise(drafter, target, 0)
     prefix = f"model.layers.{LAYERS - 2}."
@@ -385,7 +432,7 @@ def test_compiled_flex_attention_has_the_gradients_of_the_mask(size: int) -> Non
     """For several batches of one size, for which it is compiled once."""
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
-    block = block_config(tiny_config(LAYERS), BlockSizes(1, size, 3, 4, None), MASK)
+    block = block_config(tiny_config(LAYERS), BlockSizes(1, size, 3), MASK)
     texts = [Example(list(range(300)), 30, 0, True), Example(list(range(200)), 10, 1, True)]
     device = torch.device("cuda")
     num_keys = 6 * TILE + TILE * size
@@ -416,10 +463,10 @@ def test_training_on_cuda_goes_as_on_cpu(tmp_path: Path) -> None:
         folder = tmp_path / device.type
         folder.mkdir()
         for _ in range(2):  # the second reads the checkpoint on the device, and has nothing to do
-            drafter = TrainedBlocks(config_of(4))
+            drafter = TrainedBlocks(config_of("domino", draft_vocab_size=len(DRAFT_IDS)), DRAFT_IDS)
             initialise(drafter, target, 0)
-            frozen = partial(FrozenTarget, target, drafter.block.aux_layers, None, 512, 64, dtype, device)
-            learner = BlockLearner(drafter.to(device), frozen, LOSS, 512, 64, 0, device)
+            frozen = partial(FrozenTarget, target, drafter.block.aux_layers, DRAFT_IDS, 512, 64, dtype, device)
+            learner = BlockLearner(drafter.to(device), frozen, LOSS, 128, 512, 64, 0, device)
             settings = TrainSettings(100, 30, 1e-2, 0.1, 0.01, 512, 0)
             arguments = (examples[4:], examples[:4], folder, device, lambda line: None)
             records = Trainer(settings, learner, *arguments, save_seconds=0.0).run()

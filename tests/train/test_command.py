@@ -40,7 +40,7 @@ def write_rows(path: Path, field: str, texts: list[str]) -> Path:
 
 
 EAGLE = ["--draft-vocab", "200", "--unroll", "3"]
-BLOCK = ["--kind", "block", "--block-size", "4", "--layers", "1", "--markov-rank", "4", "--variation", "0.3"]
+BLOCK = ["--kind", "block", "--block-size", "4", "--layers", "1", "--inner-size", "8", "--variation", "0.3"]
 WAYS = {"eagle3": ["none", "2/2/5", "ngram"], "block": ["none", "2/1/3", "4/1/5"]}
 
 

@@ -20,7 +20,7 @@ from specbatch.models.formats.tokenizer import byte_tokenizer
 from specbatch.rows.tokenizer import TextProcessor
 from specbatch.setup.speculation import resolve_speculation
 from specbatch.train.acceptance import count_rounds
-from specbatch.train.eagle.export import vocabulary_maps
+from specbatch.train.checkpoint import vocabulary_maps
 from specbatch.train.evaluate import held_out_rows, parse_ways
 from specbatch.train.examples import Example, batches, draft_vocabulary, make_examples, padded_length, split
 from specbatch.train.invent import ends, opening, sensible

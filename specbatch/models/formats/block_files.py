@@ -150,7 +150,7 @@ def open_block_drafter(path: Path, target: Checkpoint) -> BlockCheckpoint:
     try:
         if fp8 := [f"{name} is {dtype}" for name, dtype in files.dtypes.items() if dtype.startswith("float8")]:
             raise ModelError(f"the block drafter has tensors in FP8: {first_names(fp8)}", hint=_OTHER)
-        tensors = _BlockTensors(files, target.config.vocab_size)
+        tensors = _BlockTensors(files, target)
         shapes = reader.used(tensors.shapes())
         block = reader.block(shapes, target.config)
         problems = tensor_problems(expected_block_tensors(block), shapes)
@@ -216,8 +216,6 @@ class _BlockJson:
             raise ModelError("the block drafter is a DFlash2 with a reduced vocabulary: no format has one", hint=_OTHER)
         if draft_vocab_size != decoder.vocab_size and "d2t" not in shapes:
             raise ModelError(f"the block drafter has draft_vocab_size {draft_vocab_size}, and no tensor d2t")
-        if draft_vocab_size != decoder.vocab_size and not has_lm_head:
-            raise ModelError(f"the block drafter has draft_vocab_size {draft_vocab_size}, and no LM head for it")
         head = self._head(decoder.hidden_size, size)
         block = BlockConfig(
             decoder,
@@ -429,10 +427,11 @@ class _BlockJson:
 
 
 class _BlockTensors:
-    """The tensors of a drafter's files under the names of `expected_block_tensors`. t2d is made where it is missing."""
+    """The tensors of a drafter's files under the names of `expected_block_tensors`. With a reduced vocabulary, t2d is
+    made where it is missing, and the LM head is the target's rows where the files have none."""
 
-    def __init__(self, files: TensorSource, vocab_size: int) -> None:
-        self._files, self._vocab_size = files, vocab_size
+    def __init__(self, files: TensorSource, target: Checkpoint) -> None:
+        self._files, self._target = files, target
         self._names: dict[str, str] = {}
         for name in files.shapes():
             # Copies of the target's norm and LM head, from training.
@@ -449,7 +448,8 @@ class _BlockTensors:
             self._names[own] = name
         self._shapes = {own: tuple(files.shapes()[name]) for own, name in self._names.items()}
         if "d2t" in self._shapes:
-            self._shapes.setdefault("t2d", (vocab_size,))
+            self._shapes.setdefault("t2d", (target.config.vocab_size,))
+            self._shapes.setdefault("lm_head.weight", (*self._shapes["d2t"], target.config.hidden_size))
         else:
             self._shapes.pop("t2d", None)
         # Some files have further dimensions of size 1.
@@ -468,7 +468,14 @@ class _BlockTensors:
         if name not in self._shapes:
             raise KeyError(name)
         d2t = self._files.load("d2t").to(torch.int64)
-        return torch.isin(torch.arange(self._vocab_size), d2t + torch.arange(len(d2t)))
+        ids = d2t + torch.arange(len(d2t))
+        config = self._target.config
+        if name == "t2d":
+            return torch.isin(torch.arange(config.vocab_size), ids)
+        weight_VE = self._target.tensors.load(
+            "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        )
+        return weight_VE[ids.to(weight_VE.device)]
 
     def close(self) -> None:
         self._files.close()

@@ -4,7 +4,7 @@ Keys are those of the context, T positions, and then those of all blocks. A posi
 `starts_N` to `ends_N` of its block, and all positions of its own block.
 
 On CUDA this is FlexAttention (Dong et al. 2024), which computes only tiles that some query sees. Elsewhere it is a
-plain attention with a mask, which computes all.
+plain attention with a mask over the whole context.
 
 Shape suffixes: N blocks, K positions of a block, Q = N * K queries, T context, S = T + Q keys, H query heads, G
 key/value heads, D head dimension, X tiles of queries, Y tiles of keys.
@@ -17,7 +17,6 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -30,16 +29,22 @@ Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 
 
 def masked_attention(batch: BlockBatch) -> Attend:
-    """Return plain attention for the blocks of a batch. Its mask has Q * S elements."""
+    """Return plain attention for the blocks of a batch. It computes Q * (T + K) logits of each head."""
     num_blocks, size = batch.tokens_NK.shape
-    context_T = torch.arange(batch.num_context, device=batch.starts_N.device)
+    num_context = batch.num_context
+    context_T = torch.arange(num_context, device=batch.starts_N.device)
     sees_NT = (batch.starts_N[:, None] <= context_T) & (context_T < batch.ends_N[:, None])
-    own_NQ = torch.eye(num_blocks, dtype=torch.bool, device=context_T.device).repeat_interleave(size, dim=1)
-    mask_QS = torch.cat((sees_NT, own_NQ), dim=1).repeat_interleave(size, dim=0)
+    hidden_QT = ~sees_NT.repeat_interleave(size, dim=0)
 
     def attend(q_HQD: Tensor, k_GSD: Tensor, v_GSD: Tensor, scale: float | None) -> Tensor:
-        k, v = (_repeated(x, len(q_HQD)) for x in (k_GSD, v_GSD))
-        return F.scaled_dot_product_attention(q_HQD[None], k, v, mask_QS, scale=scale)[0]
+        q_HQD = q_HQD * (q_HQD.shape[-1] ** -0.5 if scale is None else scale)
+        k_HSD, v_HSD = (_repeated(x, len(q_HQD))[0] for x in (k_GSD, v_GSD))
+        k_HNKD, v_HNKD = (x[:, num_context:].unflatten(1, (num_blocks, size)) for x in (k_HSD, v_HSD))
+        of_context = (q_HQD @ k_HSD[:, :num_context].mT).masked_fill(hidden_QT, -torch.inf)
+        of_block = (q_HQD.unflatten(1, (num_blocks, size)) @ k_HNKD.mT).flatten(1, 2)
+        shares = torch.cat((of_context, of_block), dim=-1).softmax(dim=-1, dtype=of_block.dtype)
+        in_block_HNKK = shares[..., num_context:].unflatten(1, (num_blocks, size))
+        return shares[..., :num_context] @ v_HSD[:, :num_context] + (in_block_HNKK @ v_HNKD).flatten(1, 2)
 
     return attend
 

@@ -3,13 +3,15 @@
 The texts are the *context*, T = B * L positions. Block n has the root at some position of a text, and sees the context
 of this text before the root. Blocks of all texts are computed in one pass.
 
-Shape suffixes: B sequences, L padded length, N blocks, K positions of a block, J drafts of a block, R drafts to learn.
+Shape suffixes: B sequences, L padded length, N blocks, K positions of a block, J drafts of a block, R drafts to learn,
+Q rows of the target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +33,11 @@ class BlockBatch:
     starts_N: Tensor  # the context that a block sees begins here, and
     ends_N: Tensor  # ends before its root
     tokens_NK: Tensor
+    before_NJ: Tensor  # the token before each draft
+    drafts_R: Tensor  # rows of (N * J): the drafts that learn
     learn_R: Tensor  # rows of (N * K): the position that makes the draft
-    target_R: Tensor  # rows of (B * L): the target's position that teaches it
-    before_R: Tensor  # the token before the draft
+    target_rows_Q: Tensor  # rows of (B * L): the positions at which the target predicts
+    target_R: Tensor  # rows of Q: the target's position that teaches the draft
     counts: list[int]  # the number of drafts that learn at each step
     chains_R: Tensor  # rows of (B * L), see `learner.py`
 
@@ -43,12 +47,8 @@ class BlockBatch:
 
     def to(self, device: torch.device) -> BlockBatch:
         """Return a copy on `device`, without waiting for it."""
-        tensors = self.tokens_BL, self.starts_N, self.ends_N, self.tokens_NK, self.learn_R, self.target_R, self.before_R
-        tokens_BL, starts_N, ends_N, tokens_NK, learn_R, target_R, before_R = (moved(t, device) for t in tensors)
-        return BlockBatch(
-            tokens_BL, self.num_context, starts_N, ends_N, tokens_NK, learn_R, target_R, before_R, self.counts,
-            moved(self.chains_R, device),
-        )  # fmt: skip
+        tensors: dict[str, Any] = {n: moved(x, device) for n, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
 
 
 def all_roots(examples: Sequence[Example]) -> Tensor:
@@ -93,7 +93,10 @@ def collate(
     drafts_J = torch.arange(block.max_drafts)
     is_there_JN = root_N + 1 + drafts_J[:, None] < lengths_N
     step_R, block_R = is_there_JN.nonzero(as_tuple=True)
-    before_R = ends_N[block_R] + step_R  # the row of the token before the draft: that at which the target predicts it
+    # The row of the token before each draft: that at which the target predicts it.
+    before_NJ = torch.zeros(num_blocks, block.max_drafts, dtype=torch.int64)
+    before_NJ[: len(roots_N2)] = ends_N[:, None] + drafts_J
+    target_rows_Q, target_R = before_NJ[block_R, step_R].unique(return_inverse=True)
 
     def padded(rows_N: Tensor) -> Tensor:
         return torch.cat((rows_N, rows_N.new_zeros(num_blocks - len(rows_N))))
@@ -104,9 +107,11 @@ def collate(
         padded(starts_N),
         padded(ends_N),
         tokens_NK,
+        before_NJ=flat[before_NJ.clamp(max=num_rows - 1)],
+        drafts_R=block_R * block.max_drafts + step_R,
         learn_R=block_R * block.block_size + block.first + step_R,
-        target_R=before_R,
-        before_R=flat[before_R],
+        target_rows_Q=target_rows_Q,
+        target_R=target_R,
         counts=is_there_JN.sum(dim=1).tolist(),
         chains_R=ends_N[block_R] - 1,
     )

@@ -1,10 +1,14 @@
 """A block drafter that can be trained: the arithmetic and the names of `models/blocks`, as a torch module.
 
-It is the backbone of DFlash (Chen et al. 2026, arXiv:2602.06036), and the Markov head of DSpark (DeepSeek-AI 2026,
-github.com/deepseek-ai/DeepSpec). `models/blocks/config.py` describes both.
+It is the backbone of DFlash (Chen et al. 2026, arXiv:2602.06036), with the Markov head of DSpark (DeepSeek-AI 2026,
+github.com/deepseek-ai/DeepSpec) or the head of Domino. `models/blocks/config.py` describes them.
 
-Shape suffixes: N blocks, K positions of a block, Q = N * K queries, T context, S = T + Q keys, E hidden size, F
-features, H heads, D head dimension, R drafts, V vocabulary.
+A head has two parts: a *state* of each draft, which depends on the tokens before it in the block, and logits that it
+adds. In training all tokens are known, so the states of all drafts are computed at once.
+
+Shape suffixes: N blocks, K positions of a block, J drafts of a block, Q = N * K queries, T context, S = T + Q keys, E
+hidden size, F features, H heads, D head dimension, R drafts, X state of a head, V vocabulary of the target, W draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specbatch.models.blocks.config import BlockConfig, MarkovConfig
+from specbatch.models.blocks.config import BlockConfig, DominoConfig, MarkovConfig
 from specbatch.models.config import ModelConfig
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.train.block.attention import Attend
+from specbatch.train.checkpoint import vocabulary_maps
 from specbatch.train.layers import FeedForward, Norm, rotate
 
 _DEVIATION = 0.02  # the standard deviation of random weights, as in Llama
@@ -71,19 +76,38 @@ class _MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.rank, block.draft_vocab_size, bias=False)
 
 
-class TrainedBlocks(nn.Module):
-    """A drafter whose parameters have the names of a checkpoint. Embedding and LM head are the target's."""
+def _domino_layers(config: DominoConfig, block: BlockConfig) -> tuple[nn.GRU, nn.Sequential]:
+    """Return the two parts of Domino's head: a GRU over the tokens of a block, and the logits of its states."""
+    hidden = block.decoder.hidden_size
+    return nn.GRU(hidden, config.state_size, bias=False, batch_first=True), nn.Sequential(
+        nn.Linear(hidden + config.state_size, config.embedding_size, bias=False),
+        nn.SiLU(),
+        nn.Linear(config.embedding_size, block.draft_vocab_size, bias=False),
+    )
 
-    def __init__(self, block: BlockConfig) -> None:
+
+class TrainedBlocks(nn.Module):
+    """A drafter whose parameters and buffers have the names of a checkpoint. Embedding and LM head are the target's.
+    `draft_ids_W`: the target ids of a reduced vocabulary, sorted; None: it is the whole one."""
+
+    d2t: Tensor
+
+    def __init__(self, block: BlockConfig, draft_ids_W: Tensor | None = None) -> None:
         super().__init__()
-        c = block.decoder
-        assert block.head is None or isinstance(block.head, MarkovConfig)
+        c, head = block.decoder, block.head
+        assert head is None or isinstance(head, MarkovConfig | DominoConfig)
+        assert block.has_vocab_map == (draft_ids_W is not None)
         self.block = block
         self.fc = nn.Linear(len(block.aux_layers) * block.feature_size, c.hidden_size, bias=False)
         self.hidden_norm = Norm(c.hidden_size, c.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(c) for _ in range(c.num_layers))
         self.norm = Norm(c.hidden_size, c.rms_norm_eps)
-        self.markov_head = None if block.head is None else _MarkovHead(block.head, block)
+        self.markov_head = _MarkovHead(head, block) if isinstance(head, MarkovConfig) else None
+        if isinstance(head, DominoConfig):
+            self.prefix_gru, self.embed_proj = _domino_layers(head, block)
+        if draft_ids_W is not None:
+            for name, tensor in vocabulary_maps(draft_ids_W, c.vocab_size).items():
+                self.register_buffer(name, tensor)
 
     def forward(
         self, embedded_QE: Tensor, features_TF: Tensor, tables_Q: Tables, tables_T: Tables, attend: Attend
@@ -98,19 +122,34 @@ class TrainedBlocks(nn.Module):
             x_QE = layer(x_QE, features_TE, tables_Q, tables_S, attend)
         return self.norm(x_QE)
 
-    def logits(self, hidden_RE: Tensor, before_R: Tensor, lm_head_VE: Tensor) -> Tensor:
-        """Compute draft logits (R, V). `before_R`: the token before each draft."""
-        logits_RV = F.linear(hidden_RE.to(lm_head_VE.dtype), lm_head_VE)
-        if self.markov_head is None:
-            return logits_RV
-        return logits_RV + self.markov_head.markov_w2(self.markov_head.markov_w1(before_R))
+    def head_states(self, before_NJ: Tensor, embedding_VE: Tensor) -> Tensor:
+        """Compute the states (N, J, X) of the head. `before_NJ`: the token before each draft."""
+        if self.markov_head is not None:
+            states_NJX: Tensor = self.markov_head.markov_w1(before_NJ)
+            return states_NJX
+        if isinstance(self.block.head, DominoConfig):
+            # Autocast would run a GRU in float16, in which gradients vanish.
+            with torch.autocast(before_NJ.device.type, enabled=False):
+                embedded = F.embedding(before_NJ, embedding_VE).to(self.fc.weight.dtype)
+                states_NJX = self.prefix_gru(embedded)[0]
+            return states_NJX
+        return self.fc.weight.new_zeros((*before_NJ.shape, 0))
+
+    def logits(self, hidden_RE: Tensor, state_RX: Tensor, lm_head_WE: Tensor) -> Tensor:
+        """Compute draft logits (R, W). `state_RX`: the states of the head."""
+        logits_RW = F.linear(hidden_RE.to(lm_head_WE.dtype), lm_head_WE)
+        if self.markov_head is not None:
+            return logits_RW + self.markov_head.markov_w2(state_RX)
+        if isinstance(self.block.head, DominoConfig):
+            return logits_RW + self.embed_proj(torch.cat((hidden_RE.to(state_RX.dtype), state_RX), dim=-1))
+        return logits_RW
 
 
 def initialise(drafter: TrainedBlocks, target: Checkpoint, seed: int) -> None:
     """Initialise weights from the target's last layers where they have a counterpart, and from N(0, 0.02) elsewhere.
 
     `fc` passes on the highest feature, so that the first keys and values are nearly those of a layer of the target. An
-    MLP that is smaller than the target's gets its first neurons. The bias of the Markov head begins at zero.
+    MLP that is smaller than the target's gets its first neurons. The logits that the head adds begin at zero.
     """
     c, block = target.config, drafter.block
     num_layers, size = block.decoder.num_layers, c.hidden_size
@@ -123,6 +162,11 @@ def initialise(drafter: TrainedBlocks, target: Checkpoint, seed: int) -> None:
         drafter.fc.weight[:, -size:] += torch.eye(size)
         if drafter.markov_head is not None:
             drafter.markov_head.markov_w2.weight.zero_()
+        if isinstance(block.head, DominoConfig):
+            # Embeddings are small numbers, and the inputs of gates should be near one.
+            scale = target.tensors.load("model.embed_tokens.weight").float().square().mean().sqrt()
+            drafter.get_parameter("prefix_gru.weight_ih_l0").div_(_DEVIATION * size**0.5 * scale)
+            drafter.get_parameter("embed_proj.2.weight").zero_()
         for i in range(num_layers):
             prefix = f"model.layers.{c.num_layers - num_layers + i}."
             for name, parameter in drafter.layers[i].named_parameters():

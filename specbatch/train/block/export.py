@@ -1,14 +1,45 @@
-"""The config.json of a trained block drafter, as vLLM's speculators writes it (`speculators_model_type` dflash or
-dspark). The checkpoint has no embedding and no LM head: they are the target's."""
+"""The config.json of a trained block drafter: as vLLM's speculators writes it (`speculators_model_type` dflash or
+dspark), or as SpecForge does (Domino). The checkpoint has no embedding and no LM head: they are the target's."""
 
 from __future__ import annotations
 
-from specbatch.models.blocks.config import BlockConfig, MarkovConfig
+from specbatch.models.blocks.config import BlockConfig, DominoConfig, MarkovConfig
 
 
 def config_json(block: BlockConfig, target_name: str) -> dict[str, object]:
     """Return the config.json of a drafter. `target_name`: the model that it was trained for."""
     c, head = block.decoder, block.head
+    layers: dict[str, object] = {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "max_position_embeddings": c.max_position_embeddings,
+        "num_attention_heads": c.num_heads,
+        "num_hidden_layers": c.num_layers,
+        "num_key_value_heads": c.num_kv_heads,
+        "rms_norm_eps": c.rms_norm_eps,
+        "rope_theta": c.rope.theta,
+        "vocab_size": c.vocab_size,
+    }
+    if isinstance(head, DominoConfig):
+        return {
+            "architectures": ["DominoDraftModel"],
+            **layers,
+            "block_size": block.block_size,
+            "draft_vocab_size": block.draft_vocab_size,
+            "dflash_config": {
+                "projector_type": "domino",
+                "emb_dim": head.embedding_size,
+                "gru_hidden_dim": head.state_size,
+                "pure_draft_prefix_len": head.first - block.first,
+                "shift_label": block.first == 0,
+                "mask_token_id": block.mask_token_id,
+                "target_layer_ids": [layer - 1 for layer in block.aux_layers],  # their outputs
+            },
+        }
     kind = "dflash" if head is None else "dspark"
     config: dict[str, object] = {
         "architectures": ["DFlashDraftModel" if head is None else "DSparkDraftModel"],
@@ -19,21 +50,7 @@ def config_json(block: BlockConfig, target_name: str) -> dict[str, object]:
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": target_name, "architectures": []},
         },
-        "transformer_layer_config": {
-            "model_type": "qwen3",
-            "attention_bias": False,
-            "head_dim": c.head_dim,
-            "hidden_act": "silu",
-            "hidden_size": c.hidden_size,
-            "intermediate_size": c.intermediate_size,
-            "max_position_embeddings": c.max_position_embeddings,
-            "num_attention_heads": c.num_heads,
-            "num_hidden_layers": c.num_layers,
-            "num_key_value_heads": c.num_kv_heads,
-            "rms_norm_eps": c.rms_norm_eps,
-            "rope_theta": c.rope.theta,
-            "vocab_size": c.vocab_size,
-        },
+        "transformer_layer_config": layers,
         "aux_hidden_state_layer_ids": list(block.aux_layers),
         "block_size": block.block_size,
         "draft_vocab_size": block.draft_vocab_size,

@@ -26,8 +26,8 @@ _MIN_FLEX_HEAD = 16  # the fewest dimensions of a head that FlexAttention comput
 
 
 class BlockLearner:
-    """A `Learner` with about as many positions in blocks as tokens in a batch. `longest`: the length of the longest
-    padded text. `make_target`: loads the frozen target.
+    """A `Learner` with about `num_blocks` blocks a step. `batch_tokens`: the most tokens of a batch. `longest`: the
+    length of the longest padded text. `make_target`: loads the frozen target.
 
     On CUDA all batches have the same sizes, for which attention is compiled once.
     """
@@ -37,6 +37,7 @@ class BlockLearner:
         drafter: TrainedBlocks,
         make_target: Callable[[], FrozenTarget],
         loss: LossSettings,
+        num_blocks: int,
         batch_tokens: int,
         longest: int,
         seed: int,
@@ -49,7 +50,7 @@ class BlockLearner:
         self.weights = loss.weights(block.max_drafts)
         self.make_target, self._loss, self._seed = make_target, loss, seed
         # With a multiple of TILE blocks, their positions fill whole tiles whatever the size of a block is.
-        self._num_blocks = _rounded(batch_tokens // block.block_size)
+        self._num_blocks = _rounded(num_blocks)
         self._uses_flex = device.type == "cuda" and block.decoder.head_dim >= _MIN_FLEX_HEAD
         self._fixed = (_rounded(max(batch_tokens, longest)), self._num_blocks) if self._uses_flex else None
         self._compare = torch.compile(loss_of_logits, dynamic=True) if compile_loss else loss_of_logits
@@ -62,7 +63,8 @@ class BlockLearner:
             "num_layers": block.decoder.num_layers,
             "intermediate_size": block.decoder.intermediate_size,
             "features": list(block.aux_layers),
-            "head": block.head_name,
+            "head": repr(block.head),
+            "draft_vocab_size": block.draft_vocab_size,
             "blocks": self._num_blocks,
             **dataclasses.asdict(self._loss),
         }
@@ -81,7 +83,8 @@ class BlockLearner:
     def losses(self, batch: BlockBatch) -> Losses:
         features_BLF, target_TE = self._target.features(batch.tokens_BL)
         hidden_QE = self.hidden_states(batch, features_BLF.flatten(0, 1))
-        return losses(self.module, hidden_QE, batch, self._target, target_TE, self._loss, self._compare)
+        right = self._target.rows(target_TE, batch.target_rows_Q)
+        return losses(self.module, hidden_QE, batch, self._target, right, self._loss, self._compare)
 
     def hidden_states(self, batch: BlockBatch, features_TF: Tensor) -> Tensor:
         """Compute the hidden states (N * K, E) of the blocks of a batch, after the final norm."""

@@ -5,28 +5,43 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from specbatch.errors import ConfigError
-from specbatch.models.blocks.config import BlockConfig, MarkovConfig
+from specbatch.models.blocks.config import BlockConfig, DominoConfig, HeadConfig, MarkovConfig
 from specbatch.models.config import ModelConfig
 from specbatch.train.layers import layer_config
+from specbatch.train.start import HeadName
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The sizes that a user chooses."""
+    """The sizes that a user chooses. None: the default, which follows from the target."""
 
-    num_layers: int
-    block_size: int
-    num_features: int  # layers of the target that it reads
-    markov_rank: int  # 0: no head, as in DFlash
-    intermediate_size: int | None  # None: that of the target
+    num_layers: int = 2
+    block_size: int = 8
+    num_features: int = 3  # layers of the target that it reads
+    intermediate_size: int | None = None  # None: that of the target
     num_kv_heads: int | None = None  # None: as many as the target
+    head: HeadName = "domino"  # none: no head, as in DFlash
+    markov_rank: int | None = None
+    gru_size: int | None = None  # the state of Domino's head
+    inner_size: int | None = None  # the width of Domino's logits
+    draft_vocab_size: int | None = None  # None: the whole vocabulary
+
+    def head_config(self, hidden_size: int) -> HeadConfig | None:
+        """Return the description of the head."""
+        if self.head == "none":
+            return None
+        if self.head == "markov":
+            return MarkovConfig(self.markov_rank or max(hidden_size // 16, 1))
+        return DominoConfig(self.inner_size or max(hidden_size // 4, 1), self.gru_size or max(hidden_size // 2, 1), 0)
 
 
 def block_config(target: ModelConfig, sizes: BlockSizes, mask_token_id: int) -> BlockConfig:
-    """Return the description of a drafter with the target's sizes, embeddings and LM head.
+    """Return the description of a drafter with the target's sizes, embeddings and LM head. Of a reduced vocabulary the
+    LM head is the target's rows.
 
     As published, a drafter with a Markov head (DSpark) drafts from the root on, and one without (DFlash) from the first
-    mask on. Raise ConfigError for a target with too few layers, or with a bias of the LM head, which training lacks.
+    mask on. Domino's files know both; from the root on a block of the same size has one draft more. Raise
+    ConfigError for a target with too few layers, or with a bias of the LM head, which training lacks.
     """
     if target.lm_head_bias:
         raise ConfigError(
@@ -48,7 +63,9 @@ def block_config(target: ModelConfig, sizes: BlockSizes, mask_token_id: int) -> 
         qk_norm=True,
         sliding_windows=(None,) * sizes.num_layers,
     )
-    head = MarkovConfig(sizes.markov_rank) if sizes.markov_rank else None
+    head = sizes.head_config(target.hidden_size)
+    draft_vocab_size = min(sizes.draft_vocab_size or target.vocab_size, target.vocab_size)
+    is_reduced = draft_vocab_size < target.vocab_size
     layers = feature_layers(target.num_layers, sizes.num_features)
     return BlockConfig(
         decoder,
@@ -56,9 +73,11 @@ def block_config(target: ModelConfig, sizes: BlockSizes, mask_token_id: int) -> 
         mask_token_id,
         layers,
         target.hidden_size,
-        target.vocab_size,
+        draft_vocab_size,
         first=0 if head else 1,
         head=head,
+        has_lm_head=is_reduced,
+        has_vocab_map=is_reduced,
     )
 
 

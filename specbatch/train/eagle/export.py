@@ -10,17 +10,9 @@ from torch import Tensor
 
 from specbatch.models.config import ModelConfig
 from specbatch.models.eagle_config import EagleConfig
-from specbatch.train.checkpoint import stored
+from specbatch.train.checkpoint import stored, vocabulary_maps
 
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-
-
-def vocabulary_maps(draft_ids_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """Return the maps d2t (W,) int64, target id minus draft id, and t2d (V,) bool, which is True for the tokens of the
-    draft vocabulary."""
-    t2d_V = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d_V[draft_ids_W] = True
-    return {"d2t": draft_ids_W - torch.arange(draft_ids_W.shape[0]), "t2d": t2d_V}
 
 
 def config_json(head: EagleConfig, target: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, object]:
