@@ -98,7 +98,7 @@ def train_draft(
         _block(
             metavar="SHARE",
             help="The share of the total variation distance in the loss; the rest is cross entropy.",
-            show_default="0 without a head, else 0.5",
+            show_default="0 without a head, else 0.9",
         ),
     ] = None,
     epochs: Annotated[int, _training(metavar="N", help="Passes over all answers.")] = 4,

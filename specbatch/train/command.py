@@ -305,7 +305,7 @@ def _block_learner(
 
     variation = options.variation
     if variation is None:
-        variation = 0.0 if block.head is None else 0.5
+        variation = 0.0 if block.head is None else 0.9
     # The authors of DFlash give 4, 5 and 7 for blocks of 8, 10 and 16.
     loss = LossSettings(variation, block.block_size / 2)
     return BlockLearner(

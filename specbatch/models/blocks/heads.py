@@ -5,7 +5,7 @@ costs little, because the backbone has already run.
 
 Shape suffixes: B requests, K positions of the block, S drafts, T branches of all requests (one of each in a chain, the
 same number of each in a tree), E hidden size, W draft vocabulary, V vocabulary of the target, R rank, C candidates, F
-inputs of a layer.
+inputs of a layer, X outputs of one.
 """
 
 from __future__ import annotations
@@ -175,34 +175,48 @@ class SelectorHead(BlockHead):
 
 
 class DominoHead(BlockHead):
-    """Domino's head, see `DominoConfig`. `embedded`: the function from tokens to embeddings."""
+    """Domino's head, see `DominoConfig`. `embedded`: the function from tokens to embeddings.
+
+    A round runs it once for each draft, so it is arranged for few kernels: the part of the logits that reads the hidden
+    states is computed for all drafts at once, and one GEMM of a state gives the other part and the next gates.
+    """
 
     def __init__(self, config: DominoConfig, weights: WeightLoader, embedded: Callable[[Tensor], Tensor]) -> None:
         self._config, self._embedded = config, embedded
+        down = weights.tensor("embed_proj.0.weight")
+        of_hidden, of_state = down.split((down.shape[1] - config.state_size, config.state_size), dim=1)
+        self._of_hidden = weights.new_linear(of_hidden.contiguous())
         self._of_input = weights.new_linear(weights.tensor("prefix_gru.weight_ih_l0"))
-        self._of_state = weights.new_linear(weights.tensor("prefix_gru.weight_hh_l0"))
-        self._down, self._up = weights.linear("embed_proj.0"), weights.linear("embed_proj.2")
+        self._of_state = weights.new_linear(torch.cat((weights.tensor("prefix_gru.weight_hh_l0"), of_state)))
+        self._up = weights.linear("embed_proj.2")
 
     def steps(self, block: BlockOutput) -> Steps:
-        state_TR = block.hidden_BKE.new_zeros(len(block.root_B), self._config.state_size)
+        size, first = self._config.state_size, block.first
+        hidden_BKE = block.hidden_BKE
+        inner_BKX = self._of_hidden(hidden_BKE.flatten(0, 1)).unflatten(0, hidden_BKE.shape[:2])
+        state_TR = hidden_BKE.new_zeros(len(block.root_B), size)
+        gates_TX = hidden_BKE.new_zeros(len(block.root_B), 3 * size)
 
         def step(draft: int, before_T: Tensor, parents_T: Tensor | None = None) -> Tensor:
-            nonlocal state_TR
-            state_TR = self._next(self._embedded(before_T), _continued(state_TR, parents_T))
-            if block.first + draft < self._config.first:
+            nonlocal state_TR, gates_TX
+            state_TR, gates_TX = (_continued(x, parents_T) for x in (state_TR, gates_TX))
+            state_TR = self._next(self._of_input(self._embedded(before_T)), gates_TX, state_TR)
+            gates_TX, of_state_TX = self._of_state(state_TR).split((3 * size, inner_BKX.shape[2]), dim=-1)
+            if first + draft < self._config.first:
                 return block.logits_SBW[draft]
-            inner = self._down(torch.cat((_of_branches(block.hidden(draft), before_T), state_TR), dim=-1))
-            return _of_branches(block.logits_SBW[draft], before_T) + self._up(F.silu(inner))
+            inner_TX = _of_branches(inner_BKX[:, first + draft], before_T) + of_state_TX
+            return _of_branches(block.logits_SBW[draft], before_T) + self._up(F.silu(inner_TX))
 
         return step
 
-    def _next(self, x_TE: Tensor, state_TR: Tensor) -> Tensor:
-        """Return the state of the GRU (Cho et al. 2014, in torch's form) after a token."""
-        reset, update, new = self._of_input(x_TE).chunk(3, dim=-1)
-        reset_of_state, update_of_state, new_of_state = self._of_state(state_TR).chunk(3, dim=-1)
-        update = torch.sigmoid(update + update_of_state)
-        candidate = torch.tanh(new + torch.sigmoid(reset + reset_of_state) * new_of_state)
-        return (1 - update) * candidate + update * state_TR
+    def _next(self, input_TX: Tensor, gates_TX: Tensor, state_TR: Tensor) -> Tensor:
+        """Return the state of the GRU (Cho et al. 2014, in torch's form) after a token. `input_TX`, `gates_TX`: the
+        parts of the gates that the token and the state give."""
+        size = self._config.state_size
+        both = torch.sigmoid(input_TX[:, : 2 * size] + gates_TX[:, : 2 * size])
+        reset, update = both.chunk(2, dim=-1)
+        candidate = torch.tanh(torch.addcmul(input_TX[:, 2 * size :], reset, gates_TX[:, 2 * size :]))
+        return torch.lerp(candidate, state_TR, update)
 
 
 class RefinerHead(BlockHead):
