@@ -96,7 +96,7 @@ METHODS: dict[str, MethodEntry] = {
     "none": MethodEntry(lambda shape, parts: NoDraft(room=_room(parts))),
     "ngram": MethodEntry(_ngram, default_num_steps=5, chains_only=True, can_score=True),
     "suffix": MethodEntry(_suffix, default_num_steps=31, chains_only=True, can_score=True),
-    "hybrid": MethodEntry(_hybrid, EagleNet, default_num_steps=31, chains_only=True),
+    "hybrid": MethodEntry(_hybrid, EagleNet, default_num_steps=31, chains_only=True, can_score=True),
     "draft_model": MethodEntry(_from_network, ModelNet, can_score=True),
     "eagle": MethodEntry(_from_network, EagleNet, can_score=True),
     "eagle3": MethodEntry(_from_network, EagleNet, can_score=True),
