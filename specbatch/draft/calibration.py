@@ -1,11 +1,15 @@
 """Calibrates estimates of drafts: how often drafts of a source were right, against how often they were expected to be.
 
-An estimate is the probability that a draft is right if all before it in its chain are. Estimates fall into buckets by
-their size, their source, and whether another chain of the request has the same tokens so far: drafts on which two
-sources agree are right more often. A bucket has the sum of the estimates of its last drafts, and the number of those
-that were right; an estimate is multiplied by their quotient (like histogram binning, Zadrozny and Elkan 2001). So
+An estimate is the probability that a draft is right if all before it in its chain are. Drafts fall into buckets, by the
+source of their chain, the estimate of its first draft, their place in the chain, and whether another chain of the
+request has the same tokens so far: drafts on which two sources agree are right more often. A bucket has the sum of the
+estimates of its last drafts, and the number of those that were right; an estimate is multiplied by their quotient. So
 sources can be compared: sampled texts repeat less than greedy ones, and a network that guesses a random draw is right
 less often than its probability says.
+
+The place matters because a chain that was right for long is one that repeats a text: its next draft is right more often
+than the same estimate says elsewhere. So the product along a chain is what came out of such chains (as in the survival
+curves of Kaplan and Meier 1958).
 
 The drafts of all sources count, whether they were verified or not: the tokens that the round committed say which of
 them were right. So a source that is not chosen can come back.
@@ -22,10 +26,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_EDGES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.87, 0.94, 0.975)  # between buckets; most drafts have large estimates
-_NUM_BUCKETS = len(_EDGES) + 1
-_PRIOR_WEIGHT = 8.0  # expected right drafts that came out as expected, before there are any
-_REMEMBERED = 400.0  # expected right drafts of a bucket that are remembered
+_EDGES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.87, 0.94, 0.975)  # between buckets of the first estimate; most are large
+_PLACES = (1, 2, 4, 8, 16)  # the last place of all groups of places but the last
+_NUM_PLACES = len(_PLACES) + 1
+_NUM_BUCKETS = (len(_EDGES) + 1) * _NUM_PLACES  # of chains of one source that agree with others, or do not
+_PRIOR_WEIGHT = 32.0  # expected right drafts that came out as expected, before there are any
+_REMEMBERED = 1000.0  # expected right drafts of a bucket that are remembered
 _MOST = 0.995  # the largest estimate
 _UNIT = 1 << 20  # sums of estimates are integers, so that they do not depend on the order
 
@@ -51,6 +57,7 @@ class Calibration:
 
     def __init__(self, num_sources: int, device: torch.device) -> None:
         self._edges = torch.tensor(_EDGES, dtype=torch.float32, device=device)
+        self._places = torch.tensor(_PLACES, device=device)
         num_buckets = 2 * num_sources * _NUM_BUCKETS
         self.sums_2Q = torch.zeros(2, num_buckets, dtype=torch.float32, device=device)  # expected, right
         self._new_Q2 = torch.zeros(num_buckets, 2, dtype=torch.int64, device=device)
@@ -63,8 +70,10 @@ class Calibration:
         is_same_BCCD = chains.tokens_BCD[:, :, None] == chains.tokens_BCD[:, None]
         is_same_BCCD = is_same_BCCD & is_draft_BCD[:, :, None] & is_draft_BCD[:, None]
         agrees_BCD = is_same_BCCD.long().cumprod(dim=3).sum(dim=2) > 1  # with another one, not with itself alone
-        sources_BCD = 2 * chains.sources_BC[:, :, None] + agrees_BCD
-        buckets_BCD = torch.bucketize(chains.estimates_BCD, self._edges) + sources_BCD * _NUM_BUCKETS
+        places_D = torch.bucketize(torch.arange(1, is_draft_BCD.shape[2] + 1, device=self._places.device), self._places)
+        firsts_BC = torch.bucketize(chains.estimates_BCD[:, :, 0].contiguous(), self._edges)
+        of_chains_BC = 2 * _NUM_BUCKETS * chains.sources_BC + _NUM_PLACES * firsts_BC
+        buckets_BCD = of_chains_BC[:, :, None] + _NUM_BUCKETS * agrees_BCD + places_D
         expected_Q, right_Q = self.sums_2Q
         factors_Q = (right_Q + _PRIOR_WEIGHT) / (expected_Q + _PRIOR_WEIGHT)
         steps_BCD = (chains.estimates_BCD * factors_Q[buckets_BCD]).clamp(max=_MOST)

@@ -38,7 +38,8 @@ class DraftTrees:
     # rejected without being verified. None: each chain has D drafts.
     num_drafts_B: Tensor | None = None
     # float32, the logarithm of the estimated probability that each node is accepted, by which chains share a budget; it
-    # does not rise along a chain. It depends on nothing that is drawn at the node or later. None: there is no estimate.
+    # does not rise along a chain. With `probs_BDW` it reads nothing that is drawn at the node or later. None: there
+    # is no estimate.
     scores_BN: Tensor | None = None
     # int64, the number of nodes of each chain that are verified, and their sum, if the round has a budget. They may be
     # more than its nodes, because fixed shapes have a fixed sum.

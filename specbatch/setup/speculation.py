@@ -265,12 +265,6 @@ def resolve_budget(
         return VerifyBudget(None)
     if speculation.method == "none":
         raise ConfigError(f"{option} is shared by drafts, and speculation.method is none", hint=f"set {option}: null")
-    if not METHODS[speculation.method].can_score:
-        raise ConfigError(
-            f"{option} is shared by the probabilities of drafts, which speculation.method {speculation.method} does "
-            "not give",
-            hint=f"set {option}: null, or speculation.method: ngram",
-        )
     if tree := next((shape for shape in speculation.shapes if not shape.is_chain), None):
         raise ConfigError(
             f"{option} is shared by chains, and the draft shape {tree} is a tree",

@@ -20,6 +20,7 @@ from specbatch.draft.shape import DraftShape
 from specbatch.draft.suffix import CORPUS, NETWORK, ROW, SOURCES, SharedTexts, SuffixDraft
 from specbatch.engine.engine import Engine
 from specbatch.engine.node_chooser import RoundCosts
+from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.kernels import torch as ops
 from specbatch.types import Completion, SamplingParams
 from tests.engine.graphs import Replays
@@ -162,6 +163,9 @@ def test_random_combinations(seed: int) -> None:
     expected = run_requests(reference, requests_of(random.Random(state), count, temperatures))
     settings: dict[str, Any] = {"num_pages": rng.choice((64, 128, 512)), "max_batch_size": rng.choice((3, 8))}
     settings |= {"prefill_chunk_tokens": rng.choice((8, 200)), "eos": (END,)}
+    if (budget := rng.choice((None, VerifyBudget(rng.uniform(1.2, 4.0)), VerifyBudget(None)))) is not None:
+        budget.times = RoundTimes([1, 60], [1.0, 30.0], 0.0) if budget.changes else None
+        settings["budget"] = budget
     together = rng.choice(("lanes", "groups", "neither"))
     if together == "lanes":
         settings["min_lane"] = rng.choice((1, 2))

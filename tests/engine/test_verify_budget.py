@@ -29,6 +29,7 @@ from specbatch.kernels import torch as ops
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_chi_square import ALPHA, p_value
+from tests.draft.test_suffix import trust_network
 from tests.tiny_models import (
     num_target_layers,
     random_prompts,
@@ -39,7 +40,7 @@ from tests.tiny_models import (
 )
 
 CHAIN = DraftShape(4, 1, 5)
-METHODS = ["ngram", "suffix", "draft_model", "eagle", "eagle3"]
+METHODS = ["ngram", "suffix", "hybrid", "draft_model", "eagle", "eagle3"]
 KINDS = {"cpu": tiny_engine, "device": tiny_device_engine}
 GREEDY = SamplingParams(max_tokens=16)
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_k=30, seed=5)
@@ -68,6 +69,10 @@ def test_greedy_text_is_that_of_plain_decoding(
 ) -> None:
     settings: dict[str, Any] = {"num_pages": 256, **SCHEDULING[scheduling]}
     engine = KINDS[kind](method, CHAIN, budget=VerifyBudget(2.5), **settings)
+    unshared = KINDS[kind](method, CHAIN, **settings)
+    if method == "hybrid":
+        trust_network(engine, 400.0)
+        trust_network(unshared, 400.0)
     completions = run(engine, prompts, GREEDY)
     assert texts(completions) == texts(plain(method, prompts, GREEDY))
     counts = [c.speculation for c in completions]
@@ -77,7 +82,7 @@ def test_greedy_text_is_that_of_plain_decoding(
         assert engine.stats.preemptions > 0
     else:
         assert engine.stats.cached_prompt_tokens > 0
-    whole = run(KINDS[kind](method, CHAIN, **settings), prompts, GREEDY)
+    whole = run(unshared, prompts, GREEDY)
     assert sum(c.speculation.drafted for c in whole) > sum(c.drafted for c in counts)
 
 
@@ -121,7 +126,7 @@ def test_prefixes_that_are_read_once(method: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "hybrid"])
 def test_sampled_texts_are_those_of_plain_decoding(method: str, kind: str, prompts: list[list[int]]) -> None:
     engine = KINDS[kind](method, CHAIN, budget=VerifyBudget(1.5), num_pages=256, max_batch_size=8)
     completions = run(engine, prompts, SAMPLED)
@@ -252,7 +257,7 @@ def test_a_budget_follows_the_likely_nodes() -> None:
     budget.record(outputs([0] * 8))
     assert math.isinf(budget.likely)
     due = [budget.record(outputs([1, 1, 1, 4])) for _ in range(100)]
-    assert sum(due) == 3
+    assert sum(due) == 12
     assert budget.likely == pytest.approx(1.75)
     assert budget.num_verified(64, 6) is None, "the graphs decide"
     assert (budget._verified, budget._tokens) == pytest.approx((4.0, 2.0), rel=0.02)
@@ -288,8 +293,9 @@ def test_what_was_not_drafted_is_not_likely(method: str) -> None:
     assert budget.likely < 1.5
 
 
-def test_rounds_report_likely_nodes(prompts: list[list[int]]) -> None:
+def test_rounds_report_likely_nodes(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of at least the threshold, cut or not; the round's graphs read it from a buffer."""
+    monkeypatch.setattr("specbatch.engine.verify_budget._DUE", 1000)
     budget = VerifyBudget(None)
     engine = tiny_device_engine("draft_model", CHAIN, budget=budget, num_pages=256, max_batch_size=8)
     thresholds_S = engine.executor.rounds.items[0].thresholds_S
