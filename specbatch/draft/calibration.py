@@ -29,7 +29,7 @@ from torch import Tensor
 _EDGES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.87, 0.94, 0.975)  # between buckets of the first estimate; most are large
 _PLACES = (1, 2, 4, 8, 16)  # the last place of all groups of places but the last
 _NUM_PLACES = len(_PLACES) + 1
-_NUM_BUCKETS = (len(_EDGES) + 1) * _NUM_PLACES  # of chains of one source that agree with others, or do not
+_NUM_BUCKETS = (len(_EDGES) + 1) * _NUM_PLACES  # Chains of a source have twice as many: some agree with others.
 _PRIOR_WEIGHT = 32.0  # expected right drafts that came out as expected, before there are any
 _REMEMBERED = 1000.0  # expected right drafts of a bucket that are remembered
 _MOST = 0.995  # the largest estimate

@@ -35,7 +35,7 @@ _SLACK = 0.5  # The corpus is searched to this share of the least probability, b
 
 
 class SharedTexts:
-    """What the draft shapes of a schedule share: the corpus of an engine, the sources of drafts, and their calibration.
+    """The corpus of an engine, the counts of drafts by source, and their calibration. All draft shapes share these.
     It lives as long as the engine: graphs hold the addresses of its buffers."""
 
     def __init__(self, max_tokens: int, texts: Sequence[list[int]], device: torch.device, ops: ModuleType) -> None:

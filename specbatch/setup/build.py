@@ -176,7 +176,7 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     costs, token_us = None, 1e3 * run.rows.token_bytes / _CACHED_BYTES_PER_MS
     if executor.budget is None:
         costs = measured_costs(executor, sized.max_batch_size, token_us, group)
-    elif executor.budget.times is not None:  # for rounds that cannot share a budget
+    elif executor.budget.times is not None:  # some rounds cannot share a budget
         costs = costs_of(executor.budget.times, executor.rounds.at(sized.max_batch_size).method, sized.max_batch_size)
     if costs is not None and executor.budget is None:
         run.notes.append(
