@@ -127,11 +127,11 @@ class ScheduleSection:
 
 
 def read_budget(reader: Reader, value: Any, path: str) -> float | str:
-    """Read `auto` or a number of at least 1. It raises FieldError for other values."""
-    if value == "auto":
-        return "auto"
+    """Read `auto`, `none` or a number of at least 1. It raises FieldError for other values."""
+    if value in ("auto", "none"):
+        return str(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
-        raise FieldError("invalid_value", f"{path} must be auto, a number >= 1 or null, not {shown(value)}")
+        raise FieldError("invalid_value", f"{path} must be auto, none, a number >= 1 or null, not {shown(value)}")
     return float(value)
 
 
@@ -187,13 +187,13 @@ class SpeculationSection:
         "num_draft_tokens} by rising max_batch. `num_steps: 0` is plain decoding. The last entry is for larger "
         "batches, too. null: one shape for all.",
     )
-    verify_budget: float | Literal["auto"] | None = option(
+    verify_budget: float | Literal["auto", "none"] | None = option(
         None,
         "Nodes that a round verifies for each request, on average, with the root; 1 or more. Chains share them by the "
         "estimated probabilities of their drafts: a request without a likely draft verifies its root alone. A block "
         "drafter with a confidence head estimates them by it. Such as 2 with `ngram`. `auto`: measured on CUDA, by the "
-        "times of rounds and the drafts that come up; on a CPU as null. null: every request verifies its whole chain. "
-        "Rounds with grammars or token rules do so anyway.",
+        "times of rounds and the drafts that come up; on a CPU as none. none: every request verifies its whole chain. "
+        "Rounds with grammars or token rules do so anyway. null: auto with `suffix` and `hybrid`, else none.",
         read=read_budget,
     )
     simulate_acceptance: float | None = option(

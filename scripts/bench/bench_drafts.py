@@ -59,7 +59,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "head": {"speculation.method": "auto"},  # the built-in model's own head
     "suffix": {"speculation.method": "suffix"},
     "hybrid": {"speculation.method": "hybrid"},
-    "suffix-budget": {"speculation.method": "suffix", "speculation.verify_budget": "auto"},
+    "suffix-whole": {"speculation.method": "suffix", "speculation.verify_budget": "none"},
+    "hybrid-whole": {"speculation.method": "hybrid", "speculation.verify_budget": "none"},
 }
 _NAMES = [
     "Ada",
@@ -189,8 +190,11 @@ class Cells:
         args = self._args
         options = {"engine.max_batch_size": batch, "sampling.max_tokens": args.max_tokens}
         options |= {"model.generation_config": "none", "model.max_model_len": 2048, **METHODS[method]}
-        if args.head is not None and method in ("head", "hybrid"):
-            options |= {"speculation.method": "eagle3" if method == "head" else method, "speculation.draft": args.head}
+        if args.head is not None and method in ("head", "hybrid", "hybrid-whole"):
+            options |= {
+                "speculation.method": "eagle3" if method == "head" else "hybrid",
+                "speculation.draft": args.head,
+            }
         options |= {name: load_yaml(value) for name, _, value in (item.partition("=") for item in args.set)}
         began = time.perf_counter()
         with LLM(args.target, **options) as llm:

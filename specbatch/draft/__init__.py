@@ -48,7 +48,6 @@ class MethodEntry:
     net: type[ModelNet | EagleNet | BlockNet] | None = None
     default_num_steps: int = 3
     chains_only: bool = False  # topk must be 1
-    can_score: bool = False  # its chains can have `DraftTrees.scores_BN`
     one_pass: bool = False  # one pass of the draft network makes all drafts of a chain, whatever their number
     in_target: bool = False  # the draft network can be a part of the target's checkpoint: speculation.draft is null
 
@@ -94,15 +93,15 @@ def _hybrid(shape: DraftShape, parts: DraftParts) -> DraftMethod:
 
 METHODS: dict[str, MethodEntry] = {
     "none": MethodEntry(lambda shape, parts: NoDraft(room=_room(parts))),
-    "ngram": MethodEntry(_ngram, default_num_steps=5, chains_only=True, can_score=True),
-    "suffix": MethodEntry(_suffix, default_num_steps=31, chains_only=True, can_score=True),
+    "ngram": MethodEntry(_ngram, default_num_steps=5, chains_only=True),
+    "suffix": MethodEntry(_suffix, default_num_steps=31, chains_only=True),
     "hybrid": MethodEntry(_hybrid, EagleNet, default_num_steps=31, chains_only=True),
-    "draft_model": MethodEntry(_from_network, ModelNet, can_score=True),
-    "eagle": MethodEntry(_from_network, EagleNet, can_score=True),
-    "eagle3": MethodEntry(_from_network, EagleNet, can_score=True),
-    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, can_score=True, one_pass=True),
-    "block": MethodEntry(_block, BlockNet, default_num_steps=15, can_score=True, one_pass=True),
-    "mtp": MethodEntry(_from_network, EagleNet, default_num_steps=1, chains_only=True, in_target=True, can_score=True),
+    "draft_model": MethodEntry(_from_network, ModelNet),
+    "eagle": MethodEntry(_from_network, EagleNet),
+    "eagle3": MethodEntry(_from_network, EagleNet),
+    "peagle": MethodEntry(_peagle, EagleNet, default_num_steps=7, one_pass=True),
+    "block": MethodEntry(_block, BlockNet, default_num_steps=15, one_pass=True),
+    "mtp": MethodEntry(_from_network, EagleNet, default_num_steps=1, chains_only=True, in_target=True),
 }
 
 
@@ -113,6 +112,5 @@ def make_method(name: str, shape: DraftShape | None, parts: DraftParts) -> Draft
     if shape is None:
         return NoDraft(parts.net, room=_room(parts) if name == "none" else 1)
     method = METHODS[name].make(shape, parts)
-    assert METHODS[name].can_score or not parts.scored, f"setup refuses a budget for {name}"
     method.scored = parts.scored
     return method

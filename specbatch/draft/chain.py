@@ -87,7 +87,6 @@ def drawn_chain(
                 estimate_B, best_B = estimate_B1[:, 0], best_B1[:, 0]
             else:
                 estimate_B = confidence(step, tokens[-1]).float()
-            scores.append(scores[-1] + estimate_B)
         if sampled:
             position_B = view.length_B + (step + 1)
             if scored and not coupled:
@@ -99,6 +98,11 @@ def drawn_chain(
             ids = ops.draw(probs[-1], u)
         else:
             ids = ops.argmax(logits_BW) if best_B is None else best_B
+        if scored:
+            if sampled and coupled and best_B is not None:  # nothing is rejected at random: the draft's own probability
+                both_B2 = logits_BW.gather(1, torch.stack((ids, best_B), dim=1)).float()
+                estimate_B = estimate_B + both_B2[:, 0] - both_B2[:, 1]
+            scores.append(scores[-1] + estimate_B)
         tokens.append(ids if target_ids_W is None else target_ids_W[ids])
     drawn_from = torch.stack(probs, dim=1) if probs and not coupled else None
     scores_BN = torch.stack(scores, dim=1) if scored else None

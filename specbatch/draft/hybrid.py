@@ -1,11 +1,11 @@
 """Drafts of `suffix` or of a draft network, for each request and round whichever is expected to be accepted further.
 
-A suffix draft has an estimate of its own. The network's chains have one for all requests: how often their drafts were
-right lately, by position. Both draft in each round, and each chain is verified as a deterministic draft: where a
-request samples, the network draws with the random numbers of the target (see `chain.py`), and a draft is accepted if it
-is what the target draws. So texts are those of plain decoding.
+All chains have estimates of their own: those of the network are its probabilities. How often drafts are right decides
+how far each is trusted (`calibration.py`). Both draft in each round, and each chain is verified as a deterministic
+draft: where a request samples, the network draws with the random numbers of the target (see `chain.py`), and a draft is
+accepted if it is what the target draws. So texts are those of plain decoding.
 
-Shape suffixes: B requests, S drafts of the network.
+Shape suffixes: B requests, C chains of a request, D drafts, S drafts of the network.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specbatch.batch import Committed, Field, Output
+from specbatch.batch import Committed, Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import EngineStats
+from specbatch.draft.calibration import Chains
 from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import SteppedNet
 from specbatch.draft.shape import DraftShape, num_lookahead
-from specbatch.draft.suffix import NETWORK, SuffixDraft
+from specbatch.draft.suffix import NETWORK, SuffixDraft, steps_of
 
 NUM_STEPS = 3  # drafts of the network
-_MEMORY = 0.95  # weight of the old counts when a round is added
-# Before rounds have shown more, a draft of the network is taken to be right in _PRIOR of the cases.
-_PRIOR, _PRIOR_WEIGHT = 0.7, 8.0
 
 
 class HybridDraft(DraftMethod):
@@ -38,17 +36,17 @@ class HybridDraft(DraftMethod):
 
     def __init__(self, suffix: SuffixDraft, net: SteppedNet, ops: ModuleType) -> None:
         self.net = self._net = net
-        self._ops, self._suffix = ops, suffix
+        self._ops, self._suffix, self.shared = ops, suffix, suffix.shared
         self.num_nodes = self.max_path = suffix.num_nodes
         self.sizes = suffix.sizes
         self.num_lookahead = num_lookahead(DraftShape(self.num_nodes - 1, 1, self.num_nodes), net.draft_kv_offset)
         self._chain = self._chain_of(self.num_nodes)
-        # Drafts of the network by position: those that were tried lately, and those that were right.
-        self.of_network_2S = torch.zeros(2, NUM_STEPS, device=suffix.shared.corpus.words_H.device)
 
     def _chain_of(self, num_nodes: int) -> ChainDraft:
         steps = max(1, min(NUM_STEPS, num_nodes - 1))
-        return ChainDraft(self._net, DraftShape(steps, 1, steps + 1), self._ops, coupled=True)
+        chain = ChainDraft(self._net, DraftShape(steps, 1, steps + 1), self._ops, coupled=True)
+        chain.scored = True
+        return chain
 
     def narrowed(self, num_nodes: int) -> HybridDraft:
         other = copy(self)
@@ -59,33 +57,29 @@ class HybridDraft(DraftMethod):
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         if self.num_nodes == 1:
             return self._suffix.draft(view, table, sampled)
-        found, drawn_BN = self._suffix.drafts(view, table), self._chain.draft(view, table, sampled).tokens_BN
-        steps = drawn_BN.shape[1] - 1
-        room_B = (view.field(Field.LIMIT) - view.length_B - 1).clamp(min=0)
-        is_net_B = self._expected(steps) > found.expected_B
-        counts_B = torch.where(is_net_B, room_B.clamp(max=steps), found.counts_B)
-        of_net = torch.nn.functional.pad(drawn_BN, (0, self.num_nodes - 1 - steps))
-        of_suffix = torch.cat((drawn_BN[:, :1], found.tokens_BD), dim=1)
-        sources_B = torch.where(is_net_B, NETWORK, found.sources_B)
-        table.drafted_S2.index_copy_(0, view.req_idx_B, torch.stack((counts_B, sources_B), dim=1))
-        return DraftTrees(torch.where(is_net_B[:, None], of_net, of_suffix), counts_B + 1)
+        found, drawn = self._suffix.chains(view, table), self._chain.draft(view, table, sampled)
+        assert drawn.scores_BN is not None
+        steps = drawn.tokens_BN.shape[1] - 1
+        room_B1 = (view.field(Field.LIMIT) - view.length_B - 1)[:, None]
+        has_room_BS = torch.arange(steps, device=room_B1.device) < room_B1
+        of_network_BS = steps_of(drawn.scores_BN[:, 1:].exp() * has_room_BS)
+        more = self.num_nodes - 1 - steps
+        chains = Chains(
+            _joined(found.tokens_BCD, drawn.tokens_BN[:, 1:], more),
+            _joined(found.estimates_BCD, of_network_BS, more),
+            torch.nn.functional.pad(found.sources_BC, (0, 1), value=NETWORK),
+        )
+        return self._suffix.choose(view, table, chains)
 
-    def _expected(self, steps: int) -> Tensor:
-        """Return the expected number of right drafts of the network."""
-        tried_S, right_S = self.of_network_2S[:, :steps]
-        shares_S = (right_S + _PRIOR * _PRIOR_WEIGHT) / (tried_S + _PRIOR_WEIGHT)
-        return shares_S.cumprod(0).sum()
-
-    def follow(self, view: BatchView, table: RequestTable, committed: Committed, eos_K: Tensor) -> None:
-        drafted_B2 = table.drafted_S2[view.req_idx_B]
-        num_new_B = committed.output_BZ[:, Output.NUM_NEW].long()
-        # Each request and position that was tried: its draft is one of the network's, and those before it were right.
-        position_S = torch.arange(self.of_network_2S.shape[1], device=num_new_B.device)
-        is_net_BS = ((drafted_B2[:, 1] == NETWORK) & (num_new_B > 0))[:, None] & (position_S < drafted_B2[:, :1])
-        tried_S = (is_net_BS & (num_new_B[:, None] > position_S)).sum(0)
-        right_S = (is_net_BS & (num_new_B[:, None] > position_S + 1)).sum(0)
-        self.of_network_2S.mul_(_MEMORY).add_(torch.stack((tried_S, right_S)))
-        self._suffix.follow(view, table, committed, eos_K)
+    def follow(
+        self, view: BatchView, table: RequestTable, trees: DraftTrees, committed: Committed, eos_K: Tensor
+    ) -> None:
+        self._suffix.follow(view, table, trees, committed, eos_K)
 
     def record(self, stats: EngineStats) -> None:
         self._suffix.record(stats)
+
+
+def _joined(chains_BCD: Tensor, chain_BS: Tensor, more: int) -> Tensor:
+    """Return the chains and one more, which is padded with 0."""
+    return torch.cat((chains_BCD, torch.nn.functional.pad(chain_BS, (0, more))[:, None]), dim=1)

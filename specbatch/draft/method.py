@@ -16,6 +16,7 @@ from torch import Tensor
 from specbatch.batch import Committed
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import EngineStats
+from specbatch.draft.calibration import Judged
 from specbatch.draft.network import DraftNet
 
 
@@ -37,13 +38,16 @@ class DraftTrees:
     # rejected without being verified. None: each chain has D drafts.
     num_drafts_B: Tensor | None = None
     # float32, the logarithm of the estimated probability that each node is accepted, by which chains share a budget; it
-    # does not rise along a chain. It depends on nothing that is drawn at the node or later. None: there is no estimate.
+    # does not rise along a chain. With `probs_BDW` it reads nothing that is drawn at the node or later. None: there
+    # is no estimate.
     scores_BN: Tensor | None = None
     # int64, the number of nodes of each chain that are verified, and their sum, if the round has a budget. They may be
     # more than its nodes, because fixed shapes have a fixed sum.
     num_verified_B: Tensor | None = None
     num_verified: int | None = None
     num_likely_B: Tensor | None = None  # int64, the nodes that are worth verifying; None: this is not known
+    # The chains from which these were chosen. None: there was no choice, or nobody follows how right they were.
+    judged: Judged | None = None
     # int32, the state of each node in the automaton of its request, see `GrammarBuffers`. None: no request has one.
     states_BN: Tensor | None = None
 
@@ -80,9 +84,11 @@ class DraftMethod(ABC):
         """Return the draft trees of one batch. Shapes are fixed and the host reads no tensor, so that a CUDA graph can
         hold this. `sampled`: some request may have a positive temperature."""
 
-    def follow(self, view: BatchView, table: RequestTable, committed: Committed, eos_K: Tensor) -> None:  # noqa: B027
-        """Follow what a round committed: `table` has it, and `view` is as it was before. `eos_K`: tokens that end a
-        text. Like `draft`, a CUDA graph can hold this."""
+    def follow(  # noqa: B027
+        self, view: BatchView, table: RequestTable, trees: DraftTrees, committed: Committed, eos_K: Tensor
+    ) -> None:
+        """Follow what a round committed of `trees`: `table` has it, and `view` is as it was before. `eos_K`: tokens
+        that end a text. Like `draft`, a CUDA graph can hold this."""
 
     def record(self, stats: EngineStats) -> None:  # noqa: B027  # most methods have none
         """Write the method's own counts to `stats`. The engine is idle, so this may wait for the device."""

@@ -2,19 +2,19 @@
 
 The engine's requests share a corpus (`corpus.py`). Each round searches it for the last tokens of every request, and
 adds the tokens that it commits. A request's prompt is not in the corpus: its own prompt and output are searched as
-`ngram` does. Of the two, the drafts with the larger expected number of accepted tokens are taken.
+`ngram` does. Of the two, the drafts with the larger expected number of accepted tokens are taken, by estimates that are
+calibrated while rows run (`calibration.py`).
 
 Which tokens are in the corpus depends on the rows that ran before, so a resumed job can draft otherwise. The drafts are
 deterministic, and the target decides about each of them, so texts do not change.
 
-Shape suffixes: B requests, D drafts, S request indices.
+Shape suffixes: B requests, C chains of a request, D drafts, N nodes, S request indices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -23,24 +23,26 @@ from torch import Tensor
 from specbatch.batch import Committed, Field, Output
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import DraftSources, EngineStats
+from specbatch.draft.calibration import Calibration, Chains
 from specbatch.draft.corpus import Corpus
-from specbatch.draft.host import match_scores
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels.corpus import MAX_SIZE, match_estimates
 
 SOURCES = ("row", "job", "corpus", "network")  # the keys of `DraftSources`
 ROW, JOB, CORPUS, NETWORK = range(len(SOURCES))
+_SLACK = 0.5  # The corpus is searched to this share of the least probability, because calibration may raise estimates.
 
 
 class SharedTexts:
-    """The corpus of an engine, which the draft shapes of a schedule share, and the sources of drafts. It lives as long
-    as the engine: graphs hold the addresses of its buffers."""
+    """The corpus of an engine, the counts of drafts by source, and their calibration. All draft shapes share these.
+    It lives as long as the engine: graphs hold the addresses of its buffers."""
 
     def __init__(self, max_tokens: int, texts: Sequence[list[int]], device: torch.device, ops: ModuleType) -> None:
         """Make a corpus with earlier results. `texts`: their tokens, the newest last."""
         self.corpus = Corpus(max_tokens, device, ops)
         self.corpus.load(texts)
+        self.calibration = Calibration(len(SOURCES), device)
         self._counts = torch.zeros(len(SOURCES), 2, dtype=torch.int64, device=device)  # drafted, accepted
 
     def count(self, drafted_B: Tensor, source_B: Tensor, num_new_B: Tensor) -> None:
@@ -56,17 +58,6 @@ class SharedTexts:
         return DraftSources({name: sums for name, sums in zip(SOURCES, counts, strict=True) if sums[0]})
 
 
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """The drafts of a batch."""
-
-    tokens_BD: Tensor  # int64
-    counts_B: Tensor  # int64
-    expected_B: Tensor  # float32, the expected number of right drafts
-    sources_B: Tensor  # int64, an index of SOURCES
-    scores_BD: Tensor | None  # see `DraftTrees.scores_BN`; None: they were not wanted
-
-
 class SuffixDraft(DraftMethod):
     """Chains from the corpus that all rows share, or from the row's own text."""
 
@@ -80,10 +71,9 @@ class SuffixDraft(DraftMethod):
         self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
         self.sizes = sizes_up_to(self.num_nodes)
         self._min_match, self._least, self.shared, self._lookup = min_match, min_probability, shared, ops.ngram_lookup
-        estimates = match_estimates(MAX_SIZE, self.num_nodes - 1, shared.corpus.words_H.device)
-        self._most_M = (estimates >= min_probability).sum(1)
-        # [m, d]: the expected number of right ones of d drafts after a match of m tokens.
-        self._expected_MD = torch.nn.functional.pad(estimates.cumsum(1), (1, 0))
+        estimates_MD = match_estimates(MAX_SIZE, self.num_nodes - 1, shared.corpus.words_H.device)
+        # [m, d]: the estimate that draft d after a match of m tokens is right if those before it are.
+        self._estimates_MD = steps_of(estimates_MD)
 
     def narrowed(self, num_nodes: int) -> SuffixDraft:
         other = copy(self)
@@ -94,14 +84,10 @@ class SuffixDraft(DraftMethod):
         if self.num_nodes == 1:
             table.drafted_S2.index_fill_(0, view.req_idx_B, 0)
             return DraftTrees(view.field(Field.ROOT)[:, None])
-        drafts = self.drafts(view, table)
-        table.drafted_S2.index_copy_(0, view.req_idx_B, torch.stack((drafts.counts_B, drafts.sources_B), dim=1))
-        tokens_BN = torch.cat((view.field(Field.ROOT)[:, None], drafts.tokens_BD), dim=1)
-        scores_BN = None if drafts.scores_BD is None else torch.nn.functional.pad(drafts.scores_BD, (1, 0))
-        return DraftTrees(tokens_BN, drafts.counts_B + 1, scores_BN=scores_BN)
+        return self.choose(view, table, self.chains(view, table))
 
-    def drafts(self, view: BatchView, table: RequestTable) -> Drafts:
-        """Draft from the row's text and from the corpus, and take the better one."""
+    def chains(self, view: BatchView, table: RequestTable) -> Chains:
+        """Return the chains from the row's text and from the corpus."""
         num_drafts, limit_S = self.num_nodes - 1, table.ints_SF[:, Field.LIMIT]
         of_row_BD, row_B, matched_B = self._lookup(
             table.tokens_SL,
@@ -114,43 +100,57 @@ class SuffixDraft(DraftMethod):
             MAX_SIZE,
             num_drafts,
         )
-        row_B = torch.minimum(row_B, self._most_M[matched_B])
-        of_row_B = self._expected_MD[matched_B, row_B]
+        is_draft_BD = torch.arange(num_drafts, device=row_B.device) < row_B[:, None]
         length_B = view.length_B + 1
-        of_job_BD, job_B, probabilities_BD, is_loaded_B = self.shared.corpus.search(
+        of_job_BD, _, probabilities_BD, is_loaded_B = self.shared.corpus.search(
             table.tokens_SL,
             view.req_idx_B,
             length_B,
             view.field(Field.LIMIT) - length_B,
-            self._least,
+            self._least * _SLACK,
             num_drafts,
         )
-        of_job_B = probabilities_BD.sum(dim=1)
-        is_job_B = of_job_B > of_row_B
-        is_job_B1 = is_job_B[:, None]
         source_B = torch.where(is_loaded_B, CORPUS, JOB)
-        scores_BD = None
-        if self.scored:
-            of_match_BD = match_scores(matched_B, row_B + 1, self.num_nodes)[:, 1:]
-            scores_BD = torch.where(is_job_B1, probabilities_BD.log(), of_match_BD)
-        return Drafts(
-            torch.where(is_job_B1, of_job_BD, of_row_BD),
-            torch.where(is_job_B, job_B, row_B),
-            torch.maximum(of_job_B, of_row_B),
-            torch.where(is_job_B, source_B, ROW),
-            scores_BD,
+        return Chains(
+            torch.stack((of_row_BD, of_job_BD), dim=1),
+            torch.stack((self._estimates_MD[matched_B, :num_drafts] * is_draft_BD, steps_of(probabilities_BD)), dim=1),
+            torch.stack((torch.full_like(source_B, ROW), source_B), dim=1),
         )
 
-    def follow(self, view: BatchView, table: RequestTable, committed: Committed, eos_K: Tensor) -> None:
+    def choose(self, view: BatchView, table: RequestTable, chains: Chains) -> DraftTrees:
+        """Choose the chain of each request with the largest expected number of right drafts."""
+        probabilities_BCD, judged = self.shared.calibration.judge(chains)
+        probabilities_BCD = torch.where(probabilities_BCD >= self._least, probabilities_BCD, 0.0)
+        best_B = probabilities_BCD.sum(dim=2).argmax(dim=1)
+        lines_B = torch.arange(len(best_B), device=best_B.device)
+        probabilities_BD, sources_B = probabilities_BCD[lines_B, best_B], chains.sources_BC[lines_B, best_B]
+        counts_B = (probabilities_BD > 0).sum(dim=1)
+        table.drafted_S2.index_copy_(0, view.req_idx_B, torch.stack((counts_B, sources_B), dim=1))
+        tokens_BN = torch.cat((view.field(Field.ROOT)[:, None], chains.tokens_BCD[lines_B, best_B]), dim=1)
+        scores_BN = torch.nn.functional.pad(probabilities_BD.log(), (1, 0))
+        return DraftTrees(tokens_BN, counts_B + 1, scores_BN=scores_BN, judged=judged)
+
+    def follow(
+        self, view: BatchView, table: RequestTable, trees: DraftTrees, committed: Committed, eos_K: Tensor
+    ) -> None:
         output_BZ = committed.output_BZ
         num_new_B, verified_B = output_BZ[:, Output.NUM_NEW].long(), output_BZ[:, Output.NUM_DRAFTED].long()
         drafted_B, source_B = table.drafted_S2[view.req_idx_B].unbind(dim=1)
         self.shared.count(torch.minimum(drafted_B, verified_B), source_B, num_new_B)
+        if trees.judged is not None:
+            self.shared.calibration.learn(trees.judged, committed.tokens_BM, num_new_B)
         max_new = committed.path_BM.shape[1]
         self.shared.corpus.add(table.tokens_SL, view.req_idx_B, view.length_B + 1, num_new_B, max_new, eos_K)
 
     def record(self, stats: EngineStats) -> None:
         stats.draft_sources = self.shared.read()
+
+
+def steps_of(probabilities_BD: Tensor) -> Tensor:
+    """Return the probability of each step of chains, of which `probabilities_BD` are those of all steps up to each. A
+    chain ends at a probability of 0."""
+    before_BD = torch.nn.functional.pad(probabilities_BD, (1, 0), value=1.0)[:, :-1]
+    return torch.where(probabilities_BD > 0, probabilities_BD / before_BD, 0.0)
 
 
 def sizes_up_to(num_nodes: int) -> tuple[int, ...]:

@@ -459,7 +459,7 @@ class Engine:
         wanted = next_round.wanted if self._round.fixed_shapes else self._wanted(rows)
         # The hook reads the results before this round after a part of it is launched: grammars follow all tokens.
         hook: RoundHook = RoomHook(method) if next_round.has_room else NO_HOOK
-        if self._nodes is not None and method.sizes and not next_round.has_grammars:
+        if self._nodes is not None and self._chooses_nodes(method, next_round.has_grammars, wanted):
             hook = self._sized_hook(self._nodes, rows, method, wanted)
             method = hook.method or method
         groups = self._groups.of(rows, method.num_nodes)
@@ -479,6 +479,12 @@ class Engine:
         self._in_flight.append(self.executor.run(batch))
         if not hook.takes_part:
             self._complete_round()
+
+    def _chooses_nodes(self, method: DraftMethod, has_grammars: bool, wanted: Wanted) -> bool:
+        """Return whether the number of nodes is chosen for a round. A budget decides in place of it, if there is
+        one."""
+        has_budget = self.executor.budget is not None and self.executor.can_share(wanted, method)
+        return bool(method.sizes) and not has_grammars and not has_budget
 
     def _sized_hook(self, nodes: NodeChooser, rows: list[Sequence], method: DraftMethod, wanted: Wanted) -> RoundHook:
         """Return the hook of a round with the number of nodes that pays most now."""

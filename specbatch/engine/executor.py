@@ -174,9 +174,15 @@ class RoundExecutor:
         return self.budget.num_verified(key.size, round_.method.num_nodes)
 
     def _shares(self, key: RoundKey, round_: Round, hook: RoundHook) -> bool:
-        """Return whether the chains of a round can share a budget. Rounds with rules for tokens, with grammars or in
-        two lanes verify all nodes, and so do draft methods without scores."""
-        return not (key.wanted.edits or key.lane or hook.method is not None or hook.takes_part) and round_.method.scored
+        """Return whether the chains of a round can share a budget. Rounds in two lanes verify all nodes."""
+        can_share = not (key.lane or hook.method is not None or hook.takes_part)
+        return can_share and self.can_share(key.wanted, round_.method)
+
+    @staticmethod
+    def can_share(wanted: Wanted, method: DraftMethod) -> bool:
+        """Return whether chains of these requests can share a budget. With rules for tokens or with grammars they
+        cannot, and draft methods need scores."""
+        return not wanted.edits and method.scored
 
     def _within_budget(self, key: RoundKey, round_: Round, count: int) -> RoundKey:
         """Return the key of the round that `count` requests take by a budget that changes. `key`: that of all nodes."""
@@ -186,7 +192,14 @@ class RoundExecutor:
             return self._sized(key, round_, graphs.best(key.size, count, likely))
         if (due := graphs.due(key.size, count, likely)) is not None:
             self._capture_shared(key, round_, due)
-        return self._sized(key, round_, graphs.cheapest(key.size, count, likely))
+        found = self._sized(key, round_, graphs.cheapest(key.size, count, likely))
+        if found.num_verified is None and not self.is_captured(found):
+            # Whole chains would need a new graph, too: the start captures graphs of one kind of round alone.
+            best = graphs.best(key.size, count, likely)
+            self._capture_shared(key, round_, best)
+            if self.is_captured(shared := self._sized(key, round_, best)):
+                return shared
+        return found
 
     def _graphs_for_budget(self, key: RoundKey, round_: Round) -> BudgetGraphs:
         assert self.budget is not None

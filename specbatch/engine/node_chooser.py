@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from specbatch.draft.method import DraftMethod
 from specbatch.engine.executor import RoundBatch, RoundExecutor
 from specbatch.engine.round import RoundHook, RoundKey
+from specbatch.engine.verify_budget import RoundTimes
 from specbatch.parallel.group import Group
 
 # Weights of the old counts when a round is added, of positions that it verifies and of others.
@@ -128,6 +129,16 @@ def measured_costs(
     per_token = max(0.0, full - plain) / (nodes - num_first)
     fixed = max(0.0, plain - per_token * num_first)
     return RoundCosts(min(least, plain), fixed, per_token, per_cached_token)
+
+
+def costs_of(times: RoundTimes, method: DraftMethod, max_batch_size: int) -> RoundCosts | None:
+    """Return costs by the times of a budget, which were measured by the number of nodes. None: rounds have one size."""
+    if not method.sizes:
+        return None
+    first, last = max_batch_size * method.sizes[0], max_batch_size * method.num_nodes
+    plain, full = (1e3 * times.of(max_batch_size, nodes) for nodes in (first, last))
+    per_token = (full - plain) / (last - first)
+    return RoundCosts(plain, max(0.0, plain - per_token * first), per_token, 1e3 * times.ms_per_cached_token)
 
 
 def _micros(executor: RoundExecutor, count: int, method: DraftMethod | None) -> float:

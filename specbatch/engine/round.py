@@ -19,7 +19,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specbatch.batch import BROKEN, FREE, NO_TOKEN, Committed, Edits, Field, LogitsIndices
+from specbatch.batch import (
+    BROKEN,
+    FREE,
+    NO_TOKEN,
+    Committed,
+    Edits,
+    Field,
+    LogitsIndices,
+    PackedNodes,
+    PagedBatch,
+)
 from specbatch.cache.pages import KVCache
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.cache.states import StateCache
@@ -234,7 +244,7 @@ class Round:
         with marked("accept"):
             verified = self.accept(view, trees, verified, wanted)
             assert verified.committed is not None
-            self.method.follow(view, self.state, verified.committed, self._eos)
+            self.method.follow(view, self.state, trees, verified.committed, self._eos)
             launched = self._launched(verified, wanted.num_top)
         with marked("extend"):
             self.extend(view, trees, verified)
@@ -328,9 +338,7 @@ class Round:
                 trees.num_verified_B, trees.tokens_BN, layout.slots_T, layout.positions_T, trees.num_verified
             )
             nodes_T, index_BN, tokens_T = packed.nodes_T, packed.index_BN, packed.tokens_T
-            layout = replace(
-                layout, slots_T=packed.slots_T, positions_T=packed.positions_T, query_starts=packed.query_starts
-            )
+            layout = _packed(layout, packed)
         if not self.fixed_shapes and trees.num_nodes_B is not None:
             layout, node_T = layout.part(torch.zeros_like(trees.num_nodes_B), trees.num_nodes_B)
             index_T = torch.zeros_like(tokens_T).index_copy_(0, node_T, torch.arange(len(node_T), device=node_T.device))
@@ -495,11 +503,18 @@ class Round:
             layout, part_T = layout.part((num_path_B - 1).clamp(max=num_reusable), num_path_B)
             tokens_T, accept_index_T = tokens_T[part_T], accept_index_T[part_T]
             last_B = layout.query_starts[1:].long() - 1
+        elif trees.num_verified_B is not None:  # more than what was verified is not accepted
+            packed = self.ops.pack_nodes(
+                trees.num_verified_B, committed.tokens_BM, layout.slots_T, layout.positions_T, trees.num_verified
+            )
+            tokens_T, accept_index_T = packed.tokens_T, accept_index_T[packed.nodes_T]
+            layout = _packed(layout, packed)
+            last_B = packed.query_starts[:-1].long() + num_path_B - 1
         else:
             last_B = torch.arange(0, batch * width, width, device=tokens_T.device) + num_path_B - 1
         hidden = verified.hidden_TE[accept_index_T] if self._reads_hidden else verified.hidden_TE
         features = net.features(hidden, [one[accept_index_T] for one in verified.aux_hidden_states])
-        if self.fixed_shapes and batch * width <= _FREE_ROWS:
+        if self.fixed_shapes and len(tokens_T) <= _FREE_ROWS:
             hidden = net.forward(tokens_T, features, layout)[last_B]
         else:
             starts_R, groups = starts_B + num_path_B - 1, layout.groups
@@ -583,6 +598,11 @@ class Round:
         features = net.features(hidden_TE, aux_hidden_states)
         hidden = net.forward(tokens, features, chunk.draft_layout, chunk.draft_selected, trunk)
         self.state.features_SE.index_copy_(0, chunk.ready_R, hidden)
+
+
+def _packed(layout: PagedBatch, packed: PackedNodes) -> PagedBatch:
+    """Return the layout of packed nodes, of which the layout has all."""
+    return replace(layout, slots_T=packed.slots_T, positions_T=packed.positions_T, query_starts=packed.query_starts)
 
 
 def _without_leaving(trees: DraftTrees, leaves_BN: Tensor) -> DraftTrees:

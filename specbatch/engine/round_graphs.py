@@ -51,7 +51,7 @@ class RoundGraphs:
             return
         size, wanted = key.size, key.wanted
         _, drafted = round_.draft(req_idx_B, wanted.sampled)
-        trees = padding.reshape(drafted)
+        trees = dataclasses.replace(padding.reshape(drafted), judged=None)  # the parts after the host's have none
         buffers = self._buffers.setdefault(_kind(key), self._like(trees))
         _copy(trees, buffers, size)
         given = _map(buffers, lambda tensor: tensor[:size])
@@ -62,7 +62,7 @@ class RoundGraphs:
                 assert given.probs_BDW is not None
                 given.probs_BDW.copy_(trees.probs_BDW)
             # The host reads no more of them. What is kept is memory that other sizes cannot use.
-            return dataclasses.replace(trees, depths_BN=None, mask_BNW=None, probs_BDW=given.probs_BDW)
+            return dataclasses.replace(trees, depths_BN=None, mask_BNW=None, judged=None, probs_BDW=given.probs_BDW)
 
         def forward() -> tuple[BatchView, DraftTrees, Verified]:
             view = BatchView.gather(round_.state, req_idx_B, round_.page_size, round_.ops)

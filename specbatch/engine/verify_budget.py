@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from specbatch.batch import Output
 
-_REMEMBERED = 4096  # requests' rounds of which means are taken
+_REMEMBERED = 2048  # requests' rounds of which means are taken
 _LEAST = 1e-30  # the least threshold
-_DUE = 32  # rounds after which thresholds are computed anew
+_DUE = 8  # rounds after which thresholds are computed anew
 
 
 @dataclass(frozen=True)

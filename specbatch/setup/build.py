@@ -26,7 +26,7 @@ from specbatch.engine.engine import Engine
 from specbatch.engine.executor import RoundExecutor
 from specbatch.engine.lockstep import Lockstep
 from specbatch.engine.logprobs import num_top_of
-from specbatch.engine.node_chooser import RoundCosts, measured_costs
+from specbatch.engine.node_chooser import RoundCosts, costs_of, measured_costs
 from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
 from specbatch.engine.round import Wanted
 from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
@@ -173,11 +173,12 @@ def _build(run: ResolvedRun, on_progress: Callable[[str], None], group: Group | 
     executor = _executor(run, sized, on_progress, rounds.budget, group)
     if executor.runner is not None:
         clock.passed("graphs captured")
-    costs = None
-    if executor.budget is None:  # a budget decides how many nodes are verified, too
-        token_us = 1e3 * run.rows.token_bytes / _CACHED_BYTES_PER_MS
+    costs, token_us = None, 1e3 * run.rows.token_bytes / _CACHED_BYTES_PER_MS
+    if executor.budget is None:
         costs = measured_costs(executor, sized.max_batch_size, token_us, group)
-    if costs is not None:
+    elif executor.budget.times is not None:  # some rounds cannot share a budget
+        costs = costs_of(executor.budget.times, executor.rounds.at(sized.max_batch_size).method, sized.max_batch_size)
+    if costs is not None and executor.budget is None:
         run.notes.append(
             f"speculation.num_draft_tokens: rounds choose from {list(executor.rounds.items[0].method.sizes)} by the "
             f"acceptance of the last rounds; a round takes {costs.fixed:.0f} us and {costs.per_token:.2f} us a node, "

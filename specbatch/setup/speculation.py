@@ -255,16 +255,16 @@ def resolve_budget(
     """Decide the nodes that rounds verify; None: all. It refuses a budget where rounds cannot have one. `can_measure`:
     rounds are graphs, whose times say which nodes are worth verifying, and all ranks have the same requests."""
     option, nodes = "speculation.verify_budget", speculation.section.verify_budget
-    if nodes is None:
+    if nodes == "none":
         return None
+    if nodes is None:
+        can_share = can_measure and not deterministic and attention != "flashinfer"
+        if speculation.method not in CORPUS_METHODS or not can_share or speculation.section.simulate_acceptance:
+            return None
+        notes.append(f"{option}: auto (the default with speculation.method: {speculation.method})")
+        return VerifyBudget(None)
     if speculation.method == "none":
         raise ConfigError(f"{option} is shared by drafts, and speculation.method is none", hint=f"set {option}: null")
-    if not METHODS[speculation.method].can_score:
-        raise ConfigError(
-            f"{option} is shared by the probabilities of drafts, which speculation.method {speculation.method} does "
-            "not give",
-            hint=f"set {option}: null, or speculation.method: ngram",
-        )
     if tree := next((shape for shape in speculation.shapes if not shape.is_chain), None):
         raise ConfigError(
             f"{option} is shared by chains, and the draft shape {tree} is a tree",
@@ -281,7 +281,7 @@ def resolve_budget(
             f"with {option} the rounds of a request depend on the others, and engine.deterministic is on",
             hint=f"set {option}: null",
         )
-    if METHODS[speculation.method].net is not None:
+    if METHODS[speculation.method].net is not None and speculation.method not in CORPUS_METHODS:  # coupled drafts
         notes.append(
             f"{option}: sampled requests are drawn together with a chain's drafts, so their texts depend on the "
             "requests that run at the same time; greedy requests' do not"

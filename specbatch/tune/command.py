@@ -228,7 +228,7 @@ def _shared(common_prefix: int, page_size: int) -> int:
 
 def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) -> tuple[ResolvedRun, SearchLimits]:
     """The run with an engine that can draft every shape that is searched."""
-    if config.speculation.verify_budget is not None:
+    if config.speculation.verify_budget not in (None, "none"):
         raise ConfigError(
             "tune measures rounds that verify all nodes, and speculation.verify_budget shares them",
             hint="set speculation.verify_budget: null, and compare the tuned schedule with it by generate",

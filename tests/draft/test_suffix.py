@@ -17,9 +17,10 @@ from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.draft.hybrid import HybridDraft
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.draft.suffix import CORPUS, ROW, SharedTexts, SuffixDraft
+from specbatch.draft.suffix import CORPUS, NETWORK, ROW, SOURCES, SharedTexts, SuffixDraft
 from specbatch.engine.engine import Engine
 from specbatch.engine.node_chooser import RoundCosts
+from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.kernels import torch as ops
 from specbatch.types import Completion, SamplingParams
 from tests.engine.graphs import Replays
@@ -81,6 +82,15 @@ def shared_by(engine: Engine) -> SharedTexts:
     return shared
 
 
+def trust_network(engine: Engine, right: float) -> None:
+    """Have an engine of `hybrid` remember how many drafts of the network were right, of 100 that were expected to be:
+    the tiny network has small probabilities."""
+    method = engine.executor.rounds.items[0].method
+    assert isinstance(method, HybridDraft)
+    sums = method.shared.calibration.sums_2Q.view(2, len(SOURCES), -1)[:, NETWORK]
+    sums[0], sums[1] = 100.0, right
+
+
 def methods_of(engine: Engine) -> list[SuffixDraft]:
     methods = [round_.method for round_ in engine.executor.rounds.items]
     return [method for method in methods if isinstance(method, SuffixDraft)]
@@ -98,9 +108,11 @@ def test_it_is_lossless(
     plain: Callable[[str, bool], list[Completion]],
 ) -> None:
     engine = tiny_engine(method, SHAPES[shape], **{"num_pages": 256, **SCHEDULING[scheduling]})
+    if method == "hybrid":
+        trust_network(engine, 200.0)
     completions = run(engine, prompts, SAMPLED if sampled else GREEDY)
     assert texts(completions) == texts(plain(method, sampled))
-    assert sum(c.speculation.accepted for c in completions) > 3, "hardly a draft was right: this proves little"
+    assert sum(c.speculation.accepted for c in completions) > 2, "hardly a draft was right: this proves little"
     if scheduling == "preemption":
         assert engine.stats.preemptions > 0
     if method == "hybrid":
@@ -151,6 +163,9 @@ def test_random_combinations(seed: int) -> None:
     expected = run_requests(reference, requests_of(random.Random(state), count, temperatures))
     settings: dict[str, Any] = {"num_pages": rng.choice((64, 128, 512)), "max_batch_size": rng.choice((3, 8))}
     settings |= {"prefill_chunk_tokens": rng.choice((8, 200)), "eos": (END,)}
+    if (budget := rng.choice((None, VerifyBudget(rng.uniform(1.2, 4.0)), VerifyBudget(None)))) is not None:
+        budget.times = RoundTimes([1, 60], [1.0, 30.0], 0.0) if budget.changes else None
+        settings["budget"] = budget
     together = rng.choice(("lanes", "groups", "neither"))
     if together == "lanes":
         settings["min_lane"] = rng.choice((1, 2))
@@ -242,65 +257,60 @@ def test_the_rows_own_text_is_drafted_where_the_corpus_has_nothing() -> None:
     assert engine.stats.draft_sources.tokens["row"][1] > 8
 
 
+def drafting(tokens_BL: torch.Tensor) -> tuple[Any, Any]:
+    """Return the view and the table of requests with these tokens, of which the last is the root."""
+    count, length = tokens_BL.shape
+    fields = torch.zeros(count, len(Field), dtype=torch.int64)
+    fields[:, Field.LENGTH], fields[:, Field.LIMIT], fields[:, Field.ROOT] = length - 1, 200, tokens_BL[:, -1]
+    table = SimpleNamespace(
+        tokens_SL=tokens_BL.int(),
+        predicted_SL=tokens_BL[:, :0].int(),
+        ints_SF=fields,
+        drafted_S2=torch.zeros(count, 2, dtype=torch.int64),
+    )
+    lines = torch.arange(count)
+    view = SimpleNamespace(req_idx_B=lines, length_B=fields[:, Field.LENGTH], field=lambda field: fields[:, field])
+    return view, table
+
+
 def test_scores_are_those_of_the_text_that_is_drafted() -> None:
     """Two requests: the drafts of one are from the corpus, those of the other from its own text."""
     shared = SharedTexts(1024, [list(range(100, 140))] * 3, CPU, ops)
     method = SuffixDraft(DraftShape(7, 1, 8), 2, 0.0, shared, ops)
-    method.scored = True
-    tokens, lines = torch.stack((torch.arange(80, 120), torch.arange(40) % 8)).int(), torch.arange(2)
-    fields = torch.zeros(2, len(Field), dtype=torch.int64)
-    fields[:, Field.LENGTH], fields[:, Field.LIMIT] = 39, 200
-    table: Any = SimpleNamespace(tokens_SL=tokens, predicted_SL=tokens[:, :0], ints_SF=fields)
-    view: Any = SimpleNamespace(req_idx_B=lines, length_B=fields[:, Field.LENGTH], field=lambda field: fields[:, field])
-    found = method.drafts(view, table)
-    assert found.scores_BD is not None
-    assert found.sources_B.tolist() == [CORPUS, ROW]
-    assert found.tokens_BD[0].tolist() == list(range(120, 127))
-    length_B, room_B = fields[:, Field.LENGTH] + 1, fields[:, Field.LIMIT]
-    _, _, of_corpus_BD, _ = shared.corpus.search(tokens, lines, length_B, room_B, 0.0, 7)
-    assert found.scores_BD[0].exp().tolist() == pytest.approx(of_corpus_BD[0].tolist())
-    assert found.scores_BD[1].exp().tolist() == pytest.approx([(12 / (12 + d)) ** 1.4 for d in range(1, 8)])
+    view, table = drafting(torch.stack((torch.arange(80, 120), torch.arange(40) % 8)))
+    found = method.draft(view, table, sampled=False)
+    assert found.scores_BN is not None
+    assert table.drafted_S2.tolist() == [[7, CORPUS], [7, ROW]]
+    assert found.tokens_BN[0].tolist() == list(range(119, 127))
+    length_B, room_B = view.length_B + 1, view.field(Field.LIMIT)
+    _, _, of_corpus_BD, _ = shared.corpus.search(table.tokens_SL, view.req_idx_B, length_B, room_B, 0.0, 7)
+    assert found.scores_BN[0, 1:].exp().tolist() == pytest.approx(of_corpus_BD[0].tolist())
+    assert found.scores_BN[1, 1:].exp().tolist() == pytest.approx([(12 / (12 + d)) ** 1.4 for d in range(1, 8)])
 
 
 @pytest.mark.parametrize(("least", "count"), [(0.5, 7), (0.3, 16), (0.0, 31)])
 def test_drafts_of_the_rows_own_text_end_where_they_are_unlikely(least: float, count: int) -> None:
     """The last 12 tokens are found: draft d is right with the probability (12 / (12 + d)) ** 1.4."""
     method = SuffixDraft(CHAIN, 2, least, SharedTexts(1024, [], CPU, ops), ops)
-    tokens, lines = torch.arange(10, dtype=torch.int32).repeat(1, 5), torch.zeros(1, dtype=torch.int64)
-    fields = torch.zeros(1, len(Field), dtype=torch.int64)
-    fields[:, Field.LENGTH], fields[:, Field.LIMIT] = 49, 200
-    table: Any = SimpleNamespace(tokens_SL=tokens, predicted_SL=tokens[:, :0], ints_SF=fields)
-    view: Any = SimpleNamespace(req_idx_B=lines, length_B=fields[:, Field.LENGTH], field=lambda field: fields[:, field])
-    found = method.drafts(view, table)
-    assert (found.counts_B.item(), found.sources_B.item()) == (count, ROW)
-    assert found.tokens_BD[0, :count].tolist() == [i % 10 for i in range(count)]
-    assert found.expected_B.item() == pytest.approx(sum((12 / (12 + d)) ** 1.4 for d in range(1, count + 1)))
+    view, table = drafting(torch.arange(10).repeat(1, 5))
+    found = method.draft(view, table, sampled=False)
+    assert found.num_nodes_B is not None
+    assert found.num_nodes_B.tolist() == [count + 1]
+    assert table.drafted_S2.tolist() == [[count, ROW]]
+    assert found.tokens_BN[0, 1 : 1 + count].tolist() == [i % 10 for i in range(count)]
 
 
-def test_the_acceptance_of_the_last_rounds_decides_about_the_network(prompts: list[list[int]]) -> None:
+def test_a_source_that_is_mostly_wrong_is_no_longer_chosen(prompts: list[list[int]]) -> None:
+    """Of two engines, one has seen that the network is mostly wrong, and the other that it is mostly right."""
     drafted = []
-    for right in (0.0, 1e9):
+    for right in (0.0, 1000.0):
         engine = tiny_engine("hybrid", CHAIN, num_pages=256)
-        method = engine.executor.rounds.items[0].method
-        assert isinstance(method, HybridDraft)
-        method.of_network_2S[0], method.of_network_2S[1] = 1e9, right
+        trust_network(engine, right)
         run(engine, prompts, SamplingParams(max_tokens=8))
         sources = engine.stats.draft_sources.tokens
-        drafted.append(sources["network"][0])
+        drafted.append(sources.get("network", [0, 0])[0])
         assert "row" in sources or "job" in sources
-    assert drafted[0] < 0.8 * drafted[1], "without another draft, those of the network are verified"
-
-
-def test_right_drafts_of_the_network_are_counted(prompts: list[list[int]]) -> None:
-    engine = tiny_engine("hybrid", CHAIN, num_pages=256)
-    run(engine, prompts, GREEDY)
-    method = engine.executor.rounds.items[0].method
-    assert isinstance(method, HybridDraft)
-    tried_S, right_S = method.of_network_2S
-    assert tried_S[0] > right_S[0] >= tried_S[1] >= right_S[1] >= tried_S[2] >= right_S[2]
-    assert right_S[0] > 0, "hardly a draft was right: this proves little"
-    # Each chain of the network has up to 3 drafts, of which the first is always tried. Old rounds count less.
-    assert 3 * tried_S[0] < 0.8 * engine.stats.draft_sources.tokens["network"][0]
+    assert drafted[0] < 0.5 * drafted[1]
 
 
 def test_drafts_that_are_always_accepted_change_the_output(

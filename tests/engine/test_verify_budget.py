@@ -14,6 +14,7 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
+from specbatch.batch import Field
 from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.chain import ChainDraft, drawn_chain
@@ -23,12 +24,15 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.budget_graphs import BudgetGraphs, RoundSize
 from specbatch.engine.executor import RoundBatch
 from specbatch.engine.logprobs import num_top_of
+from specbatch.engine.node_chooser import costs_of
 from specbatch.engine.round import Round, RoundKey, Wanted
 from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.kernels import torch as ops
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_chi_square import ALPHA, p_value
+from tests.draft.test_suffix import trust_network
+from tests.engine.graphs import Replays
 from tests.tiny_models import (
     num_target_layers,
     random_prompts,
@@ -39,7 +43,7 @@ from tests.tiny_models import (
 )
 
 CHAIN = DraftShape(4, 1, 5)
-METHODS = ["ngram", "suffix", "draft_model", "eagle", "eagle3"]
+METHODS = ["ngram", "suffix", "hybrid", "draft_model", "eagle", "eagle3"]
 KINDS = {"cpu": tiny_engine, "device": tiny_device_engine}
 GREEDY = SamplingParams(max_tokens=16)
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_k=30, seed=5)
@@ -68,6 +72,10 @@ def test_greedy_text_is_that_of_plain_decoding(
 ) -> None:
     settings: dict[str, Any] = {"num_pages": 256, **SCHEDULING[scheduling]}
     engine = KINDS[kind](method, CHAIN, budget=VerifyBudget(2.5), **settings)
+    unshared = KINDS[kind](method, CHAIN, **settings)
+    if method == "hybrid":
+        trust_network(engine, 400.0)
+        trust_network(unshared, 400.0)
     completions = run(engine, prompts, GREEDY)
     assert texts(completions) == texts(plain(method, prompts, GREEDY))
     counts = [c.speculation for c in completions]
@@ -77,7 +85,7 @@ def test_greedy_text_is_that_of_plain_decoding(
         assert engine.stats.preemptions > 0
     else:
         assert engine.stats.cached_prompt_tokens > 0
-    whole = run(KINDS[kind](method, CHAIN, **settings), prompts, GREEDY)
+    whole = run(unshared, prompts, GREEDY)
     assert sum(c.speculation.drafted for c in whole) > sum(c.drafted for c in counts)
 
 
@@ -121,7 +129,7 @@ def test_prefixes_that_are_read_once(method: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "hybrid"])
 def test_sampled_texts_are_those_of_plain_decoding(method: str, kind: str, prompts: list[list[int]]) -> None:
     engine = KINDS[kind](method, CHAIN, budget=VerifyBudget(1.5), num_pages=256, max_batch_size=8)
     completions = run(engine, prompts, SAMPLED)
@@ -252,7 +260,7 @@ def test_a_budget_follows_the_likely_nodes() -> None:
     budget.record(outputs([0] * 8))
     assert math.isinf(budget.likely)
     due = [budget.record(outputs([1, 1, 1, 4])) for _ in range(100)]
-    assert sum(due) == 3
+    assert sum(due) == 12
     assert budget.likely == pytest.approx(1.75)
     assert budget.num_verified(64, 6) is None, "the graphs decide"
     assert (budget._verified, budget._tokens) == pytest.approx((4.0, 2.0), rel=0.02)
@@ -288,8 +296,9 @@ def test_what_was_not_drafted_is_not_likely(method: str) -> None:
     assert budget.likely < 1.5
 
 
-def test_rounds_report_likely_nodes(prompts: list[list[int]]) -> None:
+def test_rounds_report_likely_nodes(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of at least the threshold, cut or not; the round's graphs read it from a buffer."""
+    monkeypatch.setattr("specbatch.engine.verify_budget._DUE", 1000)
     budget = VerifyBudget(None)
     engine = tiny_device_engine("draft_model", CHAIN, budget=budget, num_pages=256, max_batch_size=8)
     thresholds_S = engine.executor.rounds.items[0].thresholds_S
@@ -399,3 +408,79 @@ def test_rounds_take_graphs_of_larger_batches(
             assert all(ours.logprob == pytest.approx(theirs.logprob, abs=1e-5) for ours, theirs in pairs)
     assert set(runner.functions) == captured, "nothing is captured late"
     assert {few for few, _ in taken} == {False, True}, taken
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "hybrid"])
+def test_draft_extend_of_the_verified_nodes_is_that_of_all(
+    method: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features and the cache of the network are what they would be with a line for each node."""
+    real, widths = Round.extend, set()
+
+    def extend(self: Round, view: BatchView, trees: DraftTrees, verified: Any) -> None:
+        assert self.method.net is not None
+        cache, features = self.method.net.cache.all_layers, self.state.features_SE
+        before = cache.clone()
+        found = []
+        for one in (replace(trees, num_verified_B=None), trees):
+            cache.copy_(before)
+            real(self, view, one, verified)
+            found.append((features[view.req_idx_B].clone(), cache.clone()))
+        is_live_B = view.field(Field.DONE) == 0
+        assert torch.allclose(found[0][0][is_live_B], found[1][0][is_live_B])
+        slots = slice(0, cache.shape[-2] - 1)  # The last one is spare.
+        assert torch.allclose(found[0][1][..., slots, :], found[1][1][..., slots, :])
+        widths.add((trees.num_verified or 0) < trees.tokens_BN.numel())
+
+    monkeypatch.setattr(Round, "extend", extend)
+    engine = tiny_device_engine(method, CHAIN, budget=VerifyBudget(2.5), num_pages=256, max_batch_size=8)
+    found = run(engine, prompts, GREEDY)
+    assert sum(c.speculation.accepted for c in found) > 0
+    assert widths == {True}
+
+
+@pytest.mark.parametrize("method", ["suffix", "hybrid"])
+def test_another_kind_of_rows_captures_what_it_needs_at_once(
+    method: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start has captured greedy rounds. Sampled ones have a new graph in any case: not one of whole chains."""
+    budget = VerifyBudget(None, RoundTimes([1, 100], [0.1, 60.0], 0.0))
+    engine = tiny_device_engine(method, CHAIN, budget=budget, num_pages=256, max_batch_size=8)
+    executor, runner = engine.executor, EagerRunner()
+    monkeypatch.setattr(executor, "runner", runner)
+    with torch.inference_mode():
+        executor.capture(False)
+    assert texts(run(engine, prompts, GREEDY)) == texts(plain(method, prompts, GREEDY))
+    before = set(runner.functions)
+    assert texts(run(engine, prompts, SAMPLED)) == texts(plain(method, prompts, SAMPLED))
+    late = [RoundKey(*key[1:]) for key in runner.functions if key not in before]
+    assert late
+    assert all(key.num_verified is not None for key in late if key.wanted.sampled and key.size > 2)
+
+
+@pytest.mark.parametrize("params", [replace(GREEDY, frequency_penalty=0.5), GREEDY], ids=["rules", "none"])
+def test_rounds_that_cannot_share_choose_their_size(params: SamplingParams, prompts: list[list[int]]) -> None:
+    """A budget and costs: rounds with rules for tokens choose how many nodes they have, the others share."""
+    times = RoundTimes([1, 100], [1.0, 60.0], 0.0)
+    settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 8, "budget": VerifyBudget(None, times)}
+    costs = costs_of(times, SimpleNamespace(sizes=(1, 2, 4, 5), num_nodes=5), 8)  # type: ignore[arg-type]
+    engine = tiny_device_engine("suffix", CHAIN, costs=costs, **settings)
+    runner: Any = Replays(lambda key: False)
+    engine.executor.mode, engine.executor.runner = "round", runner
+    for _ in range(2):
+        assert texts(run(engine, prompts, params)) == texts(plain("suffix", prompts, params))
+    keys = [RoundKey(*key[1:]) for key in runner.tried]
+    has_rules = params is not GREEDY
+    assert any(key.num_nodes is not None for key in keys) == has_rules
+    assert any(key.num_verified is not None for key in keys) != has_rules
+
+
+def test_costs_follow_from_the_times_of_a_budget() -> None:
+    method: Any = SimpleNamespace(sizes=(1, 2, 4, 8), num_nodes=8)
+    costs = costs_of(RoundTimes([8, 64, 512], [5.0, 6.0, 13.0], 0.001), method, 64)
+    assert costs is not None
+    assert costs.of(64, 0) == pytest.approx(6000.0)
+    assert costs.of(512, 0) == pytest.approx(13000.0)
+    assert costs.of(8, 0) == pytest.approx(6000.0), "it reads all weights"
+    assert costs.of(64, 1000) == pytest.approx(7000.0)
+    assert costs_of(RoundTimes([1], [1.0], 0.0), SimpleNamespace(sizes=()), 1) is None  # type: ignore[arg-type]

@@ -156,13 +156,14 @@ def budgets(gpu: FakeGpu) -> None:
     from specbatch.setup.compile_ahead import compile_kernels
 
     _follow_cuda()
-    parts = replace(_parts("draft_model", DraftShape(3, 1, 4)), budget=VerifyBudget(None))
-    for method in parts.methods.items:
-        method.scored = True
-    note = compile_kernels(parts, 4, 64, 100, "a budget")
-    assert "kernels compiled ahead" in note, note
-    assert "failed" not in note, note
-    assert not gpu.launched
+    for name in ("draft_model", "hybrid"):
+        parts = replace(_parts(name, DraftShape(3, 1, 4)), budget=VerifyBudget(None))
+        for method in parts.methods.items:
+            method.scored = True
+        note = compile_kernels(parts, 4, 64, 100, f"a budget with {name}")
+        assert "kernels compiled ahead" in note, note
+        assert "failed" not in note, note
+        assert not gpu.launched
     assert {"_share_budget", "_pack_nodes"} <= set(gpu.compiled), gpu.compiled
     assert gpu.compiled.count("_accept_chain") >= 2, "chains as a whole, and with nodes left out"
 

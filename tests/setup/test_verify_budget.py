@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specbatch.config import SpeculationSection
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
 from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
+from specbatch.setup.speculation import resolve_budget, resolve_speculation
 from tests.setup.test_suffix import TINY, answers, generate
 
 HEAD = ["speculation.method=eagle3", "speculation.draft=random:eagle3"]
@@ -46,11 +49,10 @@ def test_jobs_have_the_answers_of_plain_decoding(tmp_path: Path, tiny_model: Pat
     ("options", "reason"),
     [
         (["speculation.method=none", "speculation.verify_budget=2"], "speculation.method is none"),
-        (["speculation.method=hybrid", HEAD[1], "speculation.verify_budget=auto"], "method hybrid does not give"),
         ([*HEAD, "speculation.topk=2", "speculation.verify_budget=auto"], "is a tree"),
         (["engine.deterministic=true", "speculation.verify_budget=2"], "engine.deterministic is on"),
-        (["speculation.verify_budget=0.5"], "must be auto, a number >= 1 or null"),
-        (["speculation.verify_budget=many"], "must be auto, a number >= 1 or null"),
+        (["speculation.verify_budget=0.5"], "must be auto, none, a number >= 1 or null"),
+        (["speculation.verify_budget=many"], "must be auto, none, a number >= 1 or null"),
     ],
 )
 def test_what_is_refused(options: list[str], reason: str) -> None:
@@ -62,6 +64,29 @@ def test_auto_verifies_all_nodes_on_a_cpu() -> None:
     run = resolve(load_config(None, [*TINY, "speculation.method=ngram", "speculation.verify_budget=auto"]))
     assert run.verify_budget is None
     assert any("speculation.verify_budget: auto, all nodes" in note for note in run.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "traits", "is_shared"),
+    [
+        ({"method": "suffix"}, {}, True),
+        ({"method": "hybrid", "draft": "random:eagle3"}, {}, True),
+        ({"method": "suffix", "verify_budget": "none"}, {}, False),
+        ({"method": "suffix"}, {"can_measure": False}, False),
+        ({"method": "suffix"}, {"deterministic": True}, False),
+        ({"method": "suffix"}, {"attention": "flashinfer"}, False),
+        ({"method": "ngram"}, {}, False),
+    ],
+)
+def test_rounds_of_suffix_and_hybrid_share_a_budget_where_they_can(
+    options: dict[str, Any], traits: dict[str, Any], is_shared: bool
+) -> None:
+    notes: list[str] = []
+    speculation = resolve_speculation(SpeculationSection(**options), "random:tiny", notes)
+    given = {"attention": "triton", "deterministic": False, "can_measure": True, **traits}
+    budget = resolve_budget(speculation, given.pop("attention"), notes, **given)
+    assert (budget is not None and budget.changes) == is_shared
+    assert any("verify_budget: auto (the default" in note for note in notes) == is_shared
 
 
 def test_sampled_rows_of_a_head_have_a_note() -> None:

@@ -1,0 +1,95 @@
+"""Calibrates estimates of drafts: how often drafts of a source were right, against how often they were expected to be.
+
+An estimate is the probability that a draft is right if all before it in its chain are. Drafts fall into buckets, by the
+source of their chain, the estimate of its first draft, their place in the chain, and whether another chain of the
+request has the same tokens so far: drafts on which two sources agree are right more often. A bucket has the sum of the
+estimates of its last drafts, and the number of those that were right; an estimate is multiplied by their quotient. So
+sources can be compared: sampled texts repeat less than greedy ones, and a network that guesses a random draw is right
+less often than its probability says.
+
+The place matters because a chain that was right for long is one that repeats a text: its next draft is right more often
+than the same estimate says elsewhere. So the product along a chain is what came out of such chains (as in the survival
+curves of Kaplan and Meier 1958).
+
+The drafts of all sources count, whether they were verified or not: the tokens that the round committed say which of
+them were right. So a source that is not chosen can come back.
+
+Texts depend on none of this, because no draft is accepted for its estimate.
+
+Shape suffixes: B requests, C chains of a request, D drafts, M new tokens, Q buckets of all sources.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_EDGES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.87, 0.94, 0.975)  # between buckets of the first estimate; most are large
+_PLACES = (1, 2, 4, 8, 16)  # the last place of all groups of places but the last
+_NUM_PLACES = len(_PLACES) + 1
+_NUM_BUCKETS = (len(_EDGES) + 1) * _NUM_PLACES  # Chains of a source have twice as many: some agree with others.
+_PRIOR_WEIGHT = 32.0  # expected right drafts that came out as expected, before there are any
+_REMEMBERED = 1000.0  # expected right drafts of a bucket that are remembered
+_MOST = 0.995  # the largest estimate
+_UNIT = 1 << 20  # sums of estimates are integers, so that they do not depend on the order
+
+
+class Chains(NamedTuple):
+    """Chains of each request, of which one is to be chosen."""
+
+    tokens_BCD: Tensor  # int64
+    # float32, the estimate that a draft is right if those before it are, before calibration; 0: there is no draft.
+    estimates_BCD: Tensor
+    sources_BC: Tensor  # int64, the number of each chain's source
+
+
+class Judged(NamedTuple):
+    """Chains and the buckets of their drafts, of all sources."""
+
+    chains: Chains
+    buckets_BCD: Tensor  # int64
+
+
+class Calibration:
+    """The buckets of all sources. They live as long as the engine: graphs hold their addresses."""
+
+    def __init__(self, num_sources: int, device: torch.device) -> None:
+        self._edges = torch.tensor(_EDGES, dtype=torch.float32, device=device)
+        self._places = torch.tensor(_PLACES, device=device)
+        num_buckets = 2 * num_sources * _NUM_BUCKETS
+        self.sums_2Q = torch.zeros(2, num_buckets, dtype=torch.float32, device=device)  # expected, right
+        self._new_Q2 = torch.zeros(num_buckets, 2, dtype=torch.int64, device=device)
+        self._units_21 = torch.tensor([[1.0 / _UNIT], [1.0]], device=device)
+
+    def judge(self, chains: Chains) -> tuple[Tensor, Judged]:
+        """Return (B, C, D) float32, the probability that a draft and all before it are right (0: there is no draft),
+        and what `learn` reads."""
+        is_draft_BCD = chains.estimates_BCD > 0
+        is_same_BCCD = chains.tokens_BCD[:, :, None] == chains.tokens_BCD[:, None]
+        is_same_BCCD = is_same_BCCD & is_draft_BCD[:, :, None] & is_draft_BCD[:, None]
+        agrees_BCD = is_same_BCCD.long().cumprod(dim=3).sum(dim=2) > 1  # with another one, not with itself alone
+        places_D = torch.bucketize(torch.arange(1, is_draft_BCD.shape[2] + 1, device=self._places.device), self._places)
+        firsts_BC = torch.bucketize(chains.estimates_BCD[:, :, 0].contiguous(), self._edges)
+        of_chains_BC = 2 * _NUM_BUCKETS * chains.sources_BC + _NUM_PLACES * firsts_BC
+        buckets_BCD = of_chains_BC[:, :, None] + _NUM_BUCKETS * agrees_BCD + places_D
+        expected_Q, right_Q = self.sums_2Q
+        factors_Q = (right_Q + _PRIOR_WEIGHT) / (expected_Q + _PRIOR_WEIGHT)
+        steps_BCD = (chains.estimates_BCD * factors_Q[buckets_BCD]).clamp(max=_MOST)
+        return steps_BCD.cumprod(dim=2), Judged(chains, buckets_BCD)
+
+    def learn(self, judged: Judged, tokens_BM: Tensor, num_new_B: Tensor) -> None:
+        """Take note of what a round committed: the first `num_new_B` of `tokens_BM`. 0: the request was done."""
+        chains, width = judged.chains, min(judged.buckets_BCD.shape[2], tokens_BM.shape[1])
+        estimates_BCW = chains.estimates_BCD[:, :, :width]
+        is_known_B1W = (torch.arange(width, device=num_new_B.device) < num_new_B[:, None])[:, None]
+        is_right_BCW = (chains.tokens_BCD[:, :, :width] == tokens_BM[:, None, :width]) & (estimates_BCW > 0)
+        right_BCW = (is_right_BCW & is_known_B1W).long().cumprod(dim=2)
+        # A draft is tried if all before it were right, and the token in its place is known.
+        tried_BCW = torch.nn.functional.pad(right_BCW, (1, 0), value=1)[:, :, :-1] * is_known_B1W
+        expected_BCW = (estimates_BCW * _UNIT).long() * tried_BCW
+        found = torch.stack((expected_BCW, right_BCW), dim=3).view(-1, 2)
+        self._new_Q2.zero_().index_add_(0, judged.buckets_BCD[:, :, :width].reshape(-1), found)
+        sums_2Q = self.sums_2Q + self._new_Q2.t() * self._units_21
+        self.sums_2Q.copy_(sums_2Q * (_REMEMBERED / sums_2Q[:1]).clamp(max=1.0))
