@@ -21,19 +21,22 @@ Shape suffixes: B requests, C chains of a request, D drafts, M new tokens, Q buc
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from specbatch.kernels.corpus import ESTIMATE_UNIT
+
 _EDGES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.87, 0.94, 0.975)  # between buckets of the first estimate; most are large
 _PLACES = (1, 2, 4, 8, 16)  # the last place of all groups of places but the last
-_NUM_PLACES = len(_PLACES) + 1
-_NUM_BUCKETS = (len(_EDGES) + 1) * _NUM_PLACES  # Chains of a source have twice as many: some agree with others.
+_NUM_BUCKETS = (
+    2 * (len(_EDGES) + 1) * (len(_PLACES) + 1)
+)  # Each source has them; half are of drafts that others agree with.
 _PRIOR_WEIGHT = 32.0  # expected right drafts that came out as expected, before there are any
 _REMEMBERED = 1000.0  # expected right drafts of a bucket that are remembered
 _MOST = 0.995  # the largest estimate
-_UNIT = 1 << 20  # sums of estimates are integers, so that they do not depend on the order
 
 
 class Chains(NamedTuple):
@@ -55,41 +58,30 @@ class Judged(NamedTuple):
 class Calibration:
     """The buckets of all sources. They live as long as the engine: graphs hold their addresses."""
 
-    def __init__(self, num_sources: int, device: torch.device) -> None:
-        self._edges = torch.tensor(_EDGES, dtype=torch.float32, device=device)
-        self._places = torch.tensor(_PLACES, device=device)
-        num_buckets = 2 * num_sources * _NUM_BUCKETS
+    def __init__(self, num_sources: int, device: torch.device, ops: ModuleType) -> None:
+        self._edges_E = torch.tensor(_EDGES, dtype=torch.float32, device=device)
+        self._places_P = torch.tensor(_PLACES, device=device)
+        num_buckets = num_sources * _NUM_BUCKETS
         self.sums_2Q = torch.zeros(2, num_buckets, dtype=torch.float32, device=device)  # expected, right
         self._new_Q2 = torch.zeros(num_buckets, 2, dtype=torch.int64, device=device)
-        self._units_21 = torch.tensor([[1.0 / _UNIT], [1.0]], device=device)
+        self._units_21 = torch.tensor([[1.0 / ESTIMATE_UNIT], [1.0]], device=device)
+        self._ops = ops
 
     def judge(self, chains: Chains) -> tuple[Tensor, Judged]:
         """Return (B, C, D) float32, the probability that a draft and all before it are right (0: there is no draft),
         and what `learn` reads."""
-        is_draft_BCD = chains.estimates_BCD > 0
-        is_same_BCCD = chains.tokens_BCD[:, :, None] == chains.tokens_BCD[:, None]
-        is_same_BCCD = is_same_BCCD & is_draft_BCD[:, :, None] & is_draft_BCD[:, None]
-        agrees_BCD = is_same_BCCD.long().cumprod(dim=3).sum(dim=2) > 1  # with another one, not with itself alone
-        places_D = torch.bucketize(torch.arange(1, is_draft_BCD.shape[2] + 1, device=self._places.device), self._places)
-        firsts_BC = torch.bucketize(chains.estimates_BCD[:, :, 0].contiguous(), self._edges)
-        of_chains_BC = 2 * _NUM_BUCKETS * chains.sources_BC + _NUM_PLACES * firsts_BC
-        buckets_BCD = of_chains_BC[:, :, None] + _NUM_BUCKETS * agrees_BCD + places_D
         expected_Q, right_Q = self.sums_2Q
         factors_Q = (right_Q + _PRIOR_WEIGHT) / (expected_Q + _PRIOR_WEIGHT)
-        steps_BCD = (chains.estimates_BCD * factors_Q[buckets_BCD]).clamp(max=_MOST)
-        return steps_BCD.cumprod(dim=2), Judged(chains, buckets_BCD)
+        probabilities_BCD, buckets_BCD = self._ops.judge_chains(
+            *chains, factors_Q, self._edges_E, self._places_P, _MOST
+        )
+        return probabilities_BCD, Judged(chains, buckets_BCD)
 
     def learn(self, judged: Judged, tokens_BM: Tensor, num_new_B: Tensor) -> None:
         """Take note of what a round committed: the first `num_new_B` of `tokens_BM`. 0: the request was done."""
-        chains, width = judged.chains, min(judged.buckets_BCD.shape[2], tokens_BM.shape[1])
-        estimates_BCW = chains.estimates_BCD[:, :, :width]
-        is_known_B1W = (torch.arange(width, device=num_new_B.device) < num_new_B[:, None])[:, None]
-        is_right_BCW = (chains.tokens_BCD[:, :, :width] == tokens_BM[:, None, :width]) & (estimates_BCW > 0)
-        right_BCW = (is_right_BCW & is_known_B1W).long().cumprod(dim=2)
-        # A draft is tried if all before it were right, and the token in its place is known.
-        tried_BCW = torch.nn.functional.pad(right_BCW, (1, 0), value=1)[:, :, :-1] * is_known_B1W
-        expected_BCW = (estimates_BCW * _UNIT).long() * tried_BCW
-        found = torch.stack((expected_BCW, right_BCW), dim=3).view(-1, 2)
-        self._new_Q2.zero_().index_add_(0, judged.buckets_BCD[:, :, :width].reshape(-1), found)
-        sums_2Q = self.sums_2Q + self._new_Q2.t() * self._units_21
+        tokens_BCD, estimates_BCD, _ = judged.chains
+        new_Q2 = self._ops.count_right(
+            tokens_BCD, estimates_BCD, judged.buckets_BCD, tokens_BM, num_new_B, self._new_Q2.zero_()
+        )
+        sums_2Q = self.sums_2Q + new_Q2.t() * self._units_21
         self.sums_2Q.copy_(sums_2Q * (_REMEMBERED / sums_2Q[:1]).clamp(max=1.0))

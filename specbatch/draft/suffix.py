@@ -42,7 +42,7 @@ class SharedTexts:
         """Make a corpus with earlier results. `texts`: their tokens, the newest last."""
         self.corpus = Corpus(max_tokens, device, ops)
         self.corpus.load(texts)
-        self.calibration = Calibration(len(SOURCES), device)
+        self.calibration = Calibration(len(SOURCES), device, ops)
         self._counts = torch.zeros(len(SOURCES), 2, dtype=torch.int64, device=device)  # drafted, accepted
 
     def count(self, drafted_B: Tensor, source_B: Tensor, num_new_B: Tensor) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specbatch.draft.calibration import Calibration, Chains
+from specbatch.kernels import torch as ops
 from tests.tiny_models import CPU
 
 
@@ -30,14 +31,14 @@ def found(calibration: Calibration, chains: Chains) -> list[list[list[float]]]:
 
 def test_at_first_estimates_are_taken_as_they_are() -> None:
     chains = chains_of([(0, [3, 4, 0], [0.5, 0.4, 0.0]), (1, [5, 6, 7], [0.9, 0.8, 0.7])])
-    [[first, second]] = found(Calibration(2, CPU), chains)
+    [[first, second]] = found(Calibration(2, CPU, ops), chains)
     assert first == pytest.approx([0.5, 0.2, 0.0])
     assert second == pytest.approx([0.9, 0.72, 0.504])
 
 
 def test_an_estimate_falls_to_what_is_seen() -> None:
     """Drafts of source 0 that are estimated at 0.8 are right in one of four cases, those of source 1 in all."""
-    calibration = Calibration(2, CPU)
+    calibration = Calibration(2, CPU, ops)
     chains = chains_of(*([(0, [3], [0.8]), (1, [7 if i % 4 else 3], [0.8])] for i in range(64)))
     new = [[7 if i % 4 else 3] for i in range(64)]
     # Where both have the same token, they count as drafts that agree.
@@ -51,7 +52,7 @@ def test_an_estimate_falls_to_what_is_seen() -> None:
 
 
 def test_other_estimates_of_a_source_stay() -> None:
-    calibration = Calibration(1, CPU)
+    calibration = Calibration(1, CPU, ops)
     learn(calibration, chains_of([(0, [3], [0.8])]), [[4]], [1], times=100)
     [[low], [high]] = found(calibration, chains_of([(0, [3], [0.2])], [(0, [3], [0.8])]))
     assert low == pytest.approx([0.2])
@@ -60,7 +61,7 @@ def test_other_estimates_of_a_source_stay() -> None:
 
 def test_what_is_not_known_is_not_learnt() -> None:
     """Drafts after a wrong one, drafts past the committed tokens, and those of requests that were done."""
-    calibration = Calibration(1, CPU)
+    calibration = Calibration(1, CPU, ops)
     chains = chains_of([(0, [3, 4, 5], [0.7, 0.2, 0.5])])
     learn(calibration, chains, [[9, 4, 5]], [3], times=200)  # the first was wrong
     learn(calibration, chains, [[3, 4, 5]], [1], times=200)  # the first was right
@@ -73,7 +74,7 @@ def test_what_is_not_known_is_not_learnt() -> None:
 
 def test_the_source_that_was_not_chosen_is_learnt_too() -> None:
     """What was committed says that the second chain was right, and the first was not."""
-    calibration = Calibration(2, CPU)
+    calibration = Calibration(2, CPU, ops)
     chains = chains_of([(0, [3, 4], [0.8, 0.8]), (1, [5, 6], [0.2, 0.2])])
     learn(calibration, chains, [[5, 6]], [2], times=200)
     [[first, second]] = found(calibration, chains)
@@ -82,7 +83,7 @@ def test_the_source_that_was_not_chosen_is_learnt_too() -> None:
 
 
 def test_old_drafts_are_forgotten() -> None:
-    calibration = Calibration(1, CPU)
+    calibration = Calibration(1, CPU, ops)
     chains = chains_of(*([(0, [3], [0.5])],) * 32)
     learn(calibration, chains, [[4]] * 32, [1] * 32, times=500)
     assert found(calibration, chains)[0][0][0] < 0.02
@@ -97,7 +98,7 @@ def test_sums_do_not_depend_on_the_order_of_requests() -> None:
     sources, new, counts = torch.randint(0, 3, (50, 2)), torch.randint(0, 3, (50, 6)), torch.randint(0, 7, (50,))
     order, sums = torch.randperm(50), []
     for lines in (torch.arange(50), order):
-        calibration = Calibration(3, CPU)
+        calibration = Calibration(3, CPU, ops)
         chains = Chains(tokens[lines], estimates[lines], sources[lines])
         calibration.learn(calibration.judge(chains)[1], new[lines], counts[lines])
         sums.append(calibration.sums_2Q)

@@ -227,7 +227,7 @@ def test_preemption() -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("nodes", [1.5, None])
-@pytest.mark.parametrize("method", ["ngram", "suffix", "eagle"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "hybrid", "eagle"])
 def test_a_budget_for_verification(method: str, nodes: float | None, params: SamplingParams) -> None:
     """Rounds that verify some of the nodes are graphs. A sampled chain's text depends on what was drafted."""
     prompts = [*random_prompts(12, shared=10), [5, 6, 7] * 6, [3] * 12]
@@ -252,7 +252,7 @@ def test_a_budget_for_verification(method: str, nodes: float | None, params: Sam
         thresholds_S.fill_(math.log(0.4))
     gpu = run(engine, prompts, params)
     if params.temperature == 0 or method != "eagle":
-        expected = run(tiny_oracle("none", **settings), prompts, params)
+        expected = run(tiny_oracle("none", **settings, num_layers=num_target_layers(method)), prompts, params)
         assert [c.token_ids for c in gpu] == [c.token_ids for c in expected]
     drafted, rounds = (sum(getattr(c.speculation, name) for c in gpu) for name in ("drafted", "rounds"))
     assert 0 < drafted <= (1.2 if nodes else 4) * rounds  # times may say that all drafts are worth it

@@ -1,7 +1,8 @@
 """The tokens of a draft tree, the choice of its nodes, and its mask as FlashInfer's kernels read it, in plain torch.
 
 Shape suffixes as in `sampling.py`; of `tree_mask_bits`: B sequences, T packed tokens (Q of each sequence), W words, Z
-bytes.
+bytes; of chains: B requests, C chains of a request, D drafts, M new tokens, E edges between buckets, P last places of
+groups, Q buckets of all sources.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specbatch.kernels.corpus import ESTIMATE_UNIT
 from specbatch.kernels.torch.sampling import argmax
 
 
@@ -94,3 +96,50 @@ def tree_mask_bits(mask_TW: Tensor, mask_starts_B: Tensor, starts_B: Tensor, num
     visible = (bit < 0) | ((bit < width) & ((word >> (bit % 32)) & 1).bool())
     bits = visible.view(batch, -1, 8).int() << torch.arange(8, dtype=torch.int32, device=device)
     return bits.sum(dim=2).to(torch.uint8)
+
+
+# Chains of drafts by how likely they are, and how many of them were right, see `draft/calibration.py`
+
+
+def judge_chains(
+    tokens_BCD: Tensor,
+    estimates_BCD: Tensor,
+    sources_BC: Tensor,
+    factors_Q: Tensor,
+    edges_E: Tensor,
+    places_P: Tensor,
+    most: float,
+) -> tuple[Tensor, Tensor]:
+    """Return (probabilities_BCD, buckets_BCD): float32, the probability that a draft and all before it are right, and
+    int64, the bucket of each draft. An estimate is multiplied by the factor of its bucket, to at most `most`.
+
+    `tokens_BCD`: int64. `estimates_BCD`: float32; 0: there is no draft. `sources_BC`: int64. `edges_E`: float32, rising
+    values between the buckets of a chain's first estimate. `places_P`: int64, the last place of each group of places
+    but the last."""
+    num_places, num_edges = len(places_P) + 1, len(edges_E)
+    is_draft_BCD = estimates_BCD > 0
+    is_same_BCCD = tokens_BCD[:, :, None] == tokens_BCD[:, None]
+    is_same_BCCD = is_same_BCCD & is_draft_BCD[:, :, None] & is_draft_BCD[:, None]
+    agrees_BCD = is_same_BCCD.long().cumprod(dim=3).sum(dim=2) > 1  # with another one, not with itself alone
+    places_D = torch.bucketize(torch.arange(1, tokens_BCD.shape[2] + 1, device=places_P.device), places_P)
+    firsts_BC1 = torch.bucketize(estimates_BCD[:, :, :1].contiguous(), edges_E)
+    kinds_BCD = 2 * sources_BC[:, :, None] + agrees_BCD
+    buckets_BCD = (kinds_BCD * (num_edges + 1) + firsts_BC1) * num_places + places_D
+    return (estimates_BCD * factors_Q[buckets_BCD]).clamp(max=most).cumprod(dim=2), buckets_BCD
+
+
+def count_right(
+    tokens_BCD: Tensor, estimates_BCD: Tensor, buckets_BCD: Tensor, new_BM: Tensor, num_new_B: Tensor, sums_Q2: Tensor
+) -> Tensor:
+    """Return `sums_Q2` after adding to its buckets what a round showed about drafts: the estimates of those that were
+    tried, in units of 1 / ESTIMATE_UNIT, and the number of those that were right. A draft is tried if all before it
+    were right, and the token in its place is known: one of the first `num_new_B` of `new_BM`. All integers are
+    int64."""
+    width = min(tokens_BCD.shape[2], new_BM.shape[1])
+    estimates_BCW = estimates_BCD[:, :, :width]
+    is_known_B1W = (torch.arange(width, device=num_new_B.device) < num_new_B[:, None])[:, None]
+    is_right_BCW = (tokens_BCD[:, :, :width] == new_BM[:, None, :width]) & (estimates_BCW > 0)
+    right_BCW = (is_right_BCW & is_known_B1W).long().cumprod(dim=2)
+    tried_BCW = torch.nn.functional.pad(right_BCW, (1, 0), value=1)[:, :, :-1] * is_known_B1W
+    found = torch.stack(((estimates_BCW * ESTIMATE_UNIT).long() * tried_BCW, right_BCW), dim=3).view(-1, 2)
+    return sums_Q2.index_add_(0, buckets_BCD[:, :, :width].reshape(-1), found)

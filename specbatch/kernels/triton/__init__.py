@@ -28,7 +28,7 @@ from specbatch.kernels.triton.ngram import corpus_drafts, corpus_updates, ngram_
 from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.triton.steps import commit_round, pack_nodes, share_budget, span_layout
-from specbatch.kernels.triton.tree import draft_topk, select_nodes, tree_mask_bits
+from specbatch.kernels.triton.tree import count_right, draft_topk, judge_chains, select_nodes, tree_mask_bits
 from specbatch.kernels.triton.workspace import Workspace
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "commit_round",
     "corpus_drafts",
     "corpus_updates",
+    "count_right",
     "delta_prompts",
     "delta_rounds",
     "distribution",
@@ -61,6 +62,7 @@ __all__ = [
     "gated_norm",
     "integer_gated_linear",
     "integer_linear",
+    "judge_chains",
     "layer_norm",
     "linear",
     "logprobs",

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.corpus import ESTIMATE_UNIT
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.ordering import LOWEST, ordered, pack, packed_index, packed_number
 
@@ -212,3 +213,103 @@ def tree_mask_bits(mask_TW: Tensor, mask_starts_B: Tensor, starts_B: Tensor, num
         **launch_options(pdl),
     )
     return out
+
+
+# Chains of drafts by how likely they are, and how many of them were right, see `draft/calibration.py`
+
+_ESTIMATE_UNIT = tl.constexpr(ESTIMATE_UNIT)
+
+
+@triton.jit
+def _product(a, b):
+    return a * b
+
+
+@triton.jit
+def _judge_chains(
+    tokens_ptr, estimates_ptr, sources_ptr, factors_ptr, edges_ptr, places_ptr, probabilities_ptr, buckets_ptr,
+    num_drafts, most, CHAINS: tl.constexpr, EDGES: tl.constexpr, PLACES: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0).to(tl.int64)
+    first_line = line // CHAINS * CHAINS
+    draft = tl.arange(0, BLOCK_D)
+    real = draft < num_drafts
+    tokens = tl.load(tokens_ptr + line * num_drafts + draft, mask=real, other=0)
+    estimates = tl.load(estimates_ptr + line * num_drafts + draft, mask=real, other=0.0)
+    agrees = tl.zeros((BLOCK_D,), tl.int32)
+    for chain in tl.static_range(CHAINS):
+        other = first_line + chain
+        its_tokens = tl.load(tokens_ptr + other * num_drafts + draft, mask=real, other=0)
+        its_estimates = tl.load(estimates_ptr + other * num_drafts + draft, mask=real, other=0.0)
+        differs = (its_tokens != tokens) | (its_estimates <= 0) | (estimates <= 0)
+        same_so_far = tl.cumsum(differs.to(tl.int32), 0) == 0
+        agrees = agrees | (same_so_far & (other != line)).to(tl.int32)
+    place = tl.zeros((BLOCK_D,), tl.int32)
+    for i in tl.static_range(PLACES):
+        place += (draft + 1 > tl.load(places_ptr + i)).to(tl.int32)
+    first = tl.load(estimates_ptr + line * num_drafts)
+    bucket_of_first = 0
+    for i in tl.static_range(EDGES):
+        bucket_of_first += (first > tl.load(edges_ptr + i)).to(tl.int32)
+    kind = 2 * tl.load(sources_ptr + line) + agrees
+    buckets = (kind * (EDGES + 1) + bucket_of_first) * (PLACES + 1) + place
+    steps = tl.minimum(estimates * tl.load(factors_ptr + buckets, mask=real, other=0.0), most)
+    tl.store(probabilities_ptr + line * num_drafts + draft, tl.associative_scan(steps, 0, _product), mask=real)
+    tl.store(buckets_ptr + line * num_drafts + draft, buckets.to(tl.int64), mask=real)
+
+
+def judge_chains(
+    tokens_BCD: Tensor,
+    estimates_BCD: Tensor,
+    sources_BC: Tensor,
+    factors_Q: Tensor,
+    edges_E: Tensor,
+    places_P: Tensor,
+    most: float,
+) -> tuple[Tensor, Tensor]:
+    """See `kernels/torch/tree.py`."""
+    batch, chains, num_drafts = tokens_BCD.shape
+    tokens_BCD, estimates_BCD = tokens_BCD.contiguous(), estimates_BCD.contiguous()
+    probabilities_BCD, buckets_BCD = torch.empty_like(estimates_BCD), torch.empty_like(tokens_BCD)
+    launch(
+        _judge_chains, (batch * chains,),
+        tokens_BCD, estimates_BCD, sources_BC.contiguous(), factors_Q, edges_E, places_P, probabilities_BCD,
+        buckets_BCD, num_drafts, most, CHAINS=chains, EDGES=len(edges_E), PLACES=len(places_P),
+        BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
+    )  # fmt: skip
+    return probabilities_BCD, buckets_BCD
+
+
+@triton.jit
+def _count_right(
+    tokens_ptr, estimates_ptr, buckets_ptr, new_ptr, num_new_ptr, sums_ptr, num_drafts, num_columns,
+    CHAINS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    line = tl.program_id(0).to(tl.int64)
+    seq = line // CHAINS
+    draft = tl.arange(0, BLOCK_D)
+    num_new = tl.load(num_new_ptr + seq)
+    known = (draft < num_drafts) & (draft < num_columns) & (draft < num_new)
+    tokens = tl.load(tokens_ptr + line * num_drafts + draft, mask=known, other=0)
+    estimates = tl.load(estimates_ptr + line * num_drafts + draft, mask=known, other=0.0)
+    bucket = tl.load(buckets_ptr + line * num_drafts + draft, mask=known, other=0)
+    new = tl.load(new_ptr + seq * num_columns + draft, mask=known, other=0)
+    is_wrong = ((known & (tokens == new) & (estimates > 0)) == 0).to(tl.int32)
+    num_wrong = tl.cumsum(is_wrong, 0)
+    tried = known & (num_wrong - is_wrong == 0) & (estimates > 0)
+    tl.atomic_add(sums_ptr + 2 * bucket, (estimates * _ESTIMATE_UNIT).to(tl.int64), mask=tried)
+    tl.atomic_add(sums_ptr + 2 * bucket + 1, (num_wrong == 0).to(tl.int64), mask=tried)
+
+
+def count_right(
+    tokens_BCD: Tensor, estimates_BCD: Tensor, buckets_BCD: Tensor, new_BM: Tensor, num_new_B: Tensor, sums_Q2: Tensor
+) -> Tensor:
+    """See `kernels/torch/tree.py`."""
+    batch, chains, num_drafts = tokens_BCD.shape
+    launch(
+        _count_right, (batch * chains,),
+        tokens_BCD.contiguous(), estimates_BCD.contiguous(), buckets_BCD, new_BM.contiguous(), num_new_B.contiguous(),
+        sums_Q2, num_drafts, new_BM.shape[1], CHAINS=chains, BLOCK_D=max(16, triton.next_power_of_2(num_drafts)),
+        num_warps=1,
+    )  # fmt: skip
+    return sums_Q2

@@ -1,0 +1,59 @@
+"""Probabilities and buckets of chains, and counts of right drafts: torch and Triton alike, against plain loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specbatch.kernels.corpus import ESTIMATE_UNIT
+from tests.kernels.batches import CUDA
+from tests.kernels.operations import Ops
+
+pytestmark = [pytest.mark.gpu] if CUDA else []
+EDGES, PLACES, NUM_SOURCES, MOST = [0.2, 0.6, 0.9], [1, 2, 4], 3, 0.99
+NUM_BUCKETS = NUM_SOURCES * 2 * 4 * 4
+
+
+@pytest.mark.parametrize(("chains", "drafts"), [(2, 31), (3, 7), (3, 1)])
+def test_chains_are_judged_and_counted(ops: Ops, chains: int, drafts: int) -> None:
+    torch.manual_seed(drafts)
+    batch, columns = 9, max(1, drafts - 2)
+    tokens = torch.randint(0, 2, (batch, chains, drafts))
+    tokens[:4] = tokens[:4, :1]  # Chains agree for a while.
+    tokens[:4, 1, drafts // 2 :] += 1
+    lengths = torch.randint(0, drafts + 1, (batch, chains, 1))
+    estimates = torch.rand(batch, chains, drafts) * (torch.arange(drafts) < lengths)
+    sources, factors = torch.randint(0, NUM_SOURCES, (batch, chains)), 0.5 + torch.rand(NUM_BUCKETS)
+    new, num_new = tokens[:, 0, :columns].clone(), torch.randint(0, columns + 1, (batch,))
+    new[5:, -1] += 1
+    probabilities, buckets = ops.judge_chains(
+        tokens, estimates, sources, factors, torch.tensor(EDGES), torch.tensor(PLACES), MOST
+    )
+    sums = ops.count_right(tokens, estimates, buckets, new, num_new, torch.zeros(NUM_BUCKETS, 2, dtype=torch.int64))
+    expected_sums, num_agreeing = torch.zeros_like(sums), 0
+    for b in range(batch):
+        for c in range(chains):
+            product, is_right = 1.0, True
+            for d in range(int(lengths[b, c])):
+                agrees = any(
+                    int(lengths[b, o]) > d and tokens[b, o, : d + 1].equal(tokens[b, c, : d + 1])
+                    for o in range(chains)
+                    if o != c
+                )
+                num_agreeing += agrees
+                first = sum(float(estimates[b, c, 0]) > edge for edge in EDGES)
+                place = sum(d + 1 > last for last in PLACES)
+                bucket = ((2 * int(sources[b, c]) + agrees) * 4 + first) * 4 + place
+                assert buckets[b, c, d] == bucket
+                product *= min(MOST, float(estimates[b, c, d]) * float(factors[bucket]))
+                assert float(probabilities[b, c, d]) == pytest.approx(product, rel=1e-5)
+                if is_right and d < min(int(num_new[b]), columns):
+                    is_right = bool(tokens[b, c, d] == new[b, d])
+                    expected_sums[bucket, 0] += int(estimates[b, c, d] * ESTIMATE_UNIT)
+                    expected_sums[bucket, 1] += is_right
+                else:
+                    is_right = False
+            assert not probabilities[b, c, int(lengths[b, c]) :].any()
+    assert torch.equal(sums, expected_sums)
+    assert num_agreeing > 0
+    assert 0 < sums[:, 1].sum() < (sums[:, 0] > 0).sum() * batch
