@@ -296,7 +296,9 @@ def test_logits_are_those_of_the_reference(
                 continue
             expected = reference.logits(text[: length + 1], features[:length], before)
             assert len(logits) == block.max_drafts
-            torch.testing.assert_close(torch.stack(logits), expected, atol=1e-4, rtol=1e-4)
+            # Sums of large terms are rounded: processors differ by a few 1e-5 of the largest logit.
+            largest = max(1.0, float(expected.abs().max()))
+            torch.testing.assert_close(torch.stack(logits), expected, atol=1e-4 * largest, rtol=1e-4)
             assert bool(sure) == bool(block.confidence_size)
             if sure:
                 confidences = reference.confidences(text[: length + 1], features[:length], before)
