@@ -31,10 +31,9 @@ from specbatch.kernels.corpus import ESTIMATE_UNIT
 
 _EDGES = (0.15, 0.3, 0.45, 0.6, 0.75, 0.87, 0.94, 0.975)  # between buckets of the first estimate; most are large
 _PLACES = (1, 2, 4, 8, 16)  # the last place of all groups of places but the last
-_NUM_BUCKETS = (
-    2 * (len(_EDGES) + 1) * (len(_PLACES) + 1)
-)  # Each source has them; half are of drafts that others agree with.
-_PRIOR_WEIGHT = 32.0  # expected right drafts that came out as expected, before there are any
+# Each source has these buckets. Half of them are of drafts that others agree with.
+_NUM_BUCKETS = 2 * (len(_EDGES) + 1) * (len(_PLACES) + 1)
+_PRIOR_WEIGHT = 32.0  # right drafts, as many as expected, with which each bucket begins
 _REMEMBERED = 1000.0  # expected right drafts of a bucket that are remembered
 _MOST = 0.995  # the largest estimate
 
