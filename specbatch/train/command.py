@@ -32,7 +32,7 @@ from specbatch.train.block.drafter import TrainedBlocks
 from specbatch.train.block.learner import BlockLearner
 from specbatch.train.block.losses import LossSettings
 from specbatch.train.block.sizes import BlockSizes, block_config
-from specbatch.train.checkpoint import save_checkpoint, stored
+from specbatch.train.checkpoint import save_checkpoint
 from specbatch.train.eagle import export as eagle_export
 from specbatch.train.eagle import head as eagle
 from specbatch.train.eagle.head import DraftHead, head_config
@@ -239,13 +239,15 @@ def _train(
     learner.module.to(device)
     trainer = Trainer(settings, learner, train_set, validation, files.training, device, pipeline.say)
     records = trainer.run(overwrite=options.overwrite)
-    weights = learner.module.state_dict()
     if isinstance(drafter, EagleConfig):
+        weights = learner.module.state_dict()
         tensors = eagle_export.checkpoint_tensors(weights, draft_ids_W, config.vocab_size)
         path = save_checkpoint(files.folder, tensors, eagle_export.config_json(drafter, config))
     else:
         name = plan.config.model.target
-        path = save_checkpoint(files.folder, stored(weights), block_export.config_json(drafter, name))
+        assert isinstance(learner.module, TrainedBlocks)
+        tensors = block_export.checkpoint_tensors(learner.module, plan.target)
+        path = save_checkpoint(files.folder, tensors, block_export.config_json(drafter, name))
     pipeline.say(f"{path}: {path.stat().st_size / 1e6:.2f} MB; " + described(records[-1]["validation"]))
     plot(records, files.folder / "training.png", f"{options.kind} for {plan.config.model.target}", pipeline.say)
     del trainer, learner

@@ -1,9 +1,28 @@
-"""The config.json of a trained block drafter: as vLLM's speculators writes it (`speculators_model_type` dflash or
-dspark), or as SpecForge does (Domino). The checkpoint has no embedding and no LM head: they are the target's."""
+"""The checkpoint of a trained block drafter: as vLLM's speculators writes it (`speculators_model_type` dflash or
+dspark), or as SpecForge does (Domino). Its embedding and its LM head are the target's. With a reduced vocabulary, files
+of speculators have a copy of these rows of the LM head, which other engines read."""
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from specbatch.models.blocks.config import BlockConfig, DominoConfig, MarkovConfig
+from specbatch.models.formats.checkpoint import Checkpoint
+from specbatch.train.block.drafter import TrainedBlocks
+from specbatch.train.checkpoint import stored
+
+
+def checkpoint_tensors(
+    drafter: TrainedBlocks, target: Checkpoint, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Tensor]:
+    """Return the tensors of a drafter's file."""
+    weights, block = drafter.state_dict(), drafter.block
+    if block.has_vocab_map and not isinstance(block.head, DominoConfig):
+        tied = target.config.tie_word_embeddings
+        lm_head_VE = target.tensors.load("model.embed_tokens.weight" if tied else "lm_head.weight")
+        weights["lm_head.weight"] = lm_head_VE[weights["t2d"].to(lm_head_VE.device)]
+    return stored(weights, dtype)
 
 
 def config_json(block: BlockConfig, target_name: str) -> dict[str, object]:
