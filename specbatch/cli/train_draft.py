@@ -78,7 +78,11 @@ def train_draft(
     ] = None,
     blocks: Annotated[
         int | None,
-        _block(metavar="N", help="Blocks that learn at a step.", show_default="half of the tokens of a step"),
+        _block(
+            metavar="N",
+            help="Blocks that learn at a step, rounded up to a multiple of 128.",
+            show_default="half of the tokens of a step",
+        ),
     ] = None,
     head: Annotated[
         str | None,

@@ -33,8 +33,8 @@ _RIGHT = (
     (0.18, 0.58, 0.79, 0.85, 0.88, 0.89, 0.90, 0.97),
     (0.18, 0.92, 0.95, 0.96, 0.98, 0.98, 0.99, 0.99),
 )
-ESTIMATE_UNIT = 1 << 20  # Sums of estimates are integers, which do not depend on the order.
-MATCH_POWER = 1.4  # was found in the same way
+MATCH_POWER = 1.4  # This was found in the same way.
+ESTIMATE_UNIT = 1 << 20  # Sums of estimates are integers in units of 1 / this, which do not depend on the order.
 
 
 def word_estimates(device: torch.device) -> Tensor:

@@ -23,13 +23,14 @@ Mode = Literal["off", "on", "auto"]
 class Job(NamedTuple):
     """The facts by which `auto` decides. `num_nodes`: the tokens of a request in a round. `has_groups`: rounds read the
     keys that requests share once, and lanes would divide these groups. `has_experts`: each lane of the target would
-    read the same experts."""
+    read the same experts. `has_budget`: chains share a budget of nodes, and in lanes they would be verified whole."""
 
     max_batch_size: int
     num_nodes: int
     target_bytes: int
     has_groups: bool
     has_experts: bool = False
+    has_budget: bool = False
 
 
 def resolve_mode(section: EngineSection, device: torch.device, attention: str, notes: list[str]) -> Mode:
@@ -71,7 +72,8 @@ def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, note
         return None
     if mode == "on" or device.type == "cpu":
         return LaneLimits(MIN_LANE, prompt_tokens)
-    if num_ranks == 1 and job.has_groups:
+    is_whole = job.has_groups or job.has_budget
+    if num_ranks == 1 and is_whole:
         return None
     if (why := _loss_on_gpus(num_ranks, job)) is not None:
         notes.append(f"engine.two_batch_overlap: off ({why})")
@@ -79,7 +81,7 @@ def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, note
     if num_ranks == 1:
         return LaneLimits(MIN_LANE, NEVER)  # no sum of prompts can be hidden, and as graphs they are faster
     least = max(MIN_LANE, -(-_TOKENS_OF_RANKS // (8 * job.num_nodes)) * 8)
-    has_rounds = 2 * least <= job.max_batch_size and not job.has_groups
+    has_rounds = 2 * least <= job.max_batch_size and not is_whole
     return LaneLimits(least if has_rounds else None, prompt_tokens)
 
 

@@ -288,7 +288,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     )
     target_bytes = models[0].num_parameters() * dtype.itemsize
     has_groups, has_experts = limits is not None, target.config.moe is not None
-    job = LaneJob(engine.max_batch_size, num_nodes, target_bytes, has_groups, has_experts)
+    job = LaneJob(engine.max_batch_size, num_nodes, target_bytes, has_groups, has_experts, budget is not None)
     engine = replace(engine, cascade=limits, lanes=lane_limits(engine.lane_mode, num_ranks, device, job, notes))
     if engine.attention == "flashinfer":
         for shape in shapes:

@@ -281,19 +281,17 @@ def resolve_budget(
             f"with {option} the rounds of a request depend on the others, and engine.deterministic is on",
             hint=f"set {option}: null",
         )
+    if nodes == "auto" and not can_measure:
+        notes.append(
+            f"{option}: auto, all nodes (it needs rounds that are CUDA graphs, and ranks with the same requests)"
+        )
+        return None
     if METHODS[speculation.method].net is not None and speculation.method not in CORPUS_METHODS:  # coupled drafts
         notes.append(
             f"{option}: sampled requests are drawn together with a chain's drafts, so their texts depend on the "
             "requests that run at the same time; greedy requests' do not"
         )
-    if nodes != "auto":
-        return VerifyBudget(nodes)
-    if not can_measure:
-        notes.append(
-            f"{option}: auto, all nodes (it needs rounds that are CUDA graphs, and ranks with the same requests)"
-        )
-        return None
-    return VerifyBudget(None)
+    return VerifyBudget(None if nodes == "auto" else nodes)
 
 
 def check_simulation(speculation: Speculation, on_cuda: bool) -> None:

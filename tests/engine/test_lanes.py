@@ -392,6 +392,7 @@ def test_where_lanes_are_measured(sets: list[str], device: str, attention: str, 
         (2, Job(256, 4, 10**11, has_groups=False), LaneLimits(64, 1024)),
         (2, Job(256, 7, 10**11, has_groups=False), LaneLimits(40, 1024)),
         (2, Job(256, 4, 10**11, has_groups=True), LaneLimits(None, 1024)),
+        (2, Job(256, 4, 10**11, has_groups=False, has_budget=True), LaneLimits(None, 1024)),
         (2, Job(64, 64, 10**11, has_groups=False), LaneLimits(8, 1024)),
         (2, Job(512, 16, 10**11, has_groups=False, has_experts=True), None),
         (4, Job(512, 16, 10**11, has_groups=False), None),
@@ -404,7 +405,8 @@ def test_what_auto_measures_on_cuda(num_ranks: int, job: Job, expected: LaneLimi
     assert lane_limits("auto", num_ranks, cuda, job, notes) == expected
     assert bool(notes) == (expected is None)
     assert lane_limits("off", num_ranks, cuda, job, notes) is None
-    assert num_ranks > 1 or lane_limits("auto", 1, cuda, job._replace(has_groups=True), []) is None
+    for name in ("has_groups", "has_budget"):
+        assert num_ranks > 1 or lane_limits("auto", 1, cuda, job._replace(**{name: True}), []) is None
     assert lane_limits("on", num_ranks, cuda, job._replace(has_groups=False), notes) == LaneLimits(8, 1024)
 
 

@@ -89,6 +89,13 @@ def test_rounds_of_suffix_and_hybrid_share_a_budget_where_they_can(
     assert any("verify_budget: auto (the default" in note for note in notes) == is_shared
 
 
+def test_a_note_on_sampled_rows_is_for_rounds_with_a_budget() -> None:
+    """On a CPU `auto` has none: texts do not depend on other requests."""
+    run = resolve(load_config(None, [*TINY, *HEAD, "speculation.verify_budget=auto"]))
+    [note] = [note for note in run.notes if "verify_budget" in note]
+    assert "auto, all nodes" in note
+
+
 def test_sampled_rows_of_a_head_have_a_note() -> None:
     run = resolve(load_config(None, [*TINY, *HEAD, "speculation.verify_budget=2"]))
     assert any("their texts depend on the requests that run at the same time" in note for note in run.notes)

@@ -281,9 +281,10 @@ def trainer(
     max_steps: int,
     head: HeadName = "markov",
     optimizer: str = "adamw",
+    **sizes: Any,
 ) -> Any:
     """Make a training of the tiny target in float64, which saves after every step."""
-    drafter = TrainedBlocks(config_of(head)).double()
+    drafter = TrainedBlocks(config_of(head, **sizes)).double()
     initialise(drafter, target_checkpoint(), 0)
     folder.mkdir(exist_ok=True)
     settings = TrainSettings(1000, max_steps, 1e-2, 0.1, 0.01, 256, 0, optimizer)
@@ -318,6 +319,8 @@ def test_an_interrupted_training_ends_with_the_same_weights(optimizer: str, tmp_
     assert timeless(records) == timeless(expected)
     with pytest.raises(InputError, match=r"head: .*Markov.*now 'None'"):
         trainer(tmp_path / "b", examples, lines.append, 16, head="none").run()
+    with pytest.raises(InputError, match="kv_heads: 2, now 4"):
+        trainer(tmp_path / "b", examples, lines.append, 16, num_kv_heads=4).run()
 
 
 @pytest.mark.parametrize("head", [*(pytest.param(h, marks=pytest.mark.wide) for h in ("none", "markov")), "domino"])

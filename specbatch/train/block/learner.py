@@ -26,8 +26,8 @@ _MIN_FLEX_HEAD = 16  # the fewest dimensions of a head that FlexAttention comput
 
 
 class BlockLearner:
-    """A `Learner` with about `num_blocks` blocks a step. `batch_tokens`: the most tokens of a batch. `longest`: the
-    length of the longest padded text. `make_target`: loads the frozen target.
+    """A `Learner` with `num_blocks` blocks a step, rounded up to a multiple of TILE. `batch_tokens`: the most tokens of
+    a batch. `longest`: the length of the longest padded text. `make_target`: loads the frozen target.
 
     On CUDA all batches have the same sizes, for which attention is compiled once.
     """
@@ -62,6 +62,7 @@ class BlockLearner:
             "block_size": block.block_size,
             "num_layers": block.decoder.num_layers,
             "intermediate_size": block.decoder.intermediate_size,
+            "kv_heads": block.decoder.num_kv_heads,
             "features": list(block.aux_layers),
             "head": repr(block.head),
             "draft_vocab_size": block.draft_vocab_size,
