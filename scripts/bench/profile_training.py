@@ -59,11 +59,12 @@ def main() -> None:
         trainer = Trainer(settings, learner, examples, examples[:1], Path(folder), run.device, print)
         learner.load_target()
         chosen = [[examples[i] for i in indices] for indices in plan if len(indices) >= len(plan[0]) // 2]
-        timed = [step(trainer, part) for part in chosen[: args.steps + _WARM]][_WARM:]
-        line = {"commit": commit(), "device": device_name(str(run.device)), "options": given} | figures(timed)
-        print(json.dumps(line, default=str), flush=True)
-        if not args.no_profile:
-            show(trainer, chosen[-1])
+        with trainer.host_threads():
+            timed = [step(trainer, part) for part in chosen[: args.steps + _WARM]][_WARM:]
+            line = {"commit": commit(), "device": device_name(str(run.device)), "options": given} | figures(timed)
+            print(json.dumps(line, default=str), flush=True)
+            if not args.no_profile:
+                show(trainer, chosen[-1])
 
 
 def texts(vocab_size: int, num_tokens: int) -> list[Example]:

@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from specbatch.errors import InputError
+from specbatch.torch_threads import use_threads
 from specbatch.train.acceptance import Acceptance
 from specbatch.train.checkpoint import SAME_COMMAND, first_line
 from specbatch.train.examples import Example, batches
@@ -106,7 +108,7 @@ class Trainer:
         # Far enough apart that validation takes a small part of the time, however short the run is.
         validate_every = max(self.num_steps // _VALIDATIONS, _STEPS_A_VALIDATED_BATCH * len(self._validation_plan()))
         pending: list[Losses] = []
-        with self.metrics.open("a", encoding="utf-8") as file:
+        with self.metrics.open("a", encoding="utf-8") as file, self.host_threads():
 
             def record(entry: dict[str, Any]) -> None:
                 records.append(entry)
@@ -143,6 +145,14 @@ class Trainer:
                         f" · {tokens / (now - began):,.0f} tok/s · {left:,.0f} s left"
                     )
         return records
+
+    def host_threads(self) -> AbstractContextManager[None]:
+        """Compute with one thread of the host where a GPU trains.
+
+        The host makes batches by many small operations. Threads would wait for each other in each of them, and for long
+        if other processes have the cores: 370 ms a batch in place of 6 (two cores, one of them busy).
+        """
+        return use_threads(1) if self._device.type == "cuda" else nullcontext()
 
     def _optimise(self, examples: Sequence[Example]) -> Losses:
         rate = self._rate(self._step)

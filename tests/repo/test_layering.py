@@ -40,7 +40,7 @@ LAYERS = [
     ["types"],
     ["strict", "counts", "logprobs", "matcher"],
     ["schemas"],
-    ["errors", "signals", ""],  # "": the package itself, for its version
+    ["errors", "signals", "torch_threads", ""],  # "": the package itself, for its version
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 CONFIG_READERS = (

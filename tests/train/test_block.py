@@ -23,6 +23,7 @@ from specbatch.models.formats.checkpoint import open_checkpoint
 from specbatch.models.weight_loader import WeightLoader
 from specbatch.setup.build import build, build_decoder
 from specbatch.setup.resolve import resolve
+from specbatch.torch_threads import use_threads
 from specbatch.train.block import losses as block_losses
 from specbatch.train.block.attention import TILE, flex_attention_of, masked_attention, tile_mask
 from specbatch.train.block.batch import BlockBatch, all_roots, collate, random_roots
@@ -321,6 +322,16 @@ def test_an_interrupted_training_ends_with_the_same_weights(optimizer: str, tmp_
         trainer(tmp_path / "b", examples, lines.append, 16, head="none").run()
     with pytest.raises(InputError, match="kv_heads: 2, now 4"):
         trainer(tmp_path / "b", examples, lines.append, 16, num_kv_heads=4).run()
+
+
+@pytest.mark.parametrize(("device", "threads"), [("cuda", 1), ("cpu", 3)])
+def test_the_host_makes_batches_for_a_gpu_with_one_thread(device: str, threads: int, tmp_path: Path) -> None:
+    tested = trainer(tmp_path, examples_of(6), print, 4, head="none")
+    tested._device = torch.device(device)
+    with use_threads(3):
+        with tested.host_threads():
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 3
 
 
 @pytest.mark.parametrize("head", [*(pytest.param(h, marks=pytest.mark.wide) for h in ("none", "markov")), "domino"])

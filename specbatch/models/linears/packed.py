@@ -10,8 +10,7 @@ Shape suffixes: T tokens, R tokens of one block, I input features, O output feat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from specbatch.kernels.activations import Activation
 from specbatch.kernels.torch.model import gated
 from specbatch.models.linears.linear import GatedLinear, Linear
+from specbatch.torch_threads import use_threads
 
 # The smallest block. A single token is computed as a block of this size, at the same cost: weights are streamed from
 # memory.
@@ -107,12 +107,12 @@ class _PackedGemm:
 
     def __call__(self, x_RI: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
         """Compute the GEMM with oneDNN's activation of the result, fused."""
-        with _threads(self.settings.threads_for(torch.get_num_threads())):
+        with use_threads(self.settings.threads_for(torch.get_num_threads())):
             return torch.ops.mkldnn._linear_pointwise(x_RI, self._weight, self._bias, activation, [], algorithm)
 
     def times(self, x_RI: Tensor, factor_RO: Tensor) -> Tensor:
         """The result multiplied elementwise by `factor_RO`, fused."""
-        with _threads(self.settings.threads_for(torch.get_num_threads())):
+        with use_threads(self.settings.threads_for(torch.get_num_threads())):
             return torch.ops.mkldnn._linear_pointwise.binary(x_RI, factor_RO, self._weight, self._bias, "mul")
 
 
@@ -172,33 +172,20 @@ def _settle(in_features: int, out_features: int, max_threads: int) -> BlockSetti
     def is_stable(count: int) -> bool:
         """Return whether a token of the smallest block gives the same bits at each index."""
         block = x[:BLOCK_TOKENS]
-        with _threads(count):
+        with use_threads(count):
             result = multiply(block)
             return all(
                 torch.equal(multiply(block.roll(shift, 0)), result.roll(shift, 0)) for shift in range(1, BLOCK_TOKENS)
             )
 
     def agrees(count: int) -> bool:
-        with _threads(count):
+        with use_threads(count):
             return all(torch.equal(multiply(x[:size]), small[:size]) for size in blocks)
 
     counts = thread_counts(max_threads)
     most = next(count for count in counts if count == 1 or is_stable(count))
-    with _threads(most):
+    with use_threads(most):
         small = torch.cat([multiply(part) for part in x.split(BLOCK_TOKENS)])
         blocks = (*(size for size in _LARGER_BLOCKS if torch.equal(multiply(x[:size]), small[:size])), BLOCK_TOKENS)
     fewer = [count for count in counts if count < most and is_stable(count) and agrees(count)]
     return BlockSettings((most, *fewer), blocks)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
