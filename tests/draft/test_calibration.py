@@ -73,7 +73,7 @@ def test_what_is_not_known_is_not_learnt() -> None:
 
 
 def test_the_source_that_was_not_chosen_is_learnt_too() -> None:
-    """What was committed says that the second chain was right, and the first was not."""
+    """A round whose committed tokens are those of the second chain, and not of the first."""
     calibration = Calibration(2, CPU, ops)
     chains = chains_of([(0, [3, 4], [0.8, 0.8]), (1, [5, 6], [0.2, 0.2])])
     learn(calibration, chains, [[5, 6]], [2], times=200)

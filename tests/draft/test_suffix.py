@@ -301,7 +301,7 @@ def test_drafts_of_the_rows_own_text_end_where_they_are_unlikely(least: float, c
 
 
 def test_a_source_that_is_mostly_wrong_is_no_longer_chosen(prompts: list[list[int]]) -> None:
-    """Of two engines, one has seen that the network is mostly wrong, and the other that it is mostly right."""
+    """Two engines: one has seen that the network is mostly wrong, the other that it is mostly right."""
     drafted = []
     for right in (0.0, 1000.0):
         engine = tiny_engine("hybrid", CHAIN, num_pages=256)
