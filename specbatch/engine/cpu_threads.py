@@ -26,6 +26,7 @@ from specbatch.batch import PagedBatch
 from specbatch.cache.pages import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.linears.packed import thread_counts
+from specbatch.torch_threads import use_threads
 
 _WINDOW_SECONDS = 1.0
 _QUIET_WINDOWS = 3  # windows with room for more threads, before their number goes up
@@ -125,14 +126,10 @@ def new_governor(configs: Sequence[ModelConfig], environment: Mapping[str, str] 
 
 def agreeing(counts: tuple[int, ...], compute: Callable[[], list[Tensor]]) -> tuple[int, ...]:
     """Those of `counts`, the first included, under which `compute` gives the same bits as under the first."""
-    before = torch.get_num_threads()
     results = []
-    try:
-        for count in counts:
-            torch.set_num_threads(count)
+    for count in counts:
+        with use_threads(count):
             results.append(compute())
-    finally:
-        torch.set_num_threads(before)
     return tuple(n for n, result in zip(counts, results, strict=True) if all(map(torch.equal, result, results[0])))
 
 
