@@ -67,6 +67,27 @@ def test_argmax_and_margin(ops: Ops, vocab: int, dtype: torch.dtype) -> None:
     assert margins[1] == (0.0 if vocab > 1 else math.inf)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_argmax_at_the_edges_of_groups(ops: Ops, dtype: torch.dtype) -> None:
+    """The largest value and the second one at all sides of an edge, and a NaN of either sign there."""
+    edges = [0, 127, 128, 255, 256, 2048, 4095, 4098]
+    rows = []
+    for first, second in itertools.product(edges, repeat=2):
+        logits = torch.full((4099,), -3.0)
+        logits[second], logits[first] = 5.0, 7.0
+        rows.append(logits)
+    found, margins = ops.argmax_and_margin(torch.stack(rows).to(dtype), NO_TOKEN)
+    assert found.tolist() == [first for first in edges for _ in edges]
+    expected = [10.0 if first == second else 2.0 for first, second in itertools.product(edges, repeat=2)]
+    assert margins.tolist() == expected
+    ties = torch.stack([(row > 0).float() for row in rows])
+    assert ops.argmax(ties.to(dtype)).tolist() == [min(pair) for pair in itertools.product(edges, repeat=2)]
+    broken = torch.stack(rows[:: len(edges) + 1])
+    for row, edge in enumerate(edges):
+        broken[row, edge] = math.copysign(math.nan, row % 2 - 0.5)
+    assert ops.argmax(broken.to(dtype), NO_TOKEN).tolist() == [NO_TOKEN] * len(edges)
+
+
 def noise_cases() -> tuple[list[RngKey], list[int]]:
     rng = random.Random(0)
     words = [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]

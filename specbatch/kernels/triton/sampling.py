@@ -17,52 +17,54 @@ from specbatch.kernels.triton.parts.filters import LOWEST, NO_ID, bar_of_filters
 from specbatch.kernels.triton.parts.launch import launch
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
+# The argmax of a row is found in the first of its *groups* that has the largest value. One load of a warp, of 16 bytes
+# for each thread, is a group, so that no threads of two warps have to meet. A program has 16 groups.
+_GROUP_BYTES, _GROUPS = 512, 16
 
 
 # Argmax
 
 
 @triton.jit
-def _argmax_of_chunk(
-    logits_ptr, value_ptr, second_ptr, id_ptr, stride, vocab, CHUNK: tl.constexpr, HAS_MARGIN: tl.constexpr
-):
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(value_ptr.dtype.element_ty)
-    x = tl.where(x == x, x, float("inf"))
-    best = tl.max(x)
-    best_id = tl.min(tl.where(x == best, ids, NO_ID))
-    at = row * tl.num_programs(1) + chunk
-    tl.store(value_ptr + at, best)
-    tl.store(id_ptr + at, best_id)
-    if HAS_MARGIN:
-        tl.store(second_ptr + at, tl.max(tl.where(ids == best_id, float("-inf"), x)))
+def _max_of_groups(
+    logits_ptr, peak_ptr, stride, vocab, num_groups, num_chunks, GROUP: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Compute the largest values of some groups of a row. Per logit it has a conversion and two comparisons: with more
+    work, such as a search for the index, it would take longer than the memory does."""
+    row, chunk = (tl.program_id(0) // num_chunks).to(tl.int64), tl.program_id(0) % num_chunks
+    groups = chunk * GROUPS + tl.arange(0, GROUPS)
+    ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(peak_ptr.dtype.element_ty)
+    x = tl.minimum(x, float("inf"))  # the smaller of NaN and +inf is +inf
+    tl.store(peak_ptr + row * num_groups + groups, tl.max(x, 1), mask=groups < num_groups)
 
 
 @triton.jit
-def _argmax_of_chunks(
-    value_ptr, second_ptr, id_ptr, out_ptr, margin_ptr, num_chunks,
-    CHUNKS: tl.constexpr, OTHERWISE: tl.constexpr, HAS_MARGIN: tl.constexpr,
+def _argmax_of_groups(
+    logits_ptr, peak_ptr, out_ptr, margin_ptr, stride, vocab, num_groups,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, OTHERWISE: tl.constexpr, HAS_MARGIN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, CHUNKS)
-    at = row * num_chunks + chunks
-    value = tl.load(value_ptr + at, mask=chunks < num_chunks, other=float("-inf"))
-    ids = tl.load(id_ptr + at, mask=chunks < num_chunks, other=NO_ID)
-    peak = tl.max(value)
-    best = tl.min(tl.where(value == peak, ids, NO_ID))
+    groups = tl.arange(0, GROUPS)
+    peaks = tl.load(peak_ptr + row * num_groups + groups, mask=groups < num_groups, other=float("-inf"))
+    peak = tl.max(peaks)
+    group = tl.min(tl.where(peaks == peak, groups, NO_ID))
+    ids = group * GROUP + tl.arange(0, GROUP)
+    x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(peak_ptr.dtype.element_ty)
+    best = tl.min(tl.where(x == peak, ids, NO_ID))
     finite = (peak > LOWEST) & (peak < float("inf"))
     tl.store(out_ptr + row, tl.where(finite, best, OTHERWISE).to(tl.int64))
     if HAS_MARGIN:
-        # The second value of the whole row is that of the best chunk, or the best of another chunk.
-        second = tl.load(second_ptr + at, mask=chunks < num_chunks, other=float("-inf"))
-        second = tl.max(tl.where(ids == best, second, value))
+        # The second value of the whole row is that of the best group, or the best of another group.
+        second = tl.maximum(
+            tl.max(tl.where(groups == group, float("-inf"), peaks)), tl.max(tl.where(ids == best, float("-inf"), x))
+        )
         margin = tl.where(finite & (second > LOWEST), peak - second, float("inf"))
         tl.store(margin_ptr + row, margin.to(tl.float32))
 
 
 def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
-    """See `kernels/torch/sampling.py`. Chunks of a row run in parallel. Rows need not be contiguous to each other."""
+    """See `kernels/torch/sampling.py`. Parts of a row run in parallel. Rows need not be contiguous to each other."""
     return _argmax(logits_RV, otherwise, None)
 
 
@@ -76,30 +78,21 @@ def _argmax(logits_RV: Tensor, otherwise: int, margin_R: Tensor | None) -> Tenso
     """Compute `argmax`. `margin_R`: a tensor for the margins, or None."""
     rows, vocab = logits_RV.shape
     assert logits_RV.stride(1) == 1
-    chunk = min(4096, triton.next_power_of_2(vocab))
-    num_chunks = triton.cdiv(vocab, chunk)
+    group = _GROUP_BYTES // logits_RV.element_size()
+    num_groups = triton.cdiv(vocab, group)
+    num_chunks = triton.cdiv(num_groups, _GROUPS)
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
-    # Each tensor is aligned. Otherwise Triton would compile the kernels again.
-    value, second = (torch.empty((rows, num_chunks), dtype=wide, device=logits_RV.device) for _ in range(2))
-    ids = torch.empty((rows, num_chunks), dtype=torch.int32, device=logits_RV.device)
+    peaks = torch.empty((rows, num_groups), dtype=wide, device=logits_RV.device)
     out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    has_margin = margin_R is not None
     launch(
-        _argmax_of_chunk,
-        (rows, num_chunks),
-        logits_RV,
-        value,
-        second,
-        ids,
-        logits_RV.stride(0),
-        vocab,
-        CHUNK=chunk,
-        HAS_MARGIN=has_margin,
-    )
+        _max_of_groups, (rows * num_chunks,),
+        logits_RV, peaks, logits_RV.stride(0), vocab, num_groups, num_chunks, GROUP=group, GROUPS=_GROUPS, num_warps=4,
+    )  # fmt: skip
     launch(
-        _argmax_of_chunks, (rows,),
-        value, second, ids, out, out if margin_R is None else margin_R, num_chunks,
-        CHUNKS=triton.next_power_of_2(num_chunks), OTHERWISE=otherwise, HAS_MARGIN=has_margin, num_warps=1,
+        _argmax_of_groups, (rows,),
+        logits_RV, peaks, out, out if margin_R is None else margin_R, logits_RV.stride(0), vocab, num_groups,
+        GROUP=group, GROUPS=triton.next_power_of_2(num_groups), OTHERWISE=otherwise, HAS_MARGIN=margin_R is not None,
+        num_warps=1,
     )  # fmt: skip
     return out
 
