@@ -214,6 +214,22 @@ def test_large_distribution_sample_and_draw(triton_ops: Ops, name: str, dtype: t
         assert bool((expected.gather(1, tokens[:, None]) > 0).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sample_at_the_edges_of_groups(triton_ops: Ops, dtype: torch.dtype) -> None:
+    """Equal tokens at all sides of an edge. Top-p keeps the first of them, and top-k keeps all."""
+    edges = [0, 127, 128, 255, 256, 2048, 4095, 4098]
+    logits = torch.full((4099,), -math.inf)
+    logits[edges] = 3.0
+    for params, kept in (({}, 8), ({"top_p": 0.625}, 5), ({"top_k": 3}, 8), ({"top_p": 0.3125, "top_k": 1}, 3)):
+        filters = filter_tensors([SamplingParams(temperature=0.5, **params)] * kept)
+        uniforms = (torch.arange(kept, dtype=torch.float64) + 0.5) / kept
+        rows = logits.to(dtype).expand(kept, -1)
+        assert triton_ops.sample(rows, *filters, uniforms).tolist() == edges[:kept]
+        found = triton_ops.distribution(rows, *filters)
+        assert found[0].nonzero()[:, 0].tolist() == edges[:kept]
+        assert torch.equal(found[:, edges[:kept]], torch.full((kept, kept), 1 / kept))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_large_filters_of_any_strength(triton_ops: Ops, seed: int) -> None:
     """What is kept, on random combinations of filters."""
