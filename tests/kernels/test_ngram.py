@@ -140,7 +140,7 @@ def test_corpus_updates(ops: Ops, max_new: int) -> None:
 
 
 @pytest.mark.parametrize("least", [0.0, 0.4])
-@pytest.mark.parametrize("num_drafts", [1, 9])
+@pytest.mark.parametrize("num_drafts", [1, 9, 20])
 def test_corpus_drafts(ops: Ops, num_drafts: int, least: float) -> None:
     corpus = Corpus(1 << 14, torch.device("cpu"), reference)
     generator = torch.Generator().manual_seed(num_drafts)
@@ -149,7 +149,7 @@ def test_corpus_drafts(ops: Ops, num_drafts: int, least: float) -> None:
     corpus.load(texts[10:20].tolist())
     tokens, lines = texts.int(), torch.randperm(40, generator=generator)
     lengths = torch.randint(1, 60, (40,), generator=generator)
-    room = torch.randint(-1, 12, (40,), generator=generator)
+    room = torch.randint(-1, max(12, num_drafts + 3), (40,), generator=generator)
     estimates = word_estimates(torch.device("cpu"))
     args = (corpus.words_H, estimates, tokens, lines, lengths, room, least, num_drafts)
     found, expected = ops.corpus_drafts(*args), reference.corpus_drafts(*args)
@@ -157,6 +157,7 @@ def test_corpus_drafts(ops: Ops, num_drafts: int, least: float) -> None:
         assert torch.equal(one, other)
     counts = expected[1]
     assert len(counts.unique()) > (1 if num_drafts == 1 else 4)
+    assert num_drafts < 20 or counts.max() > 14, "no context is made of drafts alone"
     assert bool(expected[3].any())
 
 

@@ -67,6 +67,27 @@ def test_argmax_and_margin(ops: Ops, vocab: int, dtype: torch.dtype) -> None:
     assert margins[1] == (0.0 if vocab > 1 else math.inf)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_argmax_at_the_edges_of_groups(ops: Ops, dtype: torch.dtype) -> None:
+    """The largest value and the second one at all sides of an edge, and a NaN of either sign there."""
+    edges = [0, 127, 128, 255, 256, 2048, 4095, 4098]
+    rows = []
+    for first, second in itertools.product(edges, repeat=2):
+        logits = torch.full((4099,), -3.0)
+        logits[second], logits[first] = 5.0, 7.0
+        rows.append(logits)
+    found, margins = ops.argmax_and_margin(torch.stack(rows).to(dtype), NO_TOKEN)
+    assert found.tolist() == [first for first in edges for _ in edges]
+    expected = [10.0 if first == second else 2.0 for first, second in itertools.product(edges, repeat=2)]
+    assert margins.tolist() == expected
+    ties = torch.stack([(row > 0).float() for row in rows])
+    assert ops.argmax(ties.to(dtype)).tolist() == [min(pair) for pair in itertools.product(edges, repeat=2)]
+    broken = torch.stack(rows[:: len(edges) + 1])
+    for row, edge in enumerate(edges):
+        broken[row, edge] = math.copysign(math.nan, row % 2 - 0.5)
+    assert ops.argmax(broken.to(dtype), NO_TOKEN).tolist() == [NO_TOKEN] * len(edges)
+
+
 def noise_cases() -> tuple[list[RngKey], list[int]]:
     rng = random.Random(0)
     words = [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1]
@@ -191,6 +212,22 @@ def test_large_distribution_sample_and_draw(triton_ops: Ops, name: str, dtype: t
         low = high - expected.gather(1, tokens[:, None])[:, 0]
         assert bool(((low - 1e-6 <= u) & (u <= high + 1e-6)).all())
         assert bool((expected.gather(1, tokens[:, None]) > 0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sample_at_the_edges_of_groups(triton_ops: Ops, dtype: torch.dtype) -> None:
+    """Equal tokens at all sides of an edge. Top-p keeps the first of them, and top-k keeps all."""
+    edges = [0, 127, 128, 255, 256, 2048, 4095, 4098]
+    logits = torch.full((4099,), -math.inf)
+    logits[edges] = 3.0
+    for params, kept in (({}, 8), ({"top_p": 0.625}, 5), ({"top_k": 3}, 8), ({"top_p": 0.3125, "top_k": 1}, 3)):
+        filters = filter_tensors([SamplingParams(temperature=0.5, **params)] * kept)
+        uniforms = (torch.arange(kept, dtype=torch.float64) + 0.5) / kept
+        rows = logits.to(dtype).expand(kept, -1)
+        assert triton_ops.sample(rows, *filters, uniforms).tolist() == edges[:kept]
+        found = triton_ops.distribution(rows, *filters)
+        assert found[0].nonzero()[:, 0].tolist() == edges[:kept]
+        assert torch.equal(found[:, edges[:kept]], torch.full((kept, kept), 1 / kept))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -217,7 +217,7 @@ def walk(tokens: list[int], parents: list[int], choice: list[int], size: int) ->
         path += children
 
 
-@pytest.mark.parametrize(("batch", "num_nodes"), [(1, 4), (5, 3), (40, 8)])
+@pytest.mark.parametrize(("batch", "num_nodes"), [(1, 4), (5, 3), (40, 8), (8, 33)])
 def test_share_budget(ops: Ops, batch: int, num_nodes: int) -> None:
     """The best drafts of all, of equal ones the shallowest; each chain keeps its root."""
     generator = torch.Generator().manual_seed(batch)
@@ -225,6 +225,7 @@ def test_share_budget(ops: Ops, batch: int, num_nodes: int) -> None:
     scores = torch.cat((torch.zeros(batch, 1), steps.cumsum(1)), dim=1)
     scores[::7, 2:] = -torch.inf
     scores[1::5, -1:] = torch.nan
+    scores[3::5, 1], scores[4::5, 1] = 0.0, -0.0
     done = (torch.arange(batch) % 6 == 4).long()
     for num_verified in {batch, batch + 1, (batch + batch * num_nodes) // 2, batch * num_nodes}:
         keys = {}

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.kernels.triton.parts.filters import NO_ID
+from specbatch.kernels.triton.parts.groups import NO_ID
 from specbatch.kernels.triton.parts.launch import launch
 from specbatch.kernels.triton.tree import draft_topk
 

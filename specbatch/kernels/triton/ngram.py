@@ -28,13 +28,21 @@ from specbatch.kernels.corpus import (
 )
 from specbatch.kernels.triton.parts.launch import launch
 
-_BLOCK = 32  # texts of one program: its steps mostly wait for memory
+_BLOCK = 32  # new tokens of one program
+_WALK_BLOCK = 8  # texts of one program: with 4 sizes of contexts, one lookup for each thread of a warp
 _MAX_SIZE, _MAX_SCORE, _LOADED = tl.constexpr(MAX_SIZE), tl.constexpr(MAX_SCORE), tl.constexpr(LOADED)
 _TOKEN_SHIFT, _SCORE_SHIFT = tl.constexpr(TOKEN_SHIFT), tl.constexpr(SCORE_SHIFT)
 _CHECK_SHIFT, _HASH_SHIFT = tl.constexpr(CHECK_SHIFT), tl.constexpr(HASH_SHIFT)
 _TOKENS, _CHECK_MASK = tl.constexpr(1 << TOKEN_BITS), tl.constexpr((1 << CHECK_BITS) - 1)
 _FACTOR, _MIXER = tl.constexpr(FACTOR), tl.constexpr(MIXER)
 _HIGH_33, _HIGH_35 = tl.constexpr((1 << 33) - 1), tl.constexpr((1 << 35) - 1)  # bits that a shift leaves
+_SIZE_2, _SIZE_3, _SIZE_6, _SIZE_12 = (tl.constexpr(size) for size in SIZES)
+# The factor of the first token of a context, with the sign that int64 gives it.
+_POWER_2, _POWER_3, _POWER_6, _POWER_12 = (
+    tl.constexpr((pow(FACTOR, size - 1, 1 << 64) ^ (1 << 63)) - (1 << 63)) for size in SIZES
+)
+_WORD_BITS = tl.constexpr(CHECK_SHIFT + CHECK_BITS)
+_WORD_MASK, _NO_WORD = tl.constexpr((1 << (CHECK_SHIFT + CHECK_BITS)) - 1), tl.constexpr(-(1 << 63))
 _ORDER_2, _ORDER_3, _ORDER_6, _ORDER_12 = (tl.constexpr(i) for i in range(len(SIZES)))
 
 
@@ -236,34 +244,37 @@ def corpus_updates(
 
 
 @triton.jit
-def _predict(words_ptr, estimates_ptr, sums, has_tokens, word, probability, num_words, order):
-    """Return the word of this size of context, and the probability that it is right, where there is one: else those
-    that are given."""
-    hashed = _hash_of(sums)
-    found = tl.load(words_ptr + (hashed & (num_words - 1)), mask=has_tokens, other=0)
-    check = (hashed >> _HASH_SHIFT) & _CHECK_MASK
-    is_found = has_tokens & (found != 0) & ((found >> _CHECK_SHIFT) == check)
-    score = (found >> _SCORE_SHIFT) & _MAX_SCORE
-    estimate = tl.load(estimates_ptr + order * (_MAX_SCORE + 1) + score, mask=is_found, other=0.0)
-    return tl.where(is_found, found, word), tl.where(is_found, estimate, probability)
+def _of_sizes(two, three, six, twelve):
+    """Return a value for each size of context, (1, sizes)."""
+    order = tl.arange(0, 4)[None, :]
+    return tl.where(order < 2, tl.where(order == 0, two, three), tl.where(order == 2, six, twelve))
 
 
 @triton.jit
 def _walk(
-    words_ptr, estimates_ptr, tokens_ptr, req_idx_ptr, lengths_ptr, room_ptr, text_ptr, num_drafts_ptr,
-    probabilities_ptr, loaded_ptr, least, stride, batch, num_words, num_drafts, BLOCK: tl.constexpr,
+    words_ptr, estimates_ptr, tokens_ptr, req_idx_ptr, lengths_ptr, room_ptr, drafts_ptr, num_drafts_ptr,
+    probabilities_ptr, loaded_ptr, least, stride, batch, num_words, num_drafts,
+    BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Draft for BLOCK sequences at once. `text_ptr`: the last tokens of each sequence are written there, and then its
-    drafts."""
+    """Draft for BLOCK sequences at once, with all sizes of contexts side by side, so that a step waits once for its
+    words. `drafts_ptr`: the drafts of each sequence are written there."""
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = seq < batch
     line = tokens_ptr + tl.load(req_idx_ptr + seq, mask=exists, other=0) * stride
     length = tl.load(lengths_ptr + seq, mask=exists, other=0).to(tl.int64)
     room = tl.load(room_ptr + seq, mask=exists, other=0).to(tl.int64)
-    text = text_ptr + seq.to(tl.int64) * (_MAX_SIZE + num_drafts)
+    first = seq.to(tl.int64) * num_drafts
+    size, last_power = (
+        _of_sizes(_SIZE_2, _SIZE_3, _SIZE_6, _SIZE_12),
+        _of_sizes(_POWER_2, _POWER_3, _POWER_6, _POWER_12),
+    )
+    sums = tl.zeros((BLOCK, 4), tl.int64)
+    power = tl.zeros((BLOCK, 4), tl.int64) + 1
     for back in tl.static_range(1, _MAX_SIZE + 1):
         token = tl.load(line + length - back, mask=exists & (length >= back), other=-1).to(tl.int64)
-        tl.store(text + _MAX_SIZE - back, token, mask=exists)
+        sums += tl.where(back <= size, (token[:, None] + 1) * power, 0)
+        power = power * _FACTOR
+    order = tl.arange(0, 4).to(tl.int64)[None, :]
     count = tl.zeros((BLOCK,), tl.int64)
     loaded = tl.zeros((BLOCK,), tl.int64)
     probability = tl.zeros((BLOCK,), tl.float32) + 1.0
@@ -271,38 +282,38 @@ def _walk(
     step = 0
     num_alive = tl.sum(alive)
     while (step < num_drafts) & (num_alive > 0):
-        tl.debug_barrier()  # Other threads may have stored the tokens.
-        sums = tl.zeros((BLOCK,), tl.int64)
-        power = tl.zeros((BLOCK,), tl.int64) + 1
-        word = tl.zeros((BLOCK,), tl.int64)
-        of_word = tl.zeros((BLOCK,), tl.float32)
-        for back in tl.static_range(1, _MAX_SIZE + 1):
-            before = tl.load(text + _MAX_SIZE + step - back, mask=alive > 0, other=-1)
-            sums += (before + 1) * power
-            power = power * _FACTOR
-            has_tokens = (alive > 0) & (before >= 0)
-            if back == 2:
-                word, of_word = _predict(words_ptr, estimates_ptr, sums, has_tokens, word, of_word, num_words,
-                                         _ORDER_2)  # fmt: skip
-            if back == 3:
-                word, of_word = _predict(words_ptr, estimates_ptr, sums, has_tokens, word, of_word, num_words,
-                                         _ORDER_3)  # fmt: skip
-            if back == 6:
-                word, of_word = _predict(words_ptr, estimates_ptr, sums, has_tokens, word, of_word, num_words,
-                                         _ORDER_6)  # fmt: skip
-            if back == 12:
-                word, of_word = _predict(words_ptr, estimates_ptr, sums, has_tokens, word, of_word, num_words,
-                                         _ORDER_12)  # fmt: skip
-        probability = probability * of_word
-        alive = ((alive > 0) & (word != 0) & (probability >= least) & (room > step)).to(tl.int32)
+        # The token that leaves each context in the next step. It is read before the barrier, so as not to be read after
+        # the words: a draft is needed two steps after its store at the earliest, and other threads may have stored it.
+        begin = (length + step)[:, None] - size
+        has_tokens = (alive > 0)[:, None] & (begin >= 0)
+        of_text = tl.load(line[:, None] + begin, mask=has_tokens & (step < size), other=-1).to(tl.int64)
+        of_drafts = tl.load(drafts_ptr + first[:, None] + step - size, mask=has_tokens & (step >= size), other=-1)
+        tl.debug_barrier()
+        hashed = _hash_of(sums)
+        found = tl.load(words_ptr + (hashed & (num_words - 1)), mask=has_tokens, other=0)
+        is_found = (found != 0) & ((found >> _CHECK_SHIFT) == ((hashed >> _HASH_SHIFT) & _CHECK_MASK))
+        # The two highest bits of a word are not used: they take its size, so that the word of the largest is the
+        # largest number.
+        best = tl.max(tl.where(is_found, found | ((order - 2) << _WORD_BITS), _NO_WORD), 1)
+        word, which = best & _WORD_MASK, (best >> _WORD_BITS) + 2
+        score = (word >> _SCORE_SHIFT) & _MAX_SCORE
+        is_known = (alive > 0) & (word != 0)
+        probability *= tl.load(estimates_ptr + which * (_MAX_SCORE + 1) + score, mask=is_known, other=0.0)
+        alive = (is_known & (probability >= least) & (room > step)).to(tl.int32)
         draft = (word >> _TOKEN_SHIFT) & (_TOKENS - 1)
-        tl.store(text + _MAX_SIZE + step, tl.where(alive > 0, draft, 0), mask=exists)
-        tl.store(probabilities_ptr + seq * num_drafts + step, probability, mask=alive > 0)
+        tl.store(drafts_ptr + first + step, draft, mask=alive > 0)
+        tl.store(probabilities_ptr + first + step, probability, mask=alive > 0)
+        gone = tl.where(step < size, of_text, of_drafts)
+        sums = (draft + 1)[:, None] + (sums - (gone + 1) * last_power) * _FACTOR
         count += alive
         if step == 0:
             loaded = tl.where(alive > 0, word & _LOADED, 0)
         num_alive = tl.sum(alive)
         step += 1
+    drafted = tl.arange(0, DRAFTS)[None, :]
+    rest = exists[:, None] & (drafted >= count[:, None]) & (drafted < num_drafts)
+    tl.store(drafts_ptr + first[:, None] + drafted, tl.zeros((BLOCK, DRAFTS), tl.int64), mask=rest)
+    tl.store(probabilities_ptr + first[:, None] + drafted, tl.zeros((BLOCK, DRAFTS), tl.float32), mask=rest)
     tl.store(num_drafts_ptr + seq, count, mask=exists)
     tl.store(loaded_ptr + seq, loaded != 0, mask=exists)
 
@@ -321,13 +332,14 @@ def corpus_drafts(
     assert tokens_SL.stride(1) == 1
     lengths_B, room_B = lengths_B.contiguous(), room_B.contiguous()
     batch, device = req_idx_B.shape[0], words_H.device
-    text = torch.zeros((batch, MAX_SIZE + num_drafts), dtype=torch.int64, device=device)
+    drafts_BD = torch.empty((batch, num_drafts), dtype=torch.int64, device=device)
     num_drafts_B = torch.empty(batch, dtype=torch.int64, device=device)
-    probabilities_BD = torch.zeros((batch, num_drafts), dtype=torch.float32, device=device)
+    probabilities_BD = torch.empty((batch, num_drafts), dtype=torch.float32, device=device)
     loaded_B = torch.empty(batch, dtype=torch.bool, device=device)
     launch(
-        _walk, (triton.cdiv(batch, _BLOCK),),
-        words_H, estimates_OS, tokens_SL, req_idx_B, lengths_B, room_B, text, num_drafts_B, probabilities_BD,
-        loaded_B, least, tokens_SL.stride(0), batch, words_H.shape[0] - 1, num_drafts, BLOCK=_BLOCK, num_warps=1,
+        _walk, (triton.cdiv(batch, _WALK_BLOCK),),
+        words_H, estimates_OS, tokens_SL, req_idx_B, lengths_B, room_B, drafts_BD, num_drafts_B, probabilities_BD,
+        loaded_B, least, tokens_SL.stride(0), batch, words_H.shape[0] - 1, num_drafts,
+        BLOCK=_WALK_BLOCK, DRAFTS=triton.next_power_of_2(num_drafts), num_warps=1,
     )  # fmt: skip
-    return text[:, MAX_SIZE:], num_drafts_B, probabilities_BD, loaded_B
+    return drafts_BD, num_drafts_B, probabilities_BD, loaded_B

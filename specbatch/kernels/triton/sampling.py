@@ -13,56 +13,41 @@ from torch import Tensor
 
 from specbatch.batch import NO_TOKEN
 from specbatch.kernels.triton.parts.draws import block_sums, blocks_of, pick_block, pick_id, probabilities
-from specbatch.kernels.triton.parts.filters import LOWEST, NO_ID, bar_of_filters, kept_weight, range_of
+from specbatch.kernels.triton.parts.filters import LOWEST, bar_of_filters, is_finite, kept_weight, scale_of
+from specbatch.kernels.triton.parts.groups import TILE, Groups, first_of_peak, ids_of, max_of_groups, tile_of
 from specbatch.kernels.triton.parts.launch import launch
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
+# The filters of a row have one program, which reads this number of groups at once. With more of them for each warp, its
+# registers would leave room for fewer programs.
+_FILTER_TILE, _FILTER_WARPS = 8, 8
 
 
 # Argmax
 
 
 @triton.jit
-def _argmax_of_chunk(
-    logits_ptr, value_ptr, second_ptr, id_ptr, stride, vocab, CHUNK: tl.constexpr, HAS_MARGIN: tl.constexpr
-):
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(value_ptr.dtype.element_ty)
-    x = tl.where(x == x, x, float("inf"))
-    best = tl.max(x)
-    best_id = tl.min(tl.where(x == best, ids, NO_ID))
-    at = row * tl.num_programs(1) + chunk
-    tl.store(value_ptr + at, best)
-    tl.store(id_ptr + at, best_id)
-    if HAS_MARGIN:
-        tl.store(second_ptr + at, tl.max(tl.where(ids == best_id, float("-inf"), x)))
-
-
-@triton.jit
-def _argmax_of_chunks(
-    value_ptr, second_ptr, id_ptr, out_ptr, margin_ptr, num_chunks,
-    CHUNKS: tl.constexpr, OTHERWISE: tl.constexpr, HAS_MARGIN: tl.constexpr,
+def _argmax_of_groups(
+    logits_ptr, peak_ptr, out_ptr, margin_ptr, stride, vocab, num_groups,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, OTHERWISE: tl.constexpr, HAS_MARGIN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, CHUNKS)
-    at = row * num_chunks + chunks
-    value = tl.load(value_ptr + at, mask=chunks < num_chunks, other=float("-inf"))
-    ids = tl.load(id_ptr + at, mask=chunks < num_chunks, other=NO_ID)
-    peak = tl.max(value)
-    best = tl.min(tl.where(value == peak, ids, NO_ID))
-    finite = (peak > LOWEST) & (peak < float("inf"))
+    groups = tl.arange(0, GROUPS)
+    peaks = tl.load(peak_ptr + row * num_groups + groups, mask=groups < num_groups, other=float("-inf"))
+    peak, best, group, ids, x = first_of_peak(logits_ptr + row * stride, peaks, vocab, GROUP, GROUPS)
+    finite = is_finite(peak)
     tl.store(out_ptr + row, tl.where(finite, best, OTHERWISE).to(tl.int64))
     if HAS_MARGIN:
-        # The second value of the whole row is that of the best chunk, or the best of another chunk.
-        second = tl.load(second_ptr + at, mask=chunks < num_chunks, other=float("-inf"))
-        second = tl.max(tl.where(ids == best, second, value))
+        # The second value of the whole row is that of the best group, or the best of another group.
+        second = tl.maximum(
+            tl.max(tl.where(groups == group, float("-inf"), peaks)), tl.max(tl.where(ids == best, float("-inf"), x))
+        )
         margin = tl.where(finite & (second > LOWEST), peak - second, float("inf"))
         tl.store(margin_ptr + row, margin.to(tl.float32))
 
 
 def argmax(logits_RV: Tensor, otherwise: int = 0) -> Tensor:
-    """See `kernels/torch/sampling.py`. Chunks of a row run in parallel. Rows need not be contiguous to each other."""
+    """See `kernels/torch/sampling.py`. Parts of a row run in parallel. Rows need not be contiguous to each other."""
     return _argmax(logits_RV, otherwise, None)
 
 
@@ -75,31 +60,13 @@ def argmax_and_margin(logits_RV: Tensor, otherwise: int = 0) -> tuple[Tensor, Te
 def _argmax(logits_RV: Tensor, otherwise: int, margin_R: Tensor | None) -> Tensor:
     """Compute `argmax`. `margin_R`: a tensor for the margins, or None."""
     rows, vocab = logits_RV.shape
-    assert logits_RV.stride(1) == 1
-    chunk = min(4096, triton.next_power_of_2(vocab))
-    num_chunks = triton.cdiv(vocab, chunk)
-    wide = torch.promote_types(logits_RV.dtype, torch.float32)
-    # Each tensor is aligned. Otherwise Triton would compile the kernels again.
-    value, second = (torch.empty((rows, num_chunks), dtype=wide, device=logits_RV.device) for _ in range(2))
-    ids = torch.empty((rows, num_chunks), dtype=torch.int32, device=logits_RV.device)
+    groups = max_of_groups(logits_RV)
     out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    has_margin = margin_R is not None
     launch(
-        _argmax_of_chunk,
-        (rows, num_chunks),
-        logits_RV,
-        value,
-        second,
-        ids,
-        logits_RV.stride(0),
-        vocab,
-        CHUNK=chunk,
-        HAS_MARGIN=has_margin,
-    )
-    launch(
-        _argmax_of_chunks, (rows,),
-        value, second, ids, out, out if margin_R is None else margin_R, num_chunks,
-        CHUNKS=triton.next_power_of_2(num_chunks), OTHERWISE=otherwise, HAS_MARGIN=has_margin, num_warps=1,
+        _argmax_of_groups, (rows,),
+        logits_RV, groups.peaks_RG, out, out if margin_R is None else margin_R, logits_RV.stride(0), vocab,
+        groups.number, GROUP=groups.size, GROUPS=groups.padded, OTHERWISE=otherwise, HAS_MARGIN=margin_R is not None,
+        num_warps=1,
     )  # fmt: skip
     return out
 
@@ -149,85 +116,154 @@ def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tens
     return out
 
 
+# Sampling
+
+
+@triton.jit
+def _filters(
+    logits_ptr, peaks_ptr, temperature_ptr, top_k_ptr, top_p_ptr, list_ptr, peak_ptr, bar_ptr, last_id_ptr,
+    stride, vocab, num_groups,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Compute what the kernels after this one need of a row: its peak, and the bar of its filters."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr, peaks_row_ptr, groups = logits_ptr + row * stride, peaks_ptr + row * num_groups, tl.arange(0, GROUPS)
+    peak = tl.max(tl.load(peaks_row_ptr + groups, mask=groups < num_groups, other=float("-inf")).to(tl.float32))
+    tl.store(peak_ptr + row, peak)
+    temperature = tl.load(temperature_ptr + row)
+    if (temperature > 0.0) & is_finite(peak):
+        bar, last_id = bar_of_filters(
+            row_ptr, peaks_row_ptr, list_ptr + row * num_groups, vocab, num_groups, peak, temperature,
+            tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), GROUP, GROUPS, TILE, TILES,
+        )  # fmt: skip
+        tl.store(bar_ptr + row, bar)
+        tl.store(last_id_ptr + row, last_id)
+
+
+@triton.jit
+def _row_weights(
+    row_ptr, row, ids, vocab, temperature, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr,
+):  # fmt: skip
+    """Return `kept_weight` of some tokens of a row, by what `_filters` has computed."""
+    bar, last_id, min_p = tl.load(bar_ptr + row), tl.load(last_id_ptr + row), tl.load(min_p_ptr + row)
+    return kept_weight(row_ptr, ids, vocab, tl.load(peak_ptr + row), scale_of(temperature), bar, last_id, min_p)
+
+
+@triton.jit
+def _sum_weights(
+    logits_ptr, temperature_ptr, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr, sum_ptr, stride, vocab, num_groups,
+    num_chunks, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sum the weights of each group. Rows that are not finite have any sums."""
+    row, groups = tile_of(num_chunks, TILE)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0.0:
+        weight = _row_weights(
+            logits_ptr + row * stride, row, ids_of(groups, GROUP), vocab, temperature, min_p_ptr, peak_ptr, bar_ptr,
+            last_id_ptr,
+        )  # fmt: skip
+        tl.store(sum_ptr + row * num_groups + groups, tl.sum(weight.to(tl.float64), 1), mask=groups < num_groups)
+
+
 @triton.jit
 def _sample(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, uniform_ptr, out_ptr, stride, vocab,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    logits_ptr, peaks_ptr, sum_ptr, temperature_ptr, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr, uniform_ptr, out_ptr,
+    stride, vocab, num_groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * stride
-    temperature = tl.load(temperature_ptr + row)
-    best, peak, least, finite = range_of(row_ptr, vocab, BLOCK)
-    token = tl.where(finite, best, _NO_TOKEN)
+    row_ptr, groups = logits_ptr + row * stride, tl.arange(0, GROUPS)
+    at, real = row * num_groups + groups, groups < num_groups
+    temperature, finite = tl.load(temperature_ptr + row), is_finite(tl.load(peak_ptr + row))
+    token = tl.full((), _NO_TOKEN, tl.int32)
     if (temperature > 0.0) & finite:
-        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-        bar, last_id = bar_of_filters(row_ptr, vocab, peak, least, temperature, top_k, top_p, BLOCK, BLOCKS)
-        lanes, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
-        sums = tl.zeros((BLOCKS,), tl.float64)
-        for i in range(0, tl.cdiv(vocab, BLOCK)):
-            weight = kept_weight(row_ptr, i * BLOCK + lanes, vocab, peak, temperature, bar, last_id, min_p)
-            sums = tl.where(blocks == i, tl.sum(weight.to(tl.float64)), sums)
+        sums = tl.load(sum_ptr + at, mask=real, other=0.0)
         target = tl.load(uniform_ptr + row) * tl.sum(sums)
-        block, before = pick_block(sums, target, blocks)
-        ids = block * BLOCK + lanes
-        weight = kept_weight(row_ptr, ids, vocab, peak, temperature, bar, last_id, min_p)
+        group, before = pick_block(sums, target, groups)
+        ids = group * GROUP + tl.arange(0, GROUP)
+        weight = _row_weights(
+            row_ptr, row, ids, vocab, temperature, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr
+        )  # fmt: skip
         token = pick_id(weight.to(tl.float64), before, target, ids)
+    elif finite:
+        peaks = tl.load(peaks_ptr + at, mask=real, other=float("-inf"))
+        _, token, _, _, _ = first_of_peak(row_ptr, peaks, vocab, GROUP, GROUPS)
     tl.store(out_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def _distribution(
+    logits_ptr, peaks_ptr, sum_ptr, temperature_ptr, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr, out_ptr, stride,
+    vocab, num_groups, num_chunks, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row, own_groups = tile_of(num_chunks, TILE)
+    row_ptr, ids, groups = logits_ptr + row * stride, ids_of(own_groups, GROUP), tl.arange(0, GROUPS)
+    at, real = row * num_groups + groups, groups < num_groups
+    temperature, finite = tl.load(temperature_ptr + row), is_finite(tl.load(peak_ptr + row))
+    if (temperature > 0.0) & finite:
+        scale = (1.0 / tl.sum(tl.load(sum_ptr + at, mask=real, other=0.0))).to(tl.float32)
+        weight = _row_weights(
+            row_ptr, row, ids, vocab, temperature, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr
+        )  # fmt: skip
+        tl.store(out_ptr + row * vocab + ids, weight * scale, mask=ids < vocab)
+    else:
+        peaks = tl.load(peaks_ptr + at, mask=real, other=float("-inf"))
+        _, best, _, _, _ = first_of_peak(row_ptr, peaks, vocab, GROUP, GROUPS)
+        one_hot = tl.where(finite, tl.where(ids == best, 1.0, 0.0), float("nan"))
+        tl.store(out_ptr + row * vocab + ids, one_hot, mask=ids < vocab)
+
+
+def _weights(
+    logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor
+) -> tuple[Groups, tuple[Tensor, ...]]:
+    """Return the groups of the logits, and what `_sample` and `_distribution` take first, up to the last ids."""
+    (rows, vocab), device, stride = logits_RV.shape, logits_RV.device, logits_RV.stride(0)
+    groups = max_of_groups(logits_RV)
+    temperature_R, min_p_R = temperature_R.contiguous(), min_p_R.contiguous()
+    # Each tensor is aligned. Otherwise Triton would compile the kernels again.
+    peak_R, bar_R = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    last_id_R = torch.empty(rows, dtype=torch.int32, device=device)
+    list_RG = torch.empty((rows, groups.number), dtype=torch.int32, device=device)
+    sum_RG = torch.empty((rows, groups.number), dtype=torch.float64, device=device)
+    launch(
+        _filters, (rows,),
+        logits_RV, groups.peaks_RG, temperature_R, top_k_R.contiguous(), top_p_R.contiguous(), list_RG, peak_R, bar_R,
+        last_id_R, stride, vocab, groups.number,
+        GROUP=groups.size, GROUPS=groups.padded, TILE=_FILTER_TILE, TILES=triton.cdiv(groups.padded, _FILTER_TILE),
+        num_warps=_FILTER_WARPS,
+    )  # fmt: skip
+    launch(
+        _sum_weights, (rows * groups.num_chunks,),
+        logits_RV, temperature_R, min_p_R, peak_R, bar_R, last_id_R, sum_RG, stride, vocab, groups.number,
+        groups.num_chunks, GROUP=groups.size, TILE=TILE,
+    )  # fmt: skip
+    return groups, (logits_RV, groups.peaks_RG, sum_RG, temperature_R, min_p_R, peak_R, bar_R, last_id_R)
 
 
 def sample(
     logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor
 ) -> Tensor:
-    """See `kernels/torch/sampling.py`. Weights are float32 and their sums float64; each row has one program. Rows of
-    `logits_RV` need not be contiguous to each other. The other arguments have the types of the reference kernel."""
+    """See `kernels/torch/sampling.py`. Weights are float32 and their sums float64. Rows of `logits_RV` need not be
+    contiguous to each other. The other arguments have the types of the reference kernel."""
     rows, vocab = logits_RV.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
-    block, blocks, num_warps = blocks_of(logits_RV)
+    groups, weights = _weights(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
     launch(
         _sample, (rows,),
-        logits_RV, temperature_R.contiguous(), top_k_R.contiguous(), top_p_R.contiguous(), min_p_R.contiguous(),
-        uniform_R.contiguous(), out, logits_RV.stride(0), vocab, BLOCK=block, BLOCKS=blocks, num_warps=num_warps,
+        *weights, uniform_R.contiguous(), out, logits_RV.stride(0), vocab, groups.number,
+        GROUP=groups.size, GROUPS=groups.padded, num_warps=1,
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _distribution(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, stride, vocab,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr, out_row_ptr = logits_ptr + row * stride, out_ptr + row * vocab
-    temperature = tl.load(temperature_ptr + row)
-    best, peak, least, finite = range_of(row_ptr, vocab, BLOCK)
-    lanes = tl.arange(0, BLOCK)
-    if (temperature > 0.0) & finite:
-        top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-        bar, last_id = bar_of_filters(row_ptr, vocab, peak, least, temperature, top_k, top_p, BLOCK, BLOCKS)
-        sums = tl.zeros((BLOCK,), tl.float64)
-        for start in range(0, vocab, BLOCK):
-            sums += kept_weight(row_ptr, start + lanes, vocab, peak, temperature, bar, last_id, min_p)
-        scale = (1.0 / tl.sum(sums)).to(tl.float32)
-        for start in range(0, vocab, BLOCK):
-            ids = start + lanes
-            weight = kept_weight(row_ptr, ids, vocab, peak, temperature, bar, last_id, min_p)
-            tl.store(out_row_ptr + ids, weight * scale, mask=ids < vocab)
-    else:
-        for start in range(0, vocab, BLOCK):
-            ids = start + lanes
-            one_hot = tl.where(ids == best, 1.0, 0.0)
-            tl.store(out_row_ptr + ids, tl.where(finite, one_hot, float("nan")), mask=ids < vocab)
 
 
 def distribution(logits_RV: Tensor, temperature_R: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:
     """See `kernels/torch/sampling.py`. `sample` draws from this distribution."""
     rows, vocab = logits_RV.shape
     out = torch.empty((rows, vocab), dtype=torch.float32, device=logits_RV.device)
-    block, blocks, num_warps = blocks_of(logits_RV)
+    groups, weights = _weights(logits_RV, temperature_R, top_k_R, top_p_R, min_p_R)
     launch(
-        _distribution, (rows,),
-        logits_RV, temperature_R.contiguous(), top_k_R.contiguous(), top_p_R.contiguous(), min_p_R.contiguous(),
-        out, logits_RV.stride(0), vocab, BLOCK=block, BLOCKS=blocks, num_warps=num_warps,
+        _distribution, (rows * groups.num_chunks,),
+        *weights, out, logits_RV.stride(0), vocab, groups.number, groups.num_chunks,
+        GROUP=groups.size, GROUPS=groups.padded, TILE=TILE,
     )  # fmt: skip
     return out
 

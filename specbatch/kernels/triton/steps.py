@@ -15,6 +15,7 @@ from specbatch.batch import MAX_STOP_IDS, NO_TOKEN, Committed, Field, Output, Pa
 from specbatch.kernels.triton.parts.launch import launch
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
+_LAST_KEY = tl.constexpr(-(1 << 63))
 _NUM_NEW, _NUM_DRAFTED, _DEPTH, _NUM_BROKEN, _NUM_LIKELY, _TOKENS = (tl.constexpr(int(column)) for column in Output)
 
 
@@ -86,6 +87,21 @@ def span_layout(
 
 
 @triton.jit
+def _order_keys(scores_ptr, done_ptr, at, batch, num_nodes, stride_done, real):
+    """Return int64 keys of some nodes, which fall in the order in which nodes are chosen: by the score and then by the
+    place. So one comparison says which of two nodes comes first."""
+    seq, node = at // num_nodes, at % num_nodes
+    score = tl.load(scores_ptr + at, mask=real, other=0.0)
+    is_done = tl.load(done_ptr + seq.to(tl.int64) * stride_done, mask=real, other=1) != 0
+    score = tl.where((score != score) | is_done, float("-inf"), score)
+    score = tl.where(node == 0, float("inf"), score)
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    # The bits of negative numbers rise where the numbers fall.
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    return tl.where(real, (bits << 32) - (node * batch + seq), _LAST_KEY)
+
+
+@triton.jit
 def _share_budget(
     scores_ptr, done_ptr, counts_ptr, batch, num_nodes, num_verified, stride_done,
     BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
@@ -93,25 +109,13 @@ def _share_budget(
     seq = tl.program_id(0)
     nodes, total = tl.arange(0, BLOCK_N), batch * num_nodes
     real = nodes < num_nodes
-    score = tl.load(scores_ptr + seq * num_nodes + nodes, mask=real, other=0.0)
-    is_done = tl.load(done_ptr + seq.to(tl.int64) * stride_done) != 0
-    score = tl.where((score != score) | is_done, float("-inf"), score)
-    score = tl.where(nodes == 0, float("inf"), score)
-    order = nodes * batch + seq
-    rank = tl.zeros((BLOCK_N,), tl.int32)
+    key = _order_keys(scores_ptr, done_ptr, seq * num_nodes + nodes, batch, num_nodes, stride_done, real)
+    before = tl.zeros((BLOCK_N, BLOCK), tl.int32)
     for first in range(0, total, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        is_other = at < total
-        other_seq, other_node = at // num_nodes, at % num_nodes
-        other = tl.load(scores_ptr + at, mask=is_other, other=0.0)
-        other_done = tl.load(done_ptr + other_seq.to(tl.int64) * stride_done, mask=is_other, other=1) != 0
-        other = tl.where((other != other) | other_done, float("-inf"), other)
-        other = tl.where(other_node == 0, float("inf"), other)
-        other_order = other_node * batch + other_seq
-        is_tie = (other[None, :] == score[:, None]) & (other_order[None, :] < order[:, None])
-        before = is_other[None, :] & ((other[None, :] > score[:, None]) | is_tie)
-        rank += tl.sum(before.to(tl.int32), 1)
-    count = tl.sum((real & (rank < num_verified)).to(tl.int32))
+        other = _order_keys(scores_ptr, done_ptr, at, batch, num_nodes, stride_done, at < total)
+        before += (other[None, :] > key[:, None]).to(tl.int32)
+    count = tl.sum((real & (tl.sum(before, 1) < num_verified)).to(tl.int32))
     tl.store(counts_ptr + seq, count.to(tl.int64))
 
 
@@ -120,10 +124,11 @@ def share_budget(scores_BN: Tensor, done_B: Tensor, num_verified: int) -> Tensor
     batch, num_nodes = scores_BN.shape
     assert batch <= num_verified <= batch * num_nodes, (batch, num_verified, num_nodes)
     counts = torch.empty(batch, dtype=torch.int64, device=scores_BN.device)
+    block_n = triton.next_power_of_2(num_nodes)
     launch(
         _share_budget, (batch,),
         scores_BN.contiguous(), done_B, counts, batch, num_nodes, num_verified, done_B.stride(0),
-        BLOCK_N=triton.next_power_of_2(num_nodes), BLOCK=256,
+        BLOCK_N=block_n, BLOCK=max(128, min(1024, 8192 // block_n)), num_warps=8,
     )  # fmt: skip
     return counts
 
