@@ -88,7 +88,7 @@ def _suffix(shape: DraftShape, parts: DraftParts) -> SuffixDraft:
 
 def _hybrid(shape: DraftShape, parts: DraftParts) -> DraftMethod:
     assert isinstance(parts.net, EagleNet), "the method has a head"
-    return HybridDraft(_suffix(shape, parts), parts.net, parts.ops)
+    return HybridDraft(_suffix(shape, parts), parts.net, parts.ops, parts.coupled)
 
 
 METHODS: dict[str, MethodEntry] = {

@@ -12,9 +12,10 @@ than the same estimate says elsewhere. So the product along a chain is what came
 curves of Kaplan and Meier 1958).
 
 The drafts of all sources count, whether they were verified or not: the tokens that the round committed say which of
-them were right. So a source that is not chosen can come back.
+them were right. So a source that is not chosen can come back. Drafts that were drawn at random count only if they were
+verified (`hybrid.py`).
 
-Texts depend on none of this, because no draft is accepted for its estimate.
+No draft is accepted for its estimate, so texts are as likely as in plain decoding, whatever the estimates.
 
 Shape suffixes: B requests, C chains of a request, D drafts, M new tokens, Q buckets of all sources.
 """

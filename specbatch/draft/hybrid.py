@@ -1,22 +1,29 @@
 """Drafts of `suffix` or of a draft network, for each request and round whichever is expected to be accepted further.
 
 All chains have estimates of their own: those of the network are its probabilities. How often drafts are right decides
-how far each is trusted (`calibration.py`). Both draft in each round, and each chain is verified as a deterministic
-draft: where a request samples, the network draws with the random numbers of the target (see `chain.py`), and a draft is
-accepted if it is what the target draws. So texts are those of plain decoding.
+how far each is trusted (`calibration.py`). Both draft in each round.
 
-Shape suffixes: B requests, C chains of a request, D drafts, S drafts of the network.
+Where requests sample, the network draws its drafts, and acceptance compares its distributions with the target's. The
+drafts of `suffix` are given: each is accepted with the target's probability of it. Such a choice between both must not
+depend on what was drawn, or rejection sampling would be biased. So it reads a *forecast*: a chain whose estimates are
+all the probability of the network's most likely first token. How often drafts of forecasts were right is learnt as that
+of other chains. Drafts that were drawn and not verified say nothing about acceptance, and nothing is learnt from them.
+
+*Coupled* drafts (see `chain.py`) are deterministic, as those of greedy requests are. Then the choice reads everything.
+
+Shape suffixes: B requests, C chains of a request, D drafts, S drafts of the network, W draft vocabulary.
 """
 
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from specbatch.batch import Committed, Field
+from specbatch.batch import Committed, Field, Output
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import EngineStats
 from specbatch.draft.calibration import Chains
@@ -24,9 +31,11 @@ from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import SteppedNet
 from specbatch.draft.shape import DraftShape, num_lookahead
-from specbatch.draft.suffix import NETWORK, SuffixDraft, steps_of
+from specbatch.draft.suffix import FORECAST, NETWORK, SuffixDraft, steps_of
 
 NUM_STEPS = 3  # drafts of the network
+# These take the place of tokens that a choice may not read. No draft equals either.
+_UNKNOWN, _OF_NETWORK = -1, -2
 
 
 class HybridDraft(DraftMethod):
@@ -34,9 +43,9 @@ class HybridDraft(DraftMethod):
 
     reads_tokens = True
 
-    def __init__(self, suffix: SuffixDraft, net: SteppedNet, ops: ModuleType) -> None:
+    def __init__(self, suffix: SuffixDraft, net: SteppedNet, ops: ModuleType, coupled: bool = False) -> None:
         self.net = self._net = net
-        self._ops, self._suffix, self.shared = ops, suffix, suffix.shared
+        self._ops, self._suffix, self.shared, self._coupled = ops, suffix, suffix.shared, coupled
         self.num_nodes = self.max_path = suffix.num_nodes
         self.sizes = suffix.sizes
         self.num_lookahead = num_lookahead(DraftShape(self.num_nodes - 1, 1, self.num_nodes), net.draft_kv_offset)
@@ -44,7 +53,7 @@ class HybridDraft(DraftMethod):
 
     def _chain_of(self, num_nodes: int) -> ChainDraft:
         steps = max(1, min(NUM_STEPS, num_nodes - 1))
-        chain = ChainDraft(self._net, DraftShape(steps, 1, steps + 1), self._ops, coupled=True)
+        chain = ChainDraft(self._net, DraftShape(steps, 1, steps + 1), self._ops, self._coupled)
         chain.scored = True
         return chain
 
@@ -63,23 +72,45 @@ class HybridDraft(DraftMethod):
         room_B1 = (view.field(Field.LIMIT) - view.length_B - 1)[:, None]
         has_room_BS = torch.arange(steps, device=room_B1.device) < room_B1
         of_network_BS = steps_of(drawn.scores_BN[:, 1:].exp() * has_room_BS)
-        more = self.num_nodes - 1 - steps
-        chains = Chains(
-            _joined(found.tokens_BCD, drawn.tokens_BN[:, 1:], more),
-            _joined(found.estimates_BCD, of_network_BS, more),
-            torch.nn.functional.pad(found.sources_BC, (0, 1), value=NETWORK),
-        )
-        return self._suffix.choose(view, table, chains)
+        tokens_BS, probs_BSW = drawn.tokens_BN[:, 1:], drawn.probs_BDW
+        if probs_BSW is None:
+            chains = _with_chain(found, tokens_BS, of_network_BS, NETWORK)
+            return self._suffix.choose(view, table, chains)
+        chains = _with_chain(found, tokens_BS, of_network_BS[:, :1] * has_room_BS, FORECAST)
+        chains = _with_chain(chains, tokens_BS, of_network_BS, NETWORK)
+        known_BCD = chains.tokens_BCD.clone()
+        known_BCD[:, -2, 1:], known_BCD[:, -1] = _UNKNOWN, _OF_NETWORK
+        likely_B = self._ops.argmax(probs_BSW[:, 0])
+        known_BCD[:, -2, 0] = likely_B if self._net.target_ids is None else self._net.target_ids[likely_B]
+        trees = self._suffix.choose(view, table, chains, known_BCD)
+        assert trees.num_nodes_B is not None
+        return replace(trees, probs_BDW=probs_BSW, num_drafts_B=trees.num_nodes_B - 1)
 
     def follow(
         self, view: BatchView, table: RequestTable, trees: DraftTrees, committed: Committed, eos_K: Tensor
     ) -> None:
+        judged, is_given_B = trees.judged, trees.is_given_B
+        if judged is not None and is_given_B is not None:
+            estimates_BCD = judged.chains.estimates_BCD.clone()
+            verified_B = committed.output_BZ[:, Output.NUM_DRAFTED].long() * ~is_given_B
+            index_D = torch.arange(estimates_BCD.shape[2], device=verified_B.device)
+            estimates_BCD[:, -2:] *= (index_D < verified_B[:, None])[:, None]
+            trees = replace(trees, judged=judged._replace(chains=judged.chains._replace(estimates_BCD=estimates_BCD)))
         self._suffix.follow(view, table, trees, committed, eos_K)
 
     def record(self, stats: EngineStats) -> None:
         self._suffix.record(stats)
 
 
-def _joined(chains_BCD: Tensor, chain_BS: Tensor, more: int) -> Tensor:
+def _with_chain(chains: Chains, tokens_BS: Tensor, estimates_BS: Tensor, source: int) -> Chains:
     """Return the chains and one more, which is padded with 0."""
-    return torch.cat((chains_BCD, torch.nn.functional.pad(chain_BS, (0, more))[:, None]), dim=1)
+
+    def joined(chains_BCD: Tensor, chain_BS: Tensor) -> Tensor:
+        more = chains_BCD.shape[2] - chain_BS.shape[1]
+        return torch.cat((chains_BCD, torch.nn.functional.pad(chain_BS, (0, more))[:, None]), dim=1)
+
+    return Chains(
+        joined(chains.tokens_BCD, tokens_BS),
+        joined(chains.estimates_BCD, estimates_BS),
+        torch.nn.functional.pad(chains.sources_BC, (0, 1), value=source),
+    )

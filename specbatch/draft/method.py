@@ -31,9 +31,13 @@ class DraftTrees:
     mask_BNW: Tensor | None = None  # int32 words: which nodes a node sees, see `kernels.torch.tree.select_nodes`
     # The nodes of the longest path, if a grammar has changed the trees. None: the method's `max_path`.
     max_path: int | None = None
-    # The distributions that a chain's drafts were drawn from, for rejection sampling. None: a draft is accepted if the
-    # target itself draws the same token.
+    # The distributions that a chain's drafts were drawn from, for rejection sampling; there may be fewer of them than
+    # drafts, see `kernels.torch.acceptance.accept_chain`. None: a draft is accepted if the target itself draws the same
+    # token.
     probs_BDW: Tensor | None = None
+    # bool, the chains in `probs_BDW` whose drafts were not drawn: each is accepted with the target's probability of it.
+    # None: all were drawn.
+    is_given_B: Tensor | None = None
     # int64, the number of drafts of each chain in `probs_BDW`. A grammar forbids a draft past `num_nodes_B`: it is
     # rejected without being verified. None: each chain has D drafts.
     num_drafts_B: Tensor | None = None

@@ -31,6 +31,7 @@ from specbatch.kernels.corpus import MAX_SIZE, match_estimates
 
 SOURCES = ("row", "job", "corpus", "network")  # the keys of `DraftSources`
 ROW, JOB, CORPUS, NETWORK = range(len(SOURCES))
+FORECAST = len(SOURCES)  # what is known of a drawn chain of the network before its first draft is drawn
 _SLACK = 0.5  # The corpus is searched to this share of the least probability, because calibration may raise estimates.
 
 
@@ -42,7 +43,7 @@ class SharedTexts:
         """Make a corpus with earlier results. `texts`: their tokens, the newest last."""
         self.corpus = Corpus(max_tokens, device, ops)
         self.corpus.load(texts)
-        self.calibration = Calibration(len(SOURCES), device, ops)
+        self.calibration = Calibration(len(SOURCES) + 1, device, ops)
         self._counts = torch.zeros(len(SOURCES), 2, dtype=torch.int64, device=device)  # drafted, accepted
 
     def count(self, drafted_B: Tensor, source_B: Tensor, num_new_B: Tensor) -> None:
@@ -117,18 +118,29 @@ class SuffixDraft(DraftMethod):
             torch.stack((torch.full_like(source_B, ROW), source_B), dim=1),
         )
 
-    def choose(self, view: BatchView, table: RequestTable, chains: Chains) -> DraftTrees:
-        """Choose the chain of each request with the largest expected number of right drafts."""
-        probabilities_BCD, judged = self.shared.calibration.judge(chains)
+    def choose(
+        self, view: BatchView, table: RequestTable, chains: Chains, known_BCD: Tensor | None = None
+    ) -> DraftTrees:
+        """Choose the chain of each request with the largest expected number of right drafts. `known_BCD`: the last
+        chain was drawn at random, and the choice reads the one before it in its place, and these tokens in place of
+        those of the chains; None: no chain was drawn."""
+        judge, is_given_B = self.shared.calibration.judge, None
+        probabilities_BCD, judged = judge(chains if known_BCD is None else chains._replace(tokens_BCD=known_BCD))
         probabilities_BCD = torch.where(probabilities_BCD >= self._least, probabilities_BCD, 0.0)
-        best_B = probabilities_BCD.sum(dim=2).argmax(dim=1)
+        expected_BC = probabilities_BCD.sum(dim=2)
+        if known_BCD is None:
+            best_B = expected_BC.argmax(dim=1)
+        else:
+            best_B, judged = expected_BC[:, :-1].argmax(dim=1), judged._replace(chains=chains)
+            is_given_B = best_B < expected_BC.shape[1] - 2
+            best_B = best_B + ~is_given_B
         lines_B = torch.arange(len(best_B), device=best_B.device)
         probabilities_BD, sources_B = probabilities_BCD[lines_B, best_B], chains.sources_BC[lines_B, best_B]
         counts_B = (probabilities_BD > 0).sum(dim=1)
         table.drafted_S2.index_copy_(0, view.req_idx_B, torch.stack((counts_B, sources_B), dim=1))
         tokens_BN = torch.cat((view.field(Field.ROOT)[:, None], chains.tokens_BCD[lines_B, best_B]), dim=1)
         scores_BN = torch.nn.functional.pad(probabilities_BD.log(), (1, 0))
-        return DraftTrees(tokens_BN, counts_B + 1, scores_BN=scores_BN, judged=judged)
+        return DraftTrees(tokens_BN, counts_B + 1, scores_BN=scores_BN, judged=judged, is_given_B=is_given_B)
 
     def follow(
         self, view: BatchView, table: RequestTable, trees: DraftTrees, committed: Committed, eos_K: Tensor

@@ -158,7 +158,9 @@ class Acceptance:
             q_BDW, target_ids = widen(q_BDW, target_ids, logits_TV.shape[1]), None
             if index_BN is None:
                 index_BN = torch.arange(batch * num_nodes).view(batch, num_nodes)
-            p_BNV = self._distributions_on_path(view, drafts_BD, num_drafts_B, q_BDW, logits_TV, index_BN, accept_BN)
+            p_BNV = self._distributions_on_path(
+                view, trees, drafts_BD, num_drafts_B, q_BDW, logits_TV, index_BN, accept_BN
+            )
         else:
             p_BNV = self.ops.distribution(logits_TV, *_of_tokens(view.sampling, num_nodes, verified.nodes_T))
             p_BNV = p_BNV.view(batch, num_nodes, -1) if index_BN is None else p_BNV
@@ -173,6 +175,7 @@ class Acceptance:
             residual_BN[:, :-1],
             sample_BN,
             None if self.lazy else index_BN,
+            trees.is_given_B,
         )
         return replace(
             verified,
@@ -186,6 +189,7 @@ class Acceptance:
     def _distributions_on_path(
         self,
         view: BatchView,
+        trees: DraftTrees,
         drafts_BD: Tensor,
         num_drafts_B: Tensor,
         q_BDV: Tensor,
@@ -197,6 +201,9 @@ class Acceptance:
         which `accept_chain` does not come to."""
         p_BNV = torch.zeros((*index_BN.shape, logits_TV.shape[1]), dtype=torch.float64)
         request = torch.arange(len(drafts_BD))
+        is_sure_B = view.sampling[0] == 0
+        if trees.is_given_B is not None:
+            is_sure_B = is_sure_B | trees.is_given_B
         for node in range(index_BN.shape[1]):
             logits = logits_TV[index_BN[request, node]]
             p = self.ops.distribution(logits, *(values[request] for values in view.sampling))
@@ -206,8 +213,10 @@ class Acceptance:
             if not len(request):
                 break
             draft = drafts_BD[request, node][:, None]
-            is_greedy = view.sampling[0][request] == 0
-            q = torch.where(is_greedy, 1.0, q_BDV[request, node].gather(1, draft)[:, 0])
+            q = torch.zeros_like(p[:, 0])  # past the drawn drafts
+            if node < q_BDV.shape[1]:
+                q = q_BDV[request, node].gather(1, draft)[:, 0]
+            q = torch.where(is_sure_B[request], 1.0, q)
             request = request[u_accept_BN[request, node] * q < p.gather(1, draft)[:, 0]]
             if not len(request):
                 break

@@ -269,25 +269,25 @@ class Round:
         trees = replace(trees, tokens_BN=tokens_BN, num_nodes_B=counts_B, states_BN=states_BN)
         if tokens_BN.shape[1] > 1:
             trees = _without_leaving(trees, self._leaves(states_BN))
-        if not grows:
-            return trees if self.fixed_shapes else replace(trees, max_path=self.max_path(trees))
         counts_B = trees.num_nodes_B
-        assert counts_B is not None
-        assert before_B is not None
-        room_B = torch.maximum(view.field(Field.LIMIT) - view.length_B, before_B)
-        # Trees are as wide as the largest one, to which the host may have added nodes. A request has pages for fewer.
-        counts_B = torch.minimum(counts_B, torch.minimum(room_B, before_B + MAX_FORCED))
-        width = max(num_drafts + 1, int(counts_B.max()))
-        trees = replace(
-            trees, tokens_BN=tokens_BN[:, :width], num_nodes_B=counts_B, states_BN=states_BN[:, :width], max_path=width
-        )
-        if trees.probs_BDW is None:
+        if grows:
+            assert counts_B is not None
+            assert before_B is not None
+            room_B = torch.maximum(view.field(Field.LIMIT) - view.length_B, before_B)
+            # Trees are as wide as the largest one, to which the host may have added nodes. A request has pages for
+            # fewer.
+            counts_B = torch.minimum(counts_B, torch.minimum(room_B, before_B + MAX_FORCED))
+            width = max(num_drafts + 1, int(counts_B.max()))
+            tokens_BN, states_BN = tokens_BN[:, :width], states_BN[:, :width]
+            trees = replace(trees, tokens_BN=tokens_BN, num_nodes_B=counts_B, states_BN=states_BN, max_path=width)
+        elif not self.fixed_shapes:
+            trees = replace(trees, max_path=self.max_path(trees))
+        if trees.probs_BDW is None or counts_B is None or before_B is None:
             return trees
         drawn_B = torch.full_like(counts_B, num_drafts) if trees.num_drafts_B is None else trees.num_drafts_B
-        probs_BDW = torch.nn.functional.pad(trees.probs_BDW, (0, 0, 0, width - 1 - num_drafts))
         # A forbidden draft is rejected, without being verified.
         drawn_B = torch.where(counts_B < before_B, counts_B, drawn_B + counts_B - before_B)
-        return replace(trees, probs_BDW=probs_BDW, num_drafts_B=drawn_B)
+        return replace(trees, num_drafts_B=drawn_B)
 
     def share_budget(self, view: BatchView, trees: DraftTrees, num_verified: int) -> DraftTrees:
         """Return the chains without the drafts that are not verified. This is exact for drafts that were drawn, too:

@@ -21,7 +21,16 @@ from specbatch.graphs.runner import GraphRunner
 
 _WHOLE = "round"
 _PARTS = ("grammar draft", "grammar forward", "grammar accept")
-_TENSORS = ("tokens_BN", "num_nodes_B", "parents_BN", "depths_BN", "mask_BNW", "probs_BDW", "num_drafts_B")
+_TENSORS = (
+    "tokens_BN",
+    "num_nodes_B",
+    "parents_BN",
+    "depths_BN",
+    "mask_BNW",
+    "probs_BDW",
+    "is_given_B",
+    "num_drafts_B",
+)
 
 
 class RoundGraphs:

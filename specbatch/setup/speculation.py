@@ -111,6 +111,11 @@ def resolve_speculation(
             f"speculation.aux_layers says what an EAGLE-3 head reads, and speculation.method is {section.method}",
             hint="leave speculation.aux_layers out, or set speculation.method to eagle3",
         )
+    if section.method == "hybrid" and not coupled:
+        notes.append(
+            "speculation.method: hybrid: sampled requests are drawn together with the head's drafts, so their texts "
+            "depend on the other requests; greedy requests' do not"
+        )
     entry = METHODS[section.method]
     if entry.net is None:
         section = replace(section, draft=None)
@@ -122,7 +127,7 @@ def resolve_speculation(
     if section.schedule is not None:
         schedule = _resolve_schedule(section, section.schedule)
         filled = tuple(map(_schedule_section, schedule.bounds, schedule.items))
-        if not coupled and section.method != "hybrid":  # whose drafts are always coupled
+        if not coupled and section.method != "hybrid":  # which has its own note
             _note_chains(schedule, entry, notes)
         return Speculation(replace(section, schedule=filled), schedule)
     shape = _resolve_shape(section, section)
@@ -286,7 +291,9 @@ def resolve_budget(
             f"{option}: auto, all nodes (it needs rounds that are CUDA graphs, and ranks with the same requests)"
         )
         return None
-    if METHODS[speculation.method].net is not None and speculation.method not in CORPUS_METHODS:  # coupled drafts
+    if (
+        METHODS[speculation.method].net is not None and speculation.method not in CORPUS_METHODS
+    ):  # `hybrid` has its own note
         notes.append(
             f"{option}: sampled requests are drawn together with a chain's drafts, so their texts depend on the "
             "requests that run at the same time; greedy requests' do not"

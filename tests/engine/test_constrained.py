@@ -34,6 +34,7 @@ from tests.tiny_models import (
     tiny_device_engine,
     tiny_engine,
     tiny_oracle,
+    trust_network,
 )
 
 TOKENIZER = tiny_tokenizer()
@@ -47,6 +48,7 @@ SHAPES: dict[str, tuple[str, DraftShape | None]] = {
     "eagle-chain": ("eagle", DraftShape(3, 1, 4)),
     "eagle3-tree": ("eagle3", DraftShape(3, 2, 6)),
 }
+HYBRID = ("hybrid", DraftShape(4, 1, 5))
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -163,7 +165,7 @@ def test_a_gpu_as_the_oracle(case: str, temperatures: tuple[float, ...], graphs:
     assert [one[:2] for one in decided(found)] == [one[:2] for one in decided(expected)]
 
 
-GRAPHS = [("draft_model-tree", (0.9, 0.0)), ("eagle-chain", (0.0,)), ("eagle-chain", (0.9,))]
+GRAPHS = [("draft_model-tree", (0.9, 0.0)), *((case, (t,)) for case in ("eagle-chain", "hybrid") for t in (0.0, 0.9))]
 
 
 @pytest.mark.parametrize(("case", "temperatures"), GRAPHS)
@@ -171,8 +173,9 @@ def test_rounds_as_three_graphs(case: str, temperatures: tuple[float, ...]) -> N
     """What stands in for graphs reads and writes fixed addresses. A sampled chain depends on nothing but its request,
     so eager rounds give the same; batches without a grammar run as whole rounds."""
     names = ["schema", "regex", "none"]  # the last one runs alone at the end
-    expected = run_requests(tiny_device_engine(*SHAPES[case], eos=(END,)), requests(temperatures, names, HOST_COMPILER))
-    engine = tiny_device_engine(*SHAPES[case], eos=(END,))
+    method, shape = SHAPES.get(case, HYBRID)
+    expected = run_requests(tiny_device_engine(method, shape, eos=(END,)), requests(temperatures, names, HOST_COMPILER))
+    engine = tiny_device_engine(method, shape, eos=(END,))
     runner = Replays(lambda key: False)
     engine.executor.mode, engine.executor.runner = "round", runner  # type: ignore[assignment]
     found = run_requests(engine, requests(temperatures, names, HOST_COMPILER))
@@ -379,7 +382,7 @@ CASES = [
     ("eagle-chain", True),
     *(
         pytest.param(case, lazy, marks=pytest.mark.slow)
-        for case in ("draft_model-chain", "eagle-chain")
+        for case in ("draft_model-chain", "eagle-chain", "hybrid")
         for lazy in (True, False)
     ),
 ]
@@ -396,13 +399,16 @@ def test_sampled_chains_fit_the_target(
     constraint = constraint_of(params)
     assert constraint is not None
     make = tiny_engine if lazy else tiny_device_engine
-    engine = make(*SHAPES[case], eos=(END,), num_pages=600, max_batch_size=100, prefill_chunk_tokens=500)
+    method, shape = SHAPES.get(case, HYBRID)
+    engine = make(method, shape, eos=(END,), num_pages=600, max_batch_size=100, prefill_chunk_tokens=500)
+    if case == "hybrid":
+        trust_network(engine, 1000.0)
     for row in range(num_rows):
         engine.submit(Request(row, prompt, params, RngKey(3, row, 0), matcher=compiler.matcher(constraint)))
     counts: Counter[tuple[int, ...]] = Counter()
     while engine.num_running or engine.num_waiting:
         counts.update(tuple(c.token_ids) for c in engine.step())
-    expected = exact_probabilities(prompt, params)
+    expected = exact_probabilities(prompt, params, num_target_layers(method))
     assert set(counts) <= set(expected)
     cells = [(counts[tokens], p * num_rows) for tokens, p in expected.items() if p * num_rows >= 5]
     cells.append((num_rows - sum(c for c, _ in cells), num_rows - sum(mean for _, mean in cells)))
@@ -414,8 +420,8 @@ def test_sampled_chains_fit_the_target(
     assert engine.stats.speculation.accepted > 0
 
 
-def exact_probabilities(prompt: list[int], params: SamplingParams) -> dict[tuple[int, ...], float]:
-    oracle: Any = tiny_oracle(eos=(END,))
+def exact_probabilities(prompt: list[int], params: SamplingParams, num_layers: int) -> dict[tuple[int, ...], float]:
+    oracle: Any = tiny_oracle(eos=(END,), num_layers=num_layers)
     (request,) = requests((1.2,), ["none"])
     constraint = constraint_of(params)
     assert constraint is not None

@@ -31,7 +31,6 @@ from specbatch.kernels import torch as ops
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_chi_square import ALPHA, p_value
-from tests.draft.test_suffix import trust_network
 from tests.engine.graphs import Replays
 from tests.tiny_models import (
     num_target_layers,
@@ -40,6 +39,7 @@ from tests.tiny_models import (
     tiny_device_engine,
     tiny_engine,
     tiny_oracle,
+    trust_network,
 )
 
 CHAIN = DraftShape(4, 1, 5)
@@ -131,7 +131,7 @@ def test_prefixes_that_are_read_once(method: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["ngram", "suffix", "hybrid"])
 def test_sampled_texts_are_those_of_plain_decoding(method: str, kind: str, prompts: list[list[int]]) -> None:
-    engine = KINDS[kind](method, CHAIN, budget=VerifyBudget(1.5), num_pages=256, max_batch_size=8)
+    engine = KINDS[kind](method, CHAIN, budget=VerifyBudget(1.5), num_pages=256, max_batch_size=8, coupled=True)
     completions = run(engine, prompts, SAMPLED)
     assert texts(completions) == texts(plain(method, prompts, SAMPLED))
     assert sum(c.speculation.accepted for c in completions) > 0
@@ -445,7 +445,7 @@ def test_another_kind_of_rows_captures_what_it_needs_at_once(
 ) -> None:
     """The start has captured greedy rounds. Sampled ones have a new graph in any case: not one of whole chains."""
     budget = VerifyBudget(None, RoundTimes([1, 100], [0.1, 60.0], 0.0))
-    engine = tiny_device_engine(method, CHAIN, budget=budget, num_pages=256, max_batch_size=8)
+    engine = tiny_device_engine(method, CHAIN, budget=budget, num_pages=256, max_batch_size=8, coupled=True)
     executor, runner = engine.executor, EagerRunner()
     monkeypatch.setattr(executor, "runner", runner)
     with torch.inference_mode():

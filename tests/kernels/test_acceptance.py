@@ -150,6 +150,42 @@ def test_accept_chain(ops: Ops, draft_vocab: str) -> None:
     assert not num_broken.any()
 
 
+def test_rows_whose_drafts_are_given(ops: Ops) -> None:
+    """They are accepted as if they were drawn from distributions that hold them alone. Other rows have fewer drafts,
+    and distributions for no more."""
+    vocab, num_drafts, num_drawn, batch = 11, 6, 2, 30 if ops.is_slow else 200
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randperm(vocab, generator=generator)[:8]
+    p = torch.softmax(torch.randn(batch, num_drafts + 1, vocab, generator=generator) * 2, dim=-1)
+    p[:4] = torch.nn.functional.one_hot(torch.tensor(2), vocab)  # a draft that has it all, or nothing
+    is_given, temperature = torch.arange(batch) % 3 > 0, (torch.arange(batch) % 5 > 0).float()
+    p[temperature == 0] = torch.nn.functional.one_hot(p[temperature == 0].argmax(2), vocab).float()
+    likely = p[:, :num_drafts].argmax(2)
+    any_token = torch.randint(vocab, likely.shape, generator=generator)
+    drafts = torch.where(torch.rand(likely.shape, generator=generator) < 0.6, likely, any_token)
+    q = torch.softmax(torch.randn(batch, num_drawn, len(ids), generator=generator), dim=-1)
+    drawn = ids[torch.multinomial(q.view(-1, len(ids)), 1, generator=generator)].view(batch, num_drawn)
+    drafts[~is_given, :num_drawn] = drawn[~is_given]
+    counts = torch.randint(num_drafts + 1, (batch,), generator=generator)
+    counts = torch.where(is_given, counts, counts.clamp(max=num_drawn))
+    coins = [torch.rand(batch, n, generator=generator, dtype=torch.float64) for n in (6, 6, 7)]
+    wide = torch.zeros(batch, num_drafts, vocab)
+    wide[:, :num_drawn, ids] = q
+    wide[is_given] = torch.nn.functional.one_hot(drafts[is_given], vocab).float()
+    expected = reference.accept_chain(drafts, wide, None, p, counts, temperature, *coins)
+    q[is_given] = torch.nan  # not read
+    found = ops.accept_chain(drafts, q, ids, p, counts, temperature, *coins, None, is_given)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    lengths = {int(n) for n in found[0][is_given & (temperature > 0)]}
+    assert len(lengths) > 3
+
+    # Past the distributions q is 0: a grammar forces such tokens.
+    p[:, num_drawn:num_drafts] = torch.nn.functional.one_hot(drafts[:, num_drawn:], vocab).float()
+    counts[:] = num_drafts
+    num_path, _, _ = ops.accept_chain(drafts, q, ids, p, counts, temperature, *coins, None, is_given)
+    assert set(num_path[~is_given].tolist()) == {1, 2, num_drafts + 1}
+
+
 PAIRS = [
     ([4, 2, 1, 1], [2, 2, 2, 2]),
     ([3, 3, 1, 1], [1, 1, 2, 4]),

@@ -184,6 +184,13 @@ def test_hybrid_needs_a_head() -> None:
         resolve(load_config(None, [*TINY, "speculation.method=hybrid"]))
 
 
+def test_sampled_texts_of_hybrid_depend_on_other_rows_unless_they_are_deterministic() -> None:
+    for deterministic in (False, True):
+        options = ["speculation.method=hybrid", f"engine.deterministic={str(deterministic).lower()}"]
+        notes = resolve(load_config(None, ["engine.device=cpu", *options])).notes
+        assert any("their texts depend on the other requests" in note for note in notes) != deterministic
+
+
 @pytest.mark.wide
 def test_jobs_with_hybrid_drafts_have_the_answers_of_plain_decoding(tmp_path: Path) -> None:
     for name, options in {

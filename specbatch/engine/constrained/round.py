@@ -107,8 +107,9 @@ class GrammarRound(RoundHook):
         made = DraftTrees(upload(host.tokens_BN), upload(host.num_nodes_B), max_path=width)
         if is_drawn:
             num_drafts = np.array([len(line) - 1 for line in lines], dtype=np.int64)
-            probs = self._probs(trees.probs_BDW, grown, lines, width - 1)
-            return dataclasses.replace(made, probs_BDW=probs, num_drafts_B=upload(num_drafts))
+            probs = self._probs(trees.probs_BDW, grown, lines)
+            num_drafts_B = upload(num_drafts)
+            return dataclasses.replace(made, probs_BDW=probs, is_given_B=trees.is_given_B, num_drafts_B=num_drafts_B)
         if is_chain:
             return made
         parents_BN, depths_BN, mask_BNW = ancestry(host, -(-width // 32))
@@ -161,17 +162,14 @@ class GrammarRound(RoundHook):
         self._trees.append((index, seq.grammar, tree))
         return tree
 
-    def _probs(
-        self, probs_BDW: Tensor | None, grown: Seq[GrammarTree], lines: Seq[list[int]], num_drafts: int
-    ) -> Tensor:
+    def _probs(self, probs_BDW: Tensor | None, grown: Seq[GrammarTree], lines: Seq[list[int]]) -> Tensor:
         """Return the distributions that the drafts of the new chains were drawn from. Forced drafts have zeros, as they
         are accepted without a draw. Drafts of the old chain come first in the new one, the forbidden draft last."""
         assert probs_BDW is not None
         drawn = [tree.num_drafts + (len(line) > len(tree.tokens)) for tree, line in zip(grown, lines, strict=True)]
         drawn_B = self._transfers.upload(np.array(drawn, dtype=np.int64))
-        kept_BDW = torch.nn.functional.pad(probs_BDW, (0, 0, 0, max(0, num_drafts - probs_BDW.shape[1])))
-        index = torch.arange(num_drafts, device=kept_BDW.device)
-        return torch.where((index < drawn_B[:, None])[:, :, None], kept_BDW[:, :num_drafts], 0.0)
+        index = torch.arange(probs_BDW.shape[1], device=probs_BDW.device)
+        return torch.where((index < drawn_B[:, None])[:, :, None], probs_BDW, 0.0)
 
     def look_ahead(self, choice_BN: Tensor | None) -> None:
         """While the target computes `choice_BN`, which greedy requests choose without masks: write the masks of sampled

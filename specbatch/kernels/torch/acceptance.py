@@ -1,6 +1,6 @@
 """Acceptance of drafts: the walk down a tree, and rejection sampling of a chain.
 
-Shape suffixes as in `sampling.py`.
+Shape suffixes as in `sampling.py`; S drawn drafts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def accept_path(tokens_BN: Tensor, parents_BN: Tensor, choice_BN: Tensor) -> tup
 
 def accept_chain(
     drafts_BD: Tensor,
-    q_BDW: Tensor,
+    q_BSW: Tensor,
     target_ids_W: Tensor | None,
     p_BNV: Tensor,
     num_drafts_B: Tensor,
@@ -45,12 +45,15 @@ def accept_chain(
     u_residual_BD: Tensor,
     u_sample_BN: Tensor,
     index_BN: Tensor | None = None,
+    is_given_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept drafts of a chain by rejection sampling (Leviathan et al. 2023, Chen et al. 2023). Draft i, drawn from
     q_i, is accepted as long as u * q_i(x) < p_i(x). The first rejected draft is replaced by a draw from max(p_i - q_i,
     0). If all `num_drafts_B` drafts are accepted, the next token is drawn from p.
 
-    `drafts_BD`: target token ids. `q_BDW`: the distributions from which they were drawn, over draft tokens.
+    `drafts_BD`: target token ids. `q_BSW`: the distributions from which the first S were drawn, over draft tokens. Past
+    them q is 0: such a draft is accepted if it is possible. `is_given_B`: bool, the rows whose drafts were not drawn,
+    so q is 1 at each of them; None: there are none. A rejected one is replaced by a draw from p without it.
     `target_ids_W`: the (distinct) target ids of draft tokens; None: draft ids are target ids, W <= V. `p_BNV`: the
     target's distribution after each node; N = D + 1, and node i + 1 is draft i. `index_BN`: p is (T, V), and this is
     the row of each node that a chain comes to; None: each node has a row. `u_accept_BD`, `u_residual_BD`: float64 draws
@@ -67,11 +70,14 @@ def accept_chain(
     if index_BN is not None:
         p_BNV = p_BNV[index_BN]
     num_drafts, vocab = drafts_BD.shape[1], p_BNV.shape[2]
-    q_BDV = widen(q_BDW, target_ids_W, vocab)
+    num_drawn = min(num_drafts, q_BSW.shape[1])
+    q_BSV = widen(q_BSW[:, :num_drawn], target_ids_W, vocab)
     greedy_B1 = (temperature_B == 0)[:, None]
+    given_B1 = torch.zeros_like(greedy_B1) if is_given_B is None else is_given_B[:, None]
     draft_BD1 = drafts_BD[:, :, None]
     p_BD = p_BNV[:, :num_drafts].gather(2, draft_BD1)[:, :, 0].double()
-    q_BD = torch.where(greedy_B1, 1.0, q_BDV.gather(2, draft_BD1)[:, :, 0].double())
+    q_BS = q_BSV.gather(2, draft_BD1[:, :num_drawn])[:, :, 0].double()
+    q_BD = torch.where(greedy_B1 | given_B1, 1.0, torch.nn.functional.pad(q_BS, (0, num_drafts - num_drawn)))
     real = torch.arange(num_drafts, device=drafts_BD.device) < num_drafts_B[:, None]
     broken_BD = real & q_BD.isnan()
     accepted = real & (u_accept_BD * q_BD < p_BD)
@@ -81,7 +87,10 @@ def accept_chain(
     rejected_B1 = last_B1 < num_drafts_B[:, None]
     first_rejected_B1 = last_B1.clamp(max=num_drafts - 1)
     p_BV = _row(p_BNV, last_B1).double()
-    residual = (p_BV - _row(q_BDV, first_rejected_B1).double()).clamp(min=0.0)
+    drawn_BV = _row(q_BSV, first_rejected_B1.clamp(max=num_drawn - 1)).double()
+    given_BV = torch.zeros_like(p_BV).scatter(1, drafts_BD.gather(1, first_rejected_B1), 1.0)
+    q_BV = torch.where(given_B1, given_BV, torch.where(first_rejected_B1 < num_drawn, drawn_BV, 0.0))
+    residual = (p_BV - q_BV).clamp(min=0.0)
     # Without a residual, p = q up to rounding, and a rejection has probability zero.
     usable = rejected_B1 & ~greedy_B1 & (residual.sum(dim=1, keepdim=True) > 0.0)
     usable &= ~broken_BD.gather(1, first_rejected_B1)

@@ -21,12 +21,15 @@ _NO_TOKEN = tl.constexpr(NO_TOKEN)
 @triton.jit
 def _accept_chain(
     drafts_ptr, q_ptr, inverse_ptr, p_ptr, num_drafts_ptr, temperature_ptr, accept_ptr, residual_ptr, sample_ptr,
-    index_ptr, num_path_ptr, next_token_ptr, num_broken_ptr, vocab, q_width,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_INDEX: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    index_ptr, given_ptr, num_path_ptr, next_token_ptr, num_broken_ptr, vocab, q_width,
+    D: tl.constexpr, DRAWN: tl.constexpr, BLOCK_D: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_GIVEN: tl.constexpr,
+    MAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
     greedy = tl.load(temperature_ptr + seq) == 0.0
+    sure = greedy  # q is 1 at the drafts
+    if HAS_GIVEN:
+        sure = greedy | (tl.load(given_ptr + seq) != 0)
     num_drafts = tl.load(num_drafts_ptr + seq).to(tl.int32)
     steps = tl.arange(0, BLOCK_D)
     real = (steps < num_drafts) & (steps < D)
@@ -38,9 +41,9 @@ def _accept_chain(
     draft_id = drafts
     if MAPPED:
         draft_id = tl.load(inverse_ptr + drafts, mask=real, other=-1).to(tl.int64)
-    known = real & (draft_id >= 0) & (draft_id < q_width)
-    q = tl.load(q_ptr + (seq * D + steps) * q_width + draft_id, mask=known, other=0.0).to(tl.float64)
-    q = tl.where(greedy, 1.0, q)
+    known = real & (steps < DRAWN) & (draft_id >= 0) & (draft_id < q_width)
+    q = tl.load(q_ptr + (seq * DRAWN + steps) * q_width + draft_id, mask=known, other=0.0).to(tl.float64)
+    q = tl.where(sure, 1.0, q)
     broken = real & (q != q)  # the whole row is NaN, and the draft is rejected
     u = tl.load(accept_ptr + seq * D + steps, mask=real, other=0.0)
     accepted = real & (u * q < p)
@@ -53,14 +56,23 @@ def _accept_chain(
     if HAS_INDEX:
         row = tl.load(index_ptr + row)
     p_row_ptr = p_ptr + row * vocab
-    q_row_ptr = q_ptr + (seq * D + tl.minimum(last, D - 1)) * q_width
+    q_row_ptr = q_ptr + (seq * DRAWN + tl.minimum(last, DRAWN - 1)) * q_width
     sums = tl.zeros((BLOCKS,), tl.float64)
-    subtract = rejected & (greedy == 0) & (tl.max((broken & (steps == last)).to(tl.int32)) == 0)
+    none = tl.full((), -1, tl.int64)
+    # Without a residual, p = q up to rounding, and a rejection has probability zero.
+    subtract = rejected & (sure == 0) & (last < DRAWN) & (tl.max((broken & (steps == last)).to(tl.int32)) == 0)
     if subtract:
         sums = block_sums(p_row_ptr, q_row_ptr, inverse_ptr, vocab, q_width, True, MAPPED, BLOCK, BLOCKS)
-        # Without a residual, p = q up to rounding, and a rejection has probability zero.
         subtract = tl.sum(sums) > 0.0
-    if subtract == 0:
+    excluded = none
+    if HAS_GIVEN:  # noqa: SIM102  # It is decided in compilation.
+        if rejected & sure & (greedy == 0):
+            excluded = tl.load(drafts_ptr + seq * D + last)
+            sums = block_sums(
+                p_row_ptr, q_row_ptr, inverse_ptr, vocab, q_width, False, MAPPED, BLOCK, BLOCKS, excluded
+            )  # fmt: skip
+            excluded = tl.where(tl.sum(sums) > 0.0, excluded, none)
+    if (subtract == 0) & (excluded < 0):
         sums = block_sums(p_row_ptr, q_row_ptr, inverse_ptr, vocab, q_width, False, MAPPED, BLOCK, BLOCKS)
     u = tl.load(residual_ptr + seq * D + last, mask=rejected, other=0.0)
     u += tl.load(sample_ptr + seq * (D + 1) + last, mask=rejected == 0, other=0.0)
@@ -70,7 +82,7 @@ def _accept_chain(
     if subtract:
         weight = probabilities(p_row_ptr, q_row_ptr, inverse_ptr, ids, vocab, q_width, True, MAPPED)
     else:
-        weight = probabilities(p_row_ptr, q_row_ptr, inverse_ptr, ids, vocab, q_width, False, MAPPED)
+        weight = probabilities(p_row_ptr, q_row_ptr, inverse_ptr, ids, vocab, q_width, False, MAPPED, excluded)
     # If no token has a probability, p is NaN.
     token = tl.where(tl.sum(sums) > 0.0, pick_id(weight, before, target, ids), _NO_TOKEN)
     tl.store(next_token_ptr + seq, token.to(tl.int64))
@@ -80,7 +92,7 @@ def _accept_chain(
 
 def accept_chain(
     drafts_BD: Tensor,
-    q_BDW: Tensor,
+    q_BSW: Tensor,
     target_ids_W: Tensor | None,
     p_BNV: Tensor,
     num_drafts_B: Tensor,
@@ -89,9 +101,10 @@ def accept_chain(
     u_residual_BD: Tensor,
     u_sample_BN: Tensor,
     index_BN: Tensor | None = None,
+    is_given_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels/torch/acceptance.py`. It makes two passes over one row of p (and q) for each sequence."""
-    (batch, num_drafts), (vocab, width) = drafts_BD.shape, (p_BNV.shape[-1], q_BDW.shape[2])
+    (batch, num_drafts), (vocab, width) = drafts_BD.shape, (p_BNV.shape[-1], q_BSW.shape[2])
     device = drafts_BD.device
     num_path, next_token, num_broken = torch.empty((3, batch), dtype=torch.int64, device=device)
     inverse = num_path  # any tensor, which is not read
@@ -102,10 +115,12 @@ def accept_chain(
     block, blocks, num_warps = blocks_of(p_BNV)
     launch(
         _accept_chain, (batch,),
-        drafts_BD.contiguous(), q_BDW.contiguous(), inverse, p_BNV.contiguous(), num_drafts_B.contiguous(),
+        drafts_BD.contiguous(), q_BSW.contiguous(), inverse, p_BNV.contiguous(), num_drafts_B.contiguous(),
         temperature_B.contiguous(), u_accept_BD.contiguous(), u_residual_BD.contiguous(), u_sample_BN.contiguous(),
-        num_drafts_B if index_BN is None else index_BN.contiguous(), num_path, next_token, num_broken, vocab, width,
-        D=num_drafts, BLOCK_D=triton.next_power_of_2(num_drafts), HAS_INDEX=index_BN is not None,
-        MAPPED=target_ids_W is not None, BLOCK=block, BLOCKS=blocks, num_warps=num_warps,
+        num_drafts_B if index_BN is None else index_BN.contiguous(),
+        num_drafts_B if is_given_B is None else is_given_B.contiguous(), num_path, next_token, num_broken, vocab, width,
+        D=num_drafts, DRAWN=q_BSW.shape[1], BLOCK_D=triton.next_power_of_2(num_drafts), HAS_INDEX=index_BN is not None,
+        HAS_GIVEN=is_given_B is not None, MAPPED=target_ids_W is not None, BLOCK=block, BLOCKS=blocks,
+        num_warps=num_warps,
     )  # fmt: skip
     return num_path, next_token, num_broken

@@ -33,8 +33,10 @@ def blocks_of(x_RV: Tensor) -> tuple[int, int, int]:
 
 
 @triton.jit
-def probabilities(p_ptr, q_ptr, inverse_ptr, ids, vocab, q_width, SUBTRACT: tl.constexpr, MAPPED: tl.constexpr):
-    """Return p, or max(p - q, 0), as float64."""
+def probabilities(
+    p_ptr, q_ptr, inverse_ptr, ids, vocab, q_width, SUBTRACT: tl.constexpr, MAPPED: tl.constexpr, excluded=-1
+):  # fmt: skip
+    """Return p, or max(p - q, 0), as float64. The token `excluded` has 0; -1: no token is excluded."""
     real = ids < vocab
     p = tl.load(p_ptr + ids, mask=real, other=0.0).to(tl.float64)
     if SUBTRACT:
@@ -44,17 +46,17 @@ def probabilities(p_ptr, q_ptr, inverse_ptr, ids, vocab, q_width, SUBTRACT: tl.c
         else:
             q = tl.load(q_ptr + ids, mask=ids < q_width, other=0.0)
         p = tl.maximum(p - q.to(tl.float64), 0.0)
-    return tl.where(p > 0.0, p, 0.0)
+    return tl.where((p > 0.0) & (ids != excluded), p, 0.0)
 
 
 @triton.jit
 def block_sums(
     p_ptr, q_ptr, inverse_ptr, vocab, q_width,
-    SUBTRACT: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    SUBTRACT: tl.constexpr, MAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, excluded=-1,
 ):  # fmt: skip
     lanes, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
     sums = tl.zeros((BLOCKS,), tl.float64)
     for i in range(0, tl.cdiv(vocab, BLOCK)):
-        p = probabilities(p_ptr, q_ptr, inverse_ptr, i * BLOCK + lanes, vocab, q_width, SUBTRACT, MAPPED)
+        p = probabilities(p_ptr, q_ptr, inverse_ptr, i * BLOCK + lanes, vocab, q_width, SUBTRACT, MAPPED, excluded)
         sums = tl.where(blocks == i, tl.sum(p), sums)
     return sums
