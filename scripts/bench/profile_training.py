@@ -53,7 +53,7 @@ def main() -> None:
         learner: Any = command._eagle_learner(options, described, run, ids_W, sizes)
     else:
         learner = command._block_learner(options, described, run, ids_W if described.has_vocab_map else None, sizes)
-    settings = TrainSettings(1, None, 1e-4, 0.05, 0.0, batch_tokens, 0, options.optimizer)
+    settings = TrainSettings(1, None, 1e-4, 0.05, 0.0, batch_tokens, 0, options.optimizer_name)
     plan = batches([len(e.tokens) for e in examples], batch_tokens, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(settings, learner, examples, examples[:1], Path(folder), run.device, print)

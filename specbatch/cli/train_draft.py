@@ -117,8 +117,13 @@ def train_draft(
     ] = None,
     warmup: Annotated[float, _training(metavar="SHARE", help="The share of steps with a rising rate.")] = 0.05,
     optimizer: Annotated[
-        str, _training(metavar="NAME", help="adamw, or muon, which has AdamW for norms and tables of tokens.")
-    ] = "adamw",
+        str | None,
+        _training(
+            metavar="NAME",
+            help="adamw, or muon, which has AdamW for norms and tables of tokens.",
+            show_default="muon for block, adamw for eagle3",
+        ),
+    ] = None,
     batch_tokens: Annotated[
         int | None, _training(metavar="N", help="Tokens of a step.", show_default="16384 on CUDA, 1024 on a CPU")
     ] = None,

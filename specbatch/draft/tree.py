@@ -71,14 +71,14 @@ def beam_candidates(
     scores, ids = ops.draft_topk(first_BW, k)
     candidates, beam = ops.beam_start(scores, ids, target_ids_W, shape.num_candidates, words)
     request_B1 = torch.arange(batch, device=first_BW.device)[:, None]
-    parents_BK = request_B1.expand(-1, k)
+    parents_BK, first_B1 = request_B1.expand(-1, k), request_B1 * k
     for step in range(1, shape.num_steps):
         scores, ids = (
             of_branch.view(batch, -1, k).expand(-1, k, -1)
             for of_branch in ops.draft_topk(logits(step, beam, parents_BK.reshape(-1)), k)
         )
         beam = ops.beam_expand(candidates, beam, scores, ids, target_ids_W, step)
-        parents_BK = request_B1 * k + beam.parent_BK
+        parents_BK = first_B1 + beam.parent_BK
     return candidates
 
 

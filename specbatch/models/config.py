@@ -201,6 +201,11 @@ class ModelConfig:
     tensors: tuple[tuple[str, tuple[int, ...]], ...] | None = None
 
     @property
+    def lm_head_name(self) -> str:
+        """Return the name of the tensor that the LM head multiplies with."""
+        return "model.embed_tokens.weight" if self.tie_word_embeddings else "lm_head.weight"
+
+    @property
     def is_native(self) -> bool:
         """Return whether a family computes the model. Otherwise transformers does."""
         return self.tensors is None

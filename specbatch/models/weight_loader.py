@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -91,6 +92,11 @@ class WeightLoader:
         self._shard = shard
         self._quantization = quantization
         self._mxfp4 = mxfp4
+
+    @property
+    def ops(self) -> ModuleType:
+        """The kernels of the model."""
+        return self._ops
 
     def stored(self, name: str) -> Tensor:
         """A tensor as the checkpoint holds it."""

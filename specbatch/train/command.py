@@ -222,12 +222,12 @@ def _train(
     settings = TrainSettings(
         epochs=options.epochs,
         max_steps=options.max_steps,
-        lr=options.lr or _RATES[options.optimizer] * (512 / config.hidden_size) ** 0.5,
+        lr=options.lr or _RATES[options.optimizer_name] * (512 / config.hidden_size) ** 0.5,
         warmup=options.warmup,
         weight_decay=_WEIGHT_DECAY,
         batch_tokens=batch_tokens,
         seed=plan.config.engine.seed,
-        optimizer=options.optimizer,
+        optimizer=options.optimizer_name,
     )
     longest = padded_length(max(len(e.tokens) for e in (*train_set, *validation)))
     sizes = _Sizes(batch_tokens, longest)

@@ -60,7 +60,7 @@ class TrainDraftOptions:
     max_steps: int | None = None
     lr: float | None = None
     warmup: float = 0.05
-    optimizer: str = "adamw"
+    optimizer: str | None = None
     batch_tokens: int | None = None
     max_length: int = 1024
     validation: float = 0.02
@@ -70,7 +70,7 @@ class TrainDraftOptions:
         """Raise ConfigError for a value that is not legal, or an option of another kind of drafter."""
         if self.kind not in KINDS:
             raise ConfigError(f"--kind {self.kind} is not known", f"kinds: {', '.join(KINDS)}")
-        if self.optimizer not in OPTIMIZERS:
+        if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"--optimizer {self.optimizer} is not known", f"optimizers: {', '.join(OPTIMIZERS)}")
         if unknown := set(self.stages) - set(STAGES):
             raise ConfigError(f"--stage {min(unknown)} is not known", f"stages: {', '.join(STAGES)}")
@@ -107,6 +107,11 @@ class TrainDraftOptions:
     def head_name(self) -> HeadName:
         """Return the head of a block drafter."""
         return cast(HeadName, self.head or "domino")
+
+    @property
+    def optimizer_name(self) -> str:
+        """Return the optimizer: by default the one that was measured for this kind of drafter."""
+        return self.optimizer or ("muon" if self.kind == "block" else "adamw")
 
     def numbers(self) -> list[float]:
         """Return the temperatures. Raise ConfigError for text that is no temperature."""

@@ -302,3 +302,8 @@ def test_generate_with_the_geometry_of_smollm2(tmp_path: Path, monkeypatch: pyte
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert len(Path("out.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_documentation_names_all_geometries() -> None:
+    section = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").split("## Random weights")[1].split("\n## ")[0]
+    assert [name for name in geometries() if f"`{name}`" not in section] == []

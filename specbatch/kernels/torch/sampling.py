@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specbatch.batch import LOWEST_LOGIT, NO_TOKEN
-from specbatch.kernels.torch.filters import filtered
+from specbatch.kernels.torch.parts.filters import filtered
 
 _MASK32 = 0xFFFFFFFF
 _MAX_BLOCK = 256  # the largest block of a vocabulary, a power of 2; torch vectorises the maximum of a block

@@ -3,6 +3,7 @@
 from specbatch.kernels.triton.acceptance import accept_chain
 from specbatch.kernels.triton.attention import attend
 from specbatch.kernels.triton.beam import beam_expand, beam_start
+from specbatch.kernels.triton.block_heads import add_bottleneck, gru_step
 from specbatch.kernels.triton.delta.ops import delta_prompts, delta_rounds, gated_norm, sigmoid_mul
 from specbatch.kernels.triton.edits import edit_logits
 from specbatch.kernels.triton.fp8 import act_mul_quantised, quantise, rms_norm_quantised, scaled_linear
@@ -37,6 +38,7 @@ __all__ = [
     "act_mul",
     "act_mul_quantised",
     "activated",
+    "add_bottleneck",
     "add_normed",
     "advance_states",
     "argmax",
@@ -60,6 +62,7 @@ __all__ = [
     "fused_experts",
     "gated_linear",
     "gated_norm",
+    "gru_step",
     "integer_gated_linear",
     "integer_linear",
     "judge_chains",

@@ -178,45 +178,35 @@ class DominoHead(BlockHead):
     """Domino's head, see `DominoConfig`. `embedded`: the function from tokens to embeddings.
 
     A round runs it once for each draft, so it is arranged for few kernels: the part of the logits that reads the hidden
-    states is computed for all drafts at once, and one GEMM of a state gives the other part and the next gates.
+    states is computed for all drafts at once.
     """
 
     def __init__(self, config: DominoConfig, weights: WeightLoader, embedded: Callable[[Tensor], Tensor]) -> None:
-        self._config, self._embedded = config, embedded
+        self._config, self._embedded, self._ops = config, embedded, weights.ops
         down = weights.tensor("embed_proj.0.weight")
         of_hidden, of_state = down.split((down.shape[1] - config.state_size, config.state_size), dim=1)
         self._of_hidden = weights.new_linear(of_hidden.contiguous())
-        self._of_input = weights.new_linear(weights.tensor("prefix_gru.weight_ih_l0"))
-        self._of_state = weights.new_linear(torch.cat((weights.tensor("prefix_gru.weight_hh_l0"), of_state)))
-        self._up = weights.linear("embed_proj.2")
+        self._of_state_XR = of_state.contiguous()
+        self._gru = weights.tensor("prefix_gru.weight_ih_l0"), weights.tensor("prefix_gru.weight_hh_l0")
+        self._up_WX = weights.tensor("embed_proj.2.weight")
 
     def steps(self, block: BlockOutput) -> Steps:
-        size, first = self._config.state_size, block.first
-        hidden_BKE = block.hidden_BKE
+        first, hidden_BKE = block.first, block.hidden_BKE
         inner_BKX = self._of_hidden(hidden_BKE.flatten(0, 1)).unflatten(0, hidden_BKE.shape[:2])
-        state_TR = hidden_BKE.new_zeros(len(block.root_B), size)
-        gates_TX = hidden_BKE.new_zeros(len(block.root_B), 3 * size)
+        state_TR: Tensor | None = None
 
         def step(draft: int, before_T: Tensor, parents_T: Tensor | None = None) -> Tensor:
-            nonlocal state_TR, gates_TX
-            state_TR, gates_TX = (_continued(x, parents_T) for x in (state_TR, gates_TX))
-            state_TR = self._next(self._of_input(self._embedded(before_T)), gates_TX, state_TR)
-            gates_TX, of_state_TX = self._of_state(state_TR).split((3 * size, inner_BKX.shape[2]), dim=-1)
+            nonlocal state_TR
+            state_TR = self._ops.gru_step(self._embedded(before_T), state_TR, parents_T, *self._gru)
             if first + draft < self._config.first:
                 return block.logits_SBW[draft]
-            inner_TX = _of_branches(inner_BKX[:, first + draft], before_T) + of_state_TX
-            return _of_branches(block.logits_SBW[draft], before_T) + self._up(F.silu(inner_TX))
+            inner_BX = inner_BKX[:, first + draft]
+            logits_TW: Tensor = self._ops.add_bottleneck(
+                block.logits_SBW[draft], inner_BX, state_TR, self._of_state_XR, self._up_WX
+            )
+            return logits_TW
 
         return step
-
-    def _next(self, input_TX: Tensor, gates_TX: Tensor, state_TR: Tensor) -> Tensor:
-        """Return the state of the GRU (Cho et al. 2014, in torch's form) after a token. `input_TX`, `gates_TX`: the
-        parts of the gates that the token and the state give."""
-        size = self._config.state_size
-        both = torch.sigmoid(input_TX[:, : 2 * size] + gates_TX[:, : 2 * size])
-        reset, update = both.chunk(2, dim=-1)
-        candidate = torch.tanh(torch.addcmul(input_TX[:, 2 * size :], reset, gates_TX[:, 2 * size :]))
-        return torch.lerp(candidate, state_TR, update)
 
 
 class RefinerHead(BlockHead):

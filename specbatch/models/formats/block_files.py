@@ -472,9 +472,7 @@ class _BlockTensors:
         config = self._target.config
         if name == "t2d":
             return torch.isin(torch.arange(config.vocab_size), ids)
-        weight_VE = self._target.tensors.load(
-            "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        )
+        weight_VE = self._target.tensors.load(config.lm_head_name)
         return weight_VE[ids.to(weight_VE.device)]
 
     def close(self) -> None:

@@ -290,8 +290,7 @@ class _HeadTensors:
         ids = d2t + torch.arange(d2t.shape[0])
         if name == "t2d":
             return torch.isin(torch.arange(self._vocab_size), ids)
-        tied = self._target.config.tie_word_embeddings
-        weight_VE = self._target.tensors.load("model.embed_tokens.weight" if tied else "lm_head.weight")
+        weight_VE = self._target.tensors.load(self._target.config.lm_head_name)
         return weight_VE[ids.to(weight_VE.device)]
 
     def close(self) -> None:

@@ -164,7 +164,7 @@ def initialise(drafter: TrainedBlocks, target: Checkpoint, seed: int) -> None:
             drafter.markov_head.markov_w2.weight.zero_()
         if isinstance(block.head, DominoConfig):
             # Embeddings are small numbers, and the inputs of gates should be near one.
-            scale = target.tensors.load("model.embed_tokens.weight").float().square().mean().sqrt()
+            scale = target.tensors.load("model.embed_tokens.weight").float().square().mean().sqrt().item()
             drafter.get_parameter("prefix_gru.weight_ih_l0").div_(_DEVIATION * size**0.5 * scale)
             drafter.get_parameter("embed_proj.2.weight").zero_()
         for i in range(num_layers):

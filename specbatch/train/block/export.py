@@ -19,8 +19,7 @@ def checkpoint_tensors(
     """Return the tensors of a drafter's file."""
     weights, block = drafter.state_dict(), drafter.block
     if block.has_vocab_map and not isinstance(block.head, DominoConfig):
-        tied = target.config.tie_word_embeddings
-        lm_head_VE = target.tensors.load("model.embed_tokens.weight" if tied else "lm_head.weight")
+        lm_head_VE = target.tensors.load(target.config.lm_head_name)
         weights["lm_head.weight"] = lm_head_VE[weights["t2d"].to(lm_head_VE.device)]
     return stored(weights, dtype)
 

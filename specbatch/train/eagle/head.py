@@ -114,5 +114,4 @@ def initialise(head: DraftHead, target: Checkpoint, draft_ids_W: Tensor, seed: i
         layer.hidden_norm.weight.copy_(load(f"{last}input_layernorm.weight") + c.norm_offset)
         layer.post_attention_layernorm.weight.copy_(load(f"{last}{before_mlp}.weight") + c.norm_offset)
         head.norm.weight.copy_(load("model.norm.weight") + c.norm_offset)
-        table = load("model.embed_tokens.weight" if c.tie_word_embeddings else "lm_head.weight")
-        head.lm_head.weight.copy_(table[draft_ids_W])
+        head.lm_head.weight.copy_(load(c.lm_head_name)[draft_ids_W])
