@@ -142,7 +142,8 @@ class SuffixDraft(DraftMethod):
         drafted_B, source_B = table.drafted_S2[view.req_idx_B].unbind(dim=1)
         self.shared.count(torch.minimum(drafted_B, verified_B), source_B, num_new_B)
         if trees.judged is not None:
-            self.shared.calibration.learn(trees.judged, committed.tokens_BM, num_new_B)
+            drawn_B = None if trees.is_given_B is None else verified_B * ~trees.is_given_B
+            self.shared.calibration.learn(trees.judged, committed.tokens_BM, num_new_B, drawn_B)
         max_new = committed.path_BM.shape[1]
         self.shared.corpus.add(table.tokens_SL, view.req_idx_B, view.length_B + 1, num_new_B, max_new, eos_K)
 

@@ -43,8 +43,9 @@ def test_the_best_chain_is_chosen(ops: Ops, chains: int, drafts: int, least: flo
         assert (int(num_nodes[b]), chosen[b].tolist()) == (count + 1, [count, int(sources[b, best])])
 
 
+@pytest.mark.parametrize("is_drawn", [False, True])
 @pytest.mark.parametrize(("chains", "drafts"), [(2, 31), (3, 7), (3, 1)])
-def test_chains_are_judged_and_counted(ops: Ops, chains: int, drafts: int) -> None:
+def test_chains_are_judged_and_counted(ops: Ops, chains: int, drafts: int, is_drawn: bool) -> None:
     torch.manual_seed(drafts)
     batch, columns = 9, max(1, drafts - 2)
     tokens = torch.randint(0, 2, (batch, chains, drafts))
@@ -58,7 +59,11 @@ def test_chains_are_judged_and_counted(ops: Ops, chains: int, drafts: int) -> No
     probabilities, buckets = ops.judge_chains(
         tokens, estimates, sources, factors, torch.tensor(EDGES), torch.tensor(PLACES), MOST
     )
-    sums = ops.count_right(tokens, estimates, buckets, new, num_new, torch.zeros(NUM_BUCKETS, 2, dtype=torch.int64))
+    num_drawn = torch.randint(0, drafts + 1, (batch,))
+    sums = ops.count_right(
+        tokens, estimates, buckets, new, num_new, torch.zeros(NUM_BUCKETS, 2, dtype=torch.int64),
+        num_drawn if is_drawn else None,
+    )  # fmt: skip
     expected_sums, num_agreeing = torch.zeros_like(sums), 0
     for b in range(batch):
         for c in range(chains):
@@ -76,7 +81,8 @@ def test_chains_are_judged_and_counted(ops: Ops, chains: int, drafts: int) -> No
                 assert buckets[b, c, d] == bucket
                 product *= min(MOST, float(estimates[b, c, d]) * float(factors[bucket]))
                 assert float(probabilities[b, c, d]) == pytest.approx(product, rel=1e-5)
-                if is_right and d < min(int(num_new[b]), columns):
+                counts = not is_drawn or c < chains - 2 or d < int(num_drawn[b])
+                if is_right and counts and d < min(int(num_new[b]), columns):
                     is_right = bool(tokens[b, c, d] == new[b, d])
                     expected_sums[bucket, 0] += int(estimates[b, c, d] * ESTIMATE_UNIT)
                     expected_sums[bucket, 1] += is_right

@@ -154,17 +154,27 @@ def choose_chain(
 
 
 def count_right(
-    tokens_BCD: Tensor, estimates_BCD: Tensor, buckets_BCD: Tensor, new_BM: Tensor, num_new_B: Tensor, sums_Q2: Tensor
+    tokens_BCD: Tensor,
+    estimates_BCD: Tensor,
+    buckets_BCD: Tensor,
+    new_BM: Tensor,
+    num_new_B: Tensor,
+    sums_Q2: Tensor,
+    num_drawn_B: Tensor | None = None,
 ) -> Tensor:
     """Return `sums_Q2` after adding to its buckets what a round showed about drafts: the estimates of those that were
     tried, in units of 1 / ESTIMATE_UNIT, and the number of those that were right. A draft is tried if all before it
-    were right, and the token in its place is known: one of the first `num_new_B` of `new_BM`. All integers are
-    int64."""
+    were right, and the token in its place is known: one of the first `num_new_B` of `new_BM`. All integers are int64.
+    `num_drawn_B`: the drafts of the last two chains that count; None: all do."""
     width = min(tokens_BCD.shape[2], new_BM.shape[1])
     estimates_BCW = estimates_BCD[:, :, :width]
-    is_known_B1W = (torch.arange(width, device=num_new_B.device) < num_new_B[:, None])[:, None]
+    index = torch.arange(width, device=num_new_B.device)
+    is_known_BCW = (index < num_new_B[:, None])[:, None].expand_as(estimates_BCW)
+    if num_drawn_B is not None:
+        is_drawn_BW = index < num_drawn_B[:, None]
+        is_known_BCW = torch.cat((is_known_BCW[:, :-2], is_known_BCW[:, -2:] & is_drawn_BW[:, None]), dim=1)
     is_right_BCW = (tokens_BCD[:, :, :width] == new_BM[:, None, :width]) & (estimates_BCW > 0)
-    right_BCW = (is_right_BCW & is_known_B1W).long().cumprod(dim=2)
-    tried_BCW = torch.nn.functional.pad(right_BCW, (1, 0), value=1)[:, :, :-1] * is_known_B1W
+    right_BCW = (is_right_BCW & is_known_BCW).long().cumprod(dim=2)
+    tried_BCW = torch.nn.functional.pad(right_BCW, (1, 0), value=1)[:, :, :-1] * is_known_BCW
     found = torch.stack(((estimates_BCW * ESTIMATE_UNIT).long() * tried_BCW, right_BCW), dim=3).view(-1, 2)
     return sums_Q2.index_add_(0, buckets_BCD[:, :, :width].reshape(-1), found)

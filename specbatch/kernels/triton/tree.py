@@ -337,14 +337,17 @@ def choose_chain(
 
 @triton.jit
 def _count_right(
-    tokens_ptr, estimates_ptr, buckets_ptr, new_ptr, num_new_ptr, sums_ptr, num_drafts, num_columns,
-    CHAINS: tl.constexpr, BLOCK_D: tl.constexpr,
+    tokens_ptr, estimates_ptr, buckets_ptr, new_ptr, num_new_ptr, num_drawn_ptr, sums_ptr, num_drafts, num_columns,
+    CHAINS: tl.constexpr, HAS_DRAWN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     seq = line // CHAINS
     draft = tl.arange(0, BLOCK_D)
     num_new = tl.load(num_new_ptr + seq)
     known = (draft < num_drafts) & (draft < num_columns) & (draft < num_new)
+    if HAS_DRAWN:
+        is_drawn = line - seq * CHAINS >= CHAINS - 2
+        known = known & (draft < tl.where(is_drawn, tl.load(num_drawn_ptr + seq), num_drafts))
     tokens = tl.load(tokens_ptr + line * num_drafts + draft, mask=known, other=0)
     estimates = tl.load(estimates_ptr + line * num_drafts + draft, mask=known, other=0.0)
     bucket = tl.load(buckets_ptr + line * num_drafts + draft, mask=known, other=0)
@@ -357,14 +360,20 @@ def _count_right(
 
 
 def count_right(
-    tokens_BCD: Tensor, estimates_BCD: Tensor, buckets_BCD: Tensor, new_BM: Tensor, num_new_B: Tensor, sums_Q2: Tensor
+    tokens_BCD: Tensor,
+    estimates_BCD: Tensor,
+    buckets_BCD: Tensor,
+    new_BM: Tensor,
+    num_new_B: Tensor,
+    sums_Q2: Tensor,
+    num_drawn_B: Tensor | None = None,
 ) -> Tensor:
     """See `kernels/torch/tree.py`."""
     batch, chains, num_drafts = tokens_BCD.shape
     launch(
         _count_right, (batch * chains,),
         tokens_BCD.contiguous(), estimates_BCD.contiguous(), buckets_BCD, new_BM.contiguous(), num_new_B.contiguous(),
-        sums_Q2, num_drafts, new_BM.shape[1], CHAINS=chains, BLOCK_D=max(16, triton.next_power_of_2(num_drafts)),
-        num_warps=1,
+        num_new_B if num_drawn_B is None else num_drawn_B, sums_Q2, num_drafts, new_BM.shape[1], CHAINS=chains,
+        HAS_DRAWN=num_drawn_B is not None, BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
     )  # fmt: skip
     return sums_Q2
