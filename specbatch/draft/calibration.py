@@ -77,11 +77,13 @@ class Calibration:
         )
         return probabilities_BCD, Judged(chains, buckets_BCD)
 
-    def learn(self, judged: Judged, tokens_BM: Tensor, num_new_B: Tensor) -> None:
-        """Take note of what a round committed: the first `num_new_B` of `tokens_BM`. 0: the request was done."""
+    def learn(self, judged: Judged, tokens_BM: Tensor, num_new_B: Tensor, num_drawn_B: Tensor | None = None) -> None:
+        """Take note of what a round committed: the first `num_new_B` of `tokens_BM`. 0: the request was done.
+        `num_drawn_B`: the last two chains of each request were drawn at random, and these drafts of them count; None:
+        all drafts of all chains count."""
         tokens_BCD, estimates_BCD, _ = judged.chains
         new_Q2 = self._ops.count_right(
-            tokens_BCD, estimates_BCD, judged.buckets_BCD, tokens_BM, num_new_B, self._new_Q2.zero_()
+            tokens_BCD, estimates_BCD, judged.buckets_BCD, tokens_BM, num_new_B, self._new_Q2.zero_(), num_drawn_B
         )
         sums_2Q = self.sums_2Q + new_Q2.t() * self._units_21
         self.sums_2Q.copy_(sums_2Q * (_REMEMBERED / sums_2Q[:1]).clamp(max=1.0))

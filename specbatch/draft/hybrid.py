@@ -23,7 +23,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from specbatch.batch import Committed, Field, Output
+from specbatch.batch import Committed, Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import EngineStats
 from specbatch.draft.calibration import Chains
@@ -89,13 +89,6 @@ class HybridDraft(DraftMethod):
     def follow(
         self, view: BatchView, table: RequestTable, trees: DraftTrees, committed: Committed, eos_K: Tensor
     ) -> None:
-        judged, is_given_B = trees.judged, trees.is_given_B
-        if judged is not None and is_given_B is not None:
-            estimates_BCD = judged.chains.estimates_BCD.clone()
-            verified_B = committed.output_BZ[:, Output.NUM_DRAFTED].long() * ~is_given_B
-            index_D = torch.arange(estimates_BCD.shape[2], device=verified_B.device)
-            estimates_BCD[:, -2:] *= (index_D < verified_B[:, None])[:, None]
-            trees = replace(trees, judged=judged._replace(chains=judged.chains._replace(estimates_BCD=estimates_BCD)))
         self._suffix.follow(view, table, trees, committed, eos_K)
 
     def record(self, stats: EngineStats) -> None:

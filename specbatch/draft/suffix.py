@@ -71,7 +71,7 @@ class SuffixDraft(DraftMethod):
         probability that all of it is right is less."""
         self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
         self.sizes = sizes_up_to(self.num_nodes)
-        self._min_match, self._least, self.shared, self._lookup = min_match, min_probability, shared, ops.ngram_lookup
+        self._min_match, self._least, self.shared, self._ops = min_match, min_probability, shared, ops
         estimates_MD = match_estimates(MAX_SIZE, self.num_nodes - 1, shared.corpus.words_H.device)
         # [m, d]: the estimate that draft d after a match of m tokens is right if those before it are.
         self._estimates_MD = steps_of(estimates_MD)
@@ -90,7 +90,7 @@ class SuffixDraft(DraftMethod):
     def chains(self, view: BatchView, table: RequestTable) -> Chains:
         """Return the chains from the row's text and from the corpus."""
         num_drafts, limit_S = self.num_nodes - 1, table.ints_SF[:, Field.LIMIT]
-        of_row_BD, row_B, matched_B = self._lookup(
+        of_row_BD, row_B, matched_B = self._ops.ngram_lookup(
             table.tokens_SL,
             table.predicted_SL,
             view.req_idx_B,
@@ -124,23 +124,15 @@ class SuffixDraft(DraftMethod):
         """Choose the chain of each request with the largest expected number of right drafts. `known_BCD`: the last
         chain was drawn at random, and the choice reads the one before it in its place, and these tokens in place of
         those of the chains; None: no chain was drawn."""
-        judge, is_given_B = self.shared.calibration.judge, None
-        probabilities_BCD, judged = judge(chains if known_BCD is None else chains._replace(tokens_BCD=known_BCD))
-        probabilities_BCD = torch.where(probabilities_BCD >= self._least, probabilities_BCD, 0.0)
-        expected_BC = probabilities_BCD.sum(dim=2)
-        if known_BCD is None:
-            best_B = expected_BC.argmax(dim=1)
-        else:
-            best_B, judged = expected_BC[:, :-1].argmax(dim=1), judged._replace(chains=chains)
-            is_given_B = best_B < expected_BC.shape[1] - 2
-            best_B = best_B + ~is_given_B
-        lines_B = torch.arange(len(best_B), device=best_B.device)
-        probabilities_BD, sources_B = probabilities_BCD[lines_B, best_B], chains.sources_BC[lines_B, best_B]
-        counts_B = (probabilities_BD > 0).sum(dim=1)
-        table.drafted_S2.index_copy_(0, view.req_idx_B, torch.stack((counts_B, sources_B), dim=1))
-        tokens_BN = torch.cat((view.field(Field.ROOT)[:, None], chains.tokens_BCD[lines_B, best_B]), dim=1)
-        scores_BN = torch.nn.functional.pad(probabilities_BD.log(), (1, 0))
-        return DraftTrees(tokens_BN, counts_B + 1, scores_BN=scores_BN, judged=judged, is_given_B=is_given_B)
+        read = chains if known_BCD is None else chains._replace(tokens_BCD=known_BCD)
+        probabilities_BCD, judged = self.shared.calibration.judge(read)
+        tokens_BN, scores_BN, num_nodes_B, chosen_B2, is_given_B = self._ops.choose_chain(
+            view.field(Field.ROOT), chains.tokens_BCD, probabilities_BCD, chains.sources_BC, self._least,
+            known_BCD is not None,
+        )  # fmt: skip
+        table.drafted_S2.index_copy_(0, view.req_idx_B, chosen_B2)
+        judged = judged._replace(chains=chains)
+        return DraftTrees(tokens_BN, num_nodes_B, scores_BN=scores_BN, judged=judged, is_given_B=is_given_B)
 
     def follow(
         self, view: BatchView, table: RequestTable, trees: DraftTrees, committed: Committed, eos_K: Tensor
@@ -150,7 +142,8 @@ class SuffixDraft(DraftMethod):
         drafted_B, source_B = table.drafted_S2[view.req_idx_B].unbind(dim=1)
         self.shared.count(torch.minimum(drafted_B, verified_B), source_B, num_new_B)
         if trees.judged is not None:
-            self.shared.calibration.learn(trees.judged, committed.tokens_BM, num_new_B)
+            drawn_B = None if trees.is_given_B is None else verified_B * ~trees.is_given_B
+            self.shared.calibration.learn(trees.judged, committed.tokens_BM, num_new_B, drawn_B)
         max_new = committed.path_BM.shape[1]
         self.shared.corpus.add(table.tokens_SL, view.req_idx_B, view.length_B + 1, num_new_B, max_new, eos_K)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specbatch.kernels.corpus import ESTIMATE_UNIT
-from tests.kernels.batches import CUDA
+from tests.kernels.batches import CUDA, DEVICE
 from tests.kernels.operations import Ops
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -14,8 +14,38 @@ EDGES, PLACES, NUM_SOURCES, MOST = [0.2, 0.6, 0.9], [1, 2, 4], 3, 0.99
 NUM_BUCKETS = NUM_SOURCES * 2 * 4 * 4
 
 
+@pytest.mark.parametrize(("chains", "drafts", "least"), [(2, 31, 0.0), (4, 7, 0.3), (4, 3, 0.0), (2, 1, 0.3)])
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_the_best_chain_is_chosen(ops: Ops, chains: int, drafts: int, least: float, is_drawn: bool) -> None:
+    torch.manual_seed(drafts)
+    batch = 24
+    tokens, sources = torch.randint(0, 99, (batch, chains, drafts)), torch.randint(0, NUM_SOURCES, (batch, chains))
+    lengths = torch.randint(0, drafts + 1, (batch, chains, 1)) * (torch.arange(batch) > 0)[:, None, None]
+    # Their sums are exact. Chains of a request can have the same sum.
+    probabilities = torch.randint(0, 9, (batch, chains, drafts)).sort(dim=2, descending=True).values / 8
+    probabilities *= torch.arange(drafts) < lengths
+    root = torch.arange(2 * batch)[::2]
+    found, scores, num_nodes, chosen, is_given = ops.raw.choose_chain(
+        *(x.to(DEVICE) for x in (root, tokens, probabilities, sources)), least, is_drawn
+    )
+    assert (is_given is not None) == is_drawn
+    for b in range(batch):
+        kept = [[p for p in line if p >= least and p > 0] for line in probabilities[b].tolist()]
+        compared = kept[: chains - is_drawn]
+        best = max(range(len(compared)), key=lambda c: (sum(compared[c]), -c))
+        if is_given is not None:
+            assert bool(is_given[b]) == (best < chains - 2)
+            best = best if is_given[b] else chains - 1
+        count = len(kept[best])
+        assert found[b].tolist() == [int(root[b]), *tokens[b, best].tolist()]
+        assert scores[b, : 1 + count].exp().tolist() == pytest.approx([1.0, *kept[best]])
+        assert scores[b, 1 + count :].isneginf().all()
+        assert (int(num_nodes[b]), chosen[b].tolist()) == (count + 1, [count, int(sources[b, best])])
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
 @pytest.mark.parametrize(("chains", "drafts"), [(2, 31), (3, 7), (3, 1)])
-def test_chains_are_judged_and_counted(ops: Ops, chains: int, drafts: int) -> None:
+def test_chains_are_judged_and_counted(ops: Ops, chains: int, drafts: int, is_drawn: bool) -> None:
     torch.manual_seed(drafts)
     batch, columns = 9, max(1, drafts - 2)
     tokens = torch.randint(0, 2, (batch, chains, drafts))
@@ -29,7 +59,11 @@ def test_chains_are_judged_and_counted(ops: Ops, chains: int, drafts: int) -> No
     probabilities, buckets = ops.judge_chains(
         tokens, estimates, sources, factors, torch.tensor(EDGES), torch.tensor(PLACES), MOST
     )
-    sums = ops.count_right(tokens, estimates, buckets, new, num_new, torch.zeros(NUM_BUCKETS, 2, dtype=torch.int64))
+    num_drawn = torch.randint(0, drafts + 1, (batch,))
+    sums = ops.count_right(
+        tokens, estimates, buckets, new, num_new, torch.zeros(NUM_BUCKETS, 2, dtype=torch.int64),
+        num_drawn if is_drawn else None,
+    )  # fmt: skip
     expected_sums, num_agreeing = torch.zeros_like(sums), 0
     for b in range(batch):
         for c in range(chains):
@@ -47,7 +81,8 @@ def test_chains_are_judged_and_counted(ops: Ops, chains: int, drafts: int) -> No
                 assert buckets[b, c, d] == bucket
                 product *= min(MOST, float(estimates[b, c, d]) * float(factors[bucket]))
                 assert float(probabilities[b, c, d]) == pytest.approx(product, rel=1e-5)
-                if is_right and d < min(int(num_new[b]), columns):
+                counts = not is_drawn or c < chains - 2 or d < int(num_drawn[b])
+                if is_right and counts and d < min(int(num_new[b]), columns):
                     is_right = bool(tokens[b, c, d] == new[b, d])
                     expected_sums[bucket, 0] += int(estimates[b, c, d] * ESTIMATE_UNIT)
                     expected_sums[bucket, 1] += is_right

@@ -29,7 +29,14 @@ from specbatch.kernels.torch.ngram import corpus_drafts, corpus_updates, ngram_l
 from specbatch.kernels.torch.prefixes import attend_prefixes
 from specbatch.kernels.torch.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.torch.steps import commit_round, pack_nodes, share_budget, span_layout
-from specbatch.kernels.torch.tree import count_right, draft_topk, judge_chains, select_nodes, tree_mask_bits
+from specbatch.kernels.torch.tree import (
+    choose_chain,
+    count_right,
+    draft_topk,
+    judge_chains,
+    select_nodes,
+    tree_mask_bits,
+)
 from specbatch.kernels.torch.workspace import Workspace
 
 __all__ = [
@@ -47,6 +54,7 @@ __all__ = [
     "attend_prefixes",
     "beam_expand",
     "beam_start",
+    "choose_chain",
     "commit_round",
     "corpus_drafts",
     "corpus_updates",

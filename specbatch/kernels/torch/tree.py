@@ -128,18 +128,53 @@ def judge_chains(
     return (estimates_BCD * factors_Q[buckets_BCD]).clamp(max=most).cumprod(dim=2), buckets_BCD
 
 
+def choose_chain(
+    root_B: Tensor, tokens_BCD: Tensor, probabilities_BCD: Tensor, sources_BC: Tensor, least: float, is_drawn: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Choose the chain of each sequence whose probabilities have the largest sum, the first of equal ones. A chain ends
+    where they fall below `least`. `is_drawn`: the last chain is chosen where the one before it has the largest sum of
+    those before the last one.
+
+    Return (tokens_BN, scores_BN, num_nodes_B, chosen_B2, is_given_B), N = D + 1: int64, the root and the drafts;
+    float32, 0 and the logarithms of their probabilities; int64, the number of nodes; int64, the number of drafts and
+    the source; bool, whether a chain before the last two was chosen (None: `is_drawn` is False)."""
+    batch, num_chains, _ = tokens_BCD.shape
+    probabilities_BCD = torch.where(probabilities_BCD >= least, probabilities_BCD, 0.0)
+    best_B, is_given_B = probabilities_BCD[:, : num_chains - is_drawn].sum(dim=2).argmax(dim=1), None
+    if is_drawn:
+        is_given_B = best_B < num_chains - 2
+        best_B = best_B + ~is_given_B
+    lines_B = torch.arange(batch, device=best_B.device)
+    probabilities_BD = probabilities_BCD[lines_B, best_B]
+    counts_B = (probabilities_BD > 0).sum(dim=1)
+    tokens_BN = torch.cat((root_B[:, None], tokens_BCD[lines_B, best_B]), dim=1)
+    scores_BN = torch.nn.functional.pad(probabilities_BD.log(), (1, 0))
+    chosen_B2 = torch.stack((counts_B, sources_BC[lines_B, best_B]), dim=1)
+    return tokens_BN, scores_BN, counts_B + 1, chosen_B2, is_given_B
+
+
 def count_right(
-    tokens_BCD: Tensor, estimates_BCD: Tensor, buckets_BCD: Tensor, new_BM: Tensor, num_new_B: Tensor, sums_Q2: Tensor
+    tokens_BCD: Tensor,
+    estimates_BCD: Tensor,
+    buckets_BCD: Tensor,
+    new_BM: Tensor,
+    num_new_B: Tensor,
+    sums_Q2: Tensor,
+    num_drawn_B: Tensor | None = None,
 ) -> Tensor:
     """Return `sums_Q2` after adding to its buckets what a round showed about drafts: the estimates of those that were
     tried, in units of 1 / ESTIMATE_UNIT, and the number of those that were right. A draft is tried if all before it
-    were right, and the token in its place is known: one of the first `num_new_B` of `new_BM`. All integers are
-    int64."""
+    were right, and the token in its place is known: one of the first `num_new_B` of `new_BM`. All integers are int64.
+    `num_drawn_B`: the drafts of the last two chains that count; None: all do."""
     width = min(tokens_BCD.shape[2], new_BM.shape[1])
     estimates_BCW = estimates_BCD[:, :, :width]
-    is_known_B1W = (torch.arange(width, device=num_new_B.device) < num_new_B[:, None])[:, None]
+    index = torch.arange(width, device=num_new_B.device)
+    is_known_BCW = (index < num_new_B[:, None])[:, None].expand_as(estimates_BCW)
+    if num_drawn_B is not None:
+        is_drawn_BW = index < num_drawn_B[:, None]
+        is_known_BCW = torch.cat((is_known_BCW[:, :-2], is_known_BCW[:, -2:] & is_drawn_BW[:, None]), dim=1)
     is_right_BCW = (tokens_BCD[:, :, :width] == new_BM[:, None, :width]) & (estimates_BCW > 0)
-    right_BCW = (is_right_BCW & is_known_B1W).long().cumprod(dim=2)
-    tried_BCW = torch.nn.functional.pad(right_BCW, (1, 0), value=1)[:, :, :-1] * is_known_B1W
+    right_BCW = (is_right_BCW & is_known_BCW).long().cumprod(dim=2)
+    tried_BCW = torch.nn.functional.pad(right_BCW, (1, 0), value=1)[:, :, :-1] * is_known_BCW
     found = torch.stack(((estimates_BCW * ESTIMATE_UNIT).long() * tried_BCW, right_BCW), dim=3).view(-1, 2)
     return sums_Q2.index_add_(0, buckets_BCD[:, :, :width].reshape(-1), found)

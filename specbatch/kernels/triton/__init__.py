@@ -29,7 +29,14 @@ from specbatch.kernels.triton.ngram import corpus_drafts, corpus_updates, ngram_
 from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.triton.steps import commit_round, pack_nodes, share_budget, span_layout
-from specbatch.kernels.triton.tree import count_right, draft_topk, judge_chains, select_nodes, tree_mask_bits
+from specbatch.kernels.triton.tree import (
+    choose_chain,
+    count_right,
+    draft_topk,
+    judge_chains,
+    select_nodes,
+    tree_mask_bits,
+)
 from specbatch.kernels.triton.workspace import Workspace
 
 __all__ = [
@@ -47,6 +54,7 @@ __all__ = [
     "attend_prefixes",
     "beam_expand",
     "beam_start",
+    "choose_chain",
     "commit_round",
     "corpus_drafts",
     "corpus_updates",

@@ -283,15 +283,71 @@ def judge_chains(
 
 
 @triton.jit
+def _choose_chain(
+    root_ptr, tokens_ptr, probabilities_ptr, sources_ptr, out_ptr, scores_ptr, num_nodes_ptr, chosen_ptr, given_ptr,
+    root_stride, num_drafts, least, CHAINS: tl.constexpr, IS_DRAWN: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(0).to(tl.int64)
+    draft = tl.arange(0, BLOCK_D)
+    real = draft < num_drafts
+    best, largest = tl.full((), 0, tl.int64), tl.full((), -1.0, tl.float32)
+    for chain in tl.static_range(CHAINS - IS_DRAWN):
+        line = seq * CHAINS + chain
+        p = tl.load(probabilities_ptr + line * num_drafts + draft, mask=real, other=0.0)
+        total = tl.sum(tl.where(p >= least, p, 0.0))
+        best = tl.where(total > largest, chain, best)
+        largest = tl.maximum(total, largest)
+    if IS_DRAWN:
+        is_given = best < CHAINS - 2
+        tl.store(given_ptr + seq, is_given)
+        best = tl.where(is_given, best, CHAINS - 1)
+    line, first = seq * CHAINS + best, seq * (num_drafts + 1)
+    p = tl.load(probabilities_ptr + line * num_drafts + draft, mask=real, other=0.0)
+    is_draft = (p >= least) & (p > 0.0)
+    count = tl.sum(is_draft.to(tl.int64))
+    tokens = tl.load(tokens_ptr + line * num_drafts + draft, mask=real, other=0)
+    tl.store(out_ptr + first, tl.load(root_ptr + seq * root_stride))
+    tl.store(out_ptr + first + 1 + draft, tokens, mask=real)
+    tl.store(scores_ptr + first, 0.0)
+    scores = tl.where(is_draft, tl.log(tl.where(is_draft, p, 1.0)), float("-inf"))
+    tl.store(scores_ptr + first + 1 + draft, scores, mask=real)
+    tl.store(num_nodes_ptr + seq, count + 1)
+    tl.store(chosen_ptr + 2 * seq, count)
+    tl.store(chosen_ptr + 2 * seq + 1, tl.load(sources_ptr + line))
+
+
+def choose_chain(
+    root_B: Tensor, tokens_BCD: Tensor, probabilities_BCD: Tensor, sources_BC: Tensor, least: float, is_drawn: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """See `kernels/torch/tree.py`."""
+    (batch, chains, num_drafts), device = tokens_BCD.shape, tokens_BCD.device
+    tokens_BN = torch.empty((batch, num_drafts + 1), dtype=torch.int64, device=device)
+    scores_BN = torch.empty((batch, num_drafts + 1), dtype=torch.float32, device=device)
+    num_nodes_B = torch.empty(batch, dtype=torch.int64, device=device)
+    chosen_B2 = torch.empty((batch, 2), dtype=torch.int64, device=device)
+    is_given_B = torch.empty(batch, dtype=torch.bool, device=device) if is_drawn else None
+    launch(
+        _choose_chain, (batch,),
+        root_B, tokens_BCD.contiguous(), probabilities_BCD.contiguous(), sources_BC.contiguous(), tokens_BN, scores_BN,
+        num_nodes_B, chosen_B2, num_nodes_B if is_given_B is None else is_given_B, root_B.stride(0), num_drafts, least,
+        CHAINS=chains, IS_DRAWN=is_drawn, BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
+    )  # fmt: skip
+    return tokens_BN, scores_BN, num_nodes_B, chosen_B2, is_given_B
+
+
+@triton.jit
 def _count_right(
-    tokens_ptr, estimates_ptr, buckets_ptr, new_ptr, num_new_ptr, sums_ptr, num_drafts, num_columns,
-    CHAINS: tl.constexpr, BLOCK_D: tl.constexpr,
+    tokens_ptr, estimates_ptr, buckets_ptr, new_ptr, num_new_ptr, num_drawn_ptr, sums_ptr, num_drafts, num_columns,
+    CHAINS: tl.constexpr, HAS_DRAWN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     seq = line // CHAINS
     draft = tl.arange(0, BLOCK_D)
     num_new = tl.load(num_new_ptr + seq)
     known = (draft < num_drafts) & (draft < num_columns) & (draft < num_new)
+    if HAS_DRAWN:
+        is_drawn = line - seq * CHAINS >= CHAINS - 2
+        known = known & (draft < tl.where(is_drawn, tl.load(num_drawn_ptr + seq), num_drafts))
     tokens = tl.load(tokens_ptr + line * num_drafts + draft, mask=known, other=0)
     estimates = tl.load(estimates_ptr + line * num_drafts + draft, mask=known, other=0.0)
     bucket = tl.load(buckets_ptr + line * num_drafts + draft, mask=known, other=0)
@@ -304,14 +360,20 @@ def _count_right(
 
 
 def count_right(
-    tokens_BCD: Tensor, estimates_BCD: Tensor, buckets_BCD: Tensor, new_BM: Tensor, num_new_B: Tensor, sums_Q2: Tensor
+    tokens_BCD: Tensor,
+    estimates_BCD: Tensor,
+    buckets_BCD: Tensor,
+    new_BM: Tensor,
+    num_new_B: Tensor,
+    sums_Q2: Tensor,
+    num_drawn_B: Tensor | None = None,
 ) -> Tensor:
     """See `kernels/torch/tree.py`."""
     batch, chains, num_drafts = tokens_BCD.shape
     launch(
         _count_right, (batch * chains,),
         tokens_BCD.contiguous(), estimates_BCD.contiguous(), buckets_BCD, new_BM.contiguous(), num_new_B.contiguous(),
-        sums_Q2, num_drafts, new_BM.shape[1], CHAINS=chains, BLOCK_D=max(16, triton.next_power_of_2(num_drafts)),
-        num_warps=1,
+        num_new_B if num_drawn_B is None else num_drawn_B, sums_Q2, num_drafts, new_BM.shape[1], CHAINS=chains,
+        HAS_DRAWN=num_drawn_B is not None, BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
     )  # fmt: skip
     return sums_Q2
