@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     args = parser.parse_args()
     dtype, path = getattr(torch, args.dtype), resolve_model(args.model)
-    target, head = open_checkpoint(path), args.head or builtin_head(args.model)
+    target, head = open_checkpoint(path), args.head or builtin_head(args.model, "eagle3")
     try:
         count = widen_target(target, args.shape, args.out / "target", dtype)
         print(f"{args.out / 'target'}: {count / 1e9:.2f} billion parameters, {count * dtype.itemsize / 1e9:.1f} GB")

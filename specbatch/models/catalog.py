@@ -30,7 +30,8 @@ class CatalogEntry:
     size_bytes: int  # size of the same file
     package: str | None = None  # requirement for pip, version pinned; None: it comes with specbatch
     hub_file: tuple[str, str, str] | None = None  # the same file on the hub: repository, revision, name
-    draft_for: str | None = None  # the built-in model that this is an EAGLE-3 head for
+    draft_for: str | None = None  # the built-in model that this is a draft head for
+    method: str | None = None  # the speculation.method that drafts with it
 
 
 def catalog() -> dict[str, CatalogEntry]:
@@ -58,15 +59,27 @@ def catalog() -> dict[str, CatalogEntry]:
             sha256="66845aa2aac2d77362333f290e83f2168df728021e7ddb6be63481fe0b0efeff",
             size_bytes=15_871_920,
             draft_for="smollm2-135m-instruct",
+            method="eagle3",
+        ),
+        CatalogEntry(
+            name="smollm2-135m-instruct-block",
+            description="block drafter for it, more of whose drafts are accepted",
+            licence="Apache-2.0",
+            upstream="HuggingFaceTB/SmolLM2-135M-Instruct",
+            sha256="9843e97f284b2f3cf1ee1b6c6c22c42344c65edeabed11fe2c9864c5d6b271bb",
+            size_bytes=15_724_760,
+            draft_for="smollm2-135m-instruct",
+            method="block",
         ),
     ]
     return {entry.name: entry for entry in entries}
 
 
-def builtin_head(target: str) -> str | None:
-    """The reference of the EAGLE-3 head that comes with specbatch for a target (as model.target names it), if any."""
+def builtin_head(target: str, method: str) -> str | None:
+    """The reference of the draft head that comes with specbatch for a target (as model.target names it) and a method,
+    if any."""
     for entry in catalog().values():
-        if entry.draft_for is not None and target == BUILTIN_PREFIX + entry.draft_for:
+        if entry.draft_for is not None and (BUILTIN_PREFIX + entry.draft_for, entry.method) == (target, method):
             return BUILTIN_PREFIX + entry.name
     return None
 

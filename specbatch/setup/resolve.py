@@ -139,7 +139,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     wanted_method, coupled = config.speculation, config.engine.deterministic
     # The target's checkpoint decides if `auto` has no head of its own: it is opened first.
     is_open = wanted_method.method == "auto" and wanted_method.draft is None
-    is_open = is_open and builtin_head(config.model.target) is None
+    is_open = is_open and builtin_head(config.model.target, "eagle3") is None
     earlier: list[tuple[str, bool]] = []
     if not is_open:
         speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled)

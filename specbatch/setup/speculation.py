@@ -69,7 +69,7 @@ def decide_method(
             "speculation.draft is set, and speculation.method is auto, which uses built-in draft heads only",
             hint="set speculation.method to draft_model, eagle or eagle3",
         )
-    head = builtin_head(target)
+    head = builtin_head(target, "eagle3")
     if head is None and has_mtp:
         notes.append("speculation.method: mtp (the target's checkpoint has a layer for multi-token prediction)")
         return replace(section, method="mtp")
@@ -105,7 +105,7 @@ def resolve_speculation(
         )
         return Speculation(section, ByBatch.always(None))
     if section.method == "hybrid" and section.draft is None:
-        section = replace(section, draft=builtin_head(target))
+        section = replace(section, draft=builtin_head(target, "eagle3"))
     if section.aux_layers is not None and section.method not in ("eagle3", "peagle", "hybrid"):
         raise ConfigError(
             f"speculation.aux_layers says what an EAGLE-3 head reads, and speculation.method is {section.method}",

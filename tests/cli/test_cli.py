@@ -152,12 +152,14 @@ def test_config_prints_yaml_on_stdout(tmp_path: Path, inline: Callable[..., Any]
 
 def test_version_models_and_help_need_no_torch(inline: Callable[..., Any]) -> None:
     assert inline("--version").stdout == f"specbatch {specbatch.__version__}\n"
-    target, head = inline("models", "list").stdout.splitlines()
+    target, *heads = inline("models", "list").stdout.splitlines()
     assert target.startswith("builtin:smollm2-135m-instruct\t98 MB\t")
-    assert head.startswith("builtin:smollm2-135m-instruct-eagle3\t16 MB\tApache-2.0\tcomes with specbatch\t")
-    path = Path(inline("models", "path", "smollm2-135m-instruct-eagle3").stdout.strip())
-    assert (path / "model.safetensors").is_file()
-    assert inline("models", "pull", "builtin:smollm2-135m-instruct-eagle3").stdout.strip() == str(path)
+    for head, method in zip(heads, ("eagle3", "block"), strict=True):
+        name = f"smollm2-135m-instruct-{method}"
+        assert head.startswith(f"builtin:{name}\t16 MB\tApache-2.0\tcomes with specbatch\t")
+        path = Path(inline("models", "path", name).stdout.strip())
+        assert (path / "model.safetensors").is_file()
+        assert inline("models", "pull", f"builtin:{name}").stdout.strip() == str(path)
     commands = [["--version"], ["models", "list"], ["models", "path", path.name], ["generate", "--help"]]
     code = (
         "import sys; from specbatch import cli\n"

@@ -355,10 +355,11 @@ def test_hub(files: list[str] | None, cached: bool, tmp_path: Path, monkeypatch:
             resolve_model("org/name", allow_download=False)
 
 
-def test_the_head_comes_along(pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["eagle3", "block"])
+def test_the_heads_come_along(method: str, pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place, verified, and never asked of pip or the hub."""
-    ref = builtin_head(f"builtin:{NAME}")
-    assert ref is not None
+    ref = builtin_head(f"builtin:{NAME}", method)
+    assert ref == f"builtin:{NAME}-{method}"
     name = ref.removeprefix("builtin:")
     path, entry = resolve_model(ref, allow_download=False), catalog()[name]
     assert path == cached_path(name) == pull(name)
@@ -366,7 +367,8 @@ def test_the_head_comes_along(pip: FakePip, tmp_path: Path, monkeypatch: pytest.
     assert entry.size_bytes <= 16_000_000
     assert {file.name for file in path.iterdir()} == {"config.json", "model.safetensors", "README.md"}
     for target in (NAME, "builtin:other", str(tmp_path), ref):
-        assert builtin_head(target) is None
+        assert builtin_head(target, method) is None
+    assert builtin_head(f"builtin:{NAME}", "eagle") is None
     monkeypatch.setattr(module, "catalog", lambda: {name: replace(entry, name="lost")} | {"lost": entry})
     for allow_download in (True, False):
         with pytest.raises(ModelError, match="should have come with specbatch"):
@@ -376,9 +378,7 @@ def test_the_head_comes_along(pip: FakePip, tmp_path: Path, monkeypatch: pytest.
 
 def test_the_head_has_the_public_names() -> None:
     """Those of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, so that other engines load it unchanged."""
-    ref = builtin_head(f"builtin:{NAME}")
-    assert ref is not None
-    folder = resolve_model(ref)
+    folder = resolve_model(f"builtin:{NAME}-eagle3")
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
@@ -397,3 +397,20 @@ def test_the_head_has_the_public_names() -> None:
     draft_ids = torch.arange(config["draft_vocab_size"]) + tensors["d2t"]
     assert torch.equal(tensors["t2d"].nonzero().flatten(), draft_ids)
     assert config["eos_token_id"] in draft_ids
+
+
+def test_the_block_drafter_has_the_public_names() -> None:
+    """Those of SpecForge's Domino. It has no embedding and no LM head: the target's are used."""
+    folder = resolve_model(f"builtin:{NAME}-block")
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    assert config["architectures"] == ["DominoDraftModel"]
+    layer = ["input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "post_attention_layernorm"]
+    layer += [f"self_attn.{part}" for part in ("k_norm", "k_proj", "o_proj", "q_norm", "q_proj", "v_proj")]
+    names = {f"{part}.weight" for part in ("fc", "hidden_norm", "norm", "embed_proj.0", "embed_proj.2")}
+    names |= {"d2t", "t2d", "prefix_gru.weight_hh_l0", "prefix_gru.weight_ih_l0"}
+    assert set(tensors) == names | {f"layers.{i}.{part}.weight" for i in (0, 1) for part in layer}
+    assert {t.dtype for name, t in tensors.items() if name not in ("d2t", "t2d")} == {torch.bfloat16}
+    draft_ids = torch.arange(config["draft_vocab_size"]) + tensors["d2t"]
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), draft_ids)
+    assert 2 in draft_ids  # the target's end of sequence

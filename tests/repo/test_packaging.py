@@ -29,7 +29,7 @@ def test_every_licence_text_is_part_of_the_metadata(project: dict[str, Any]) -> 
     assert project["license"] == "Apache-2.0 AND MIT"
 
 
-def test_third_party_names_all_data_and_what_the_head_was_trained_on(project: dict[str, Any]) -> None:
+def test_third_party_names_all_data_and_what_the_heads_were_trained_on(project: dict[str, Any]) -> None:
     text = (ROOT / "THIRD_PARTY.md").read_text(encoding="utf-8")
     for data in (ROOT / "specbatch" / "evals" / "data").glob("*.gz"):
         assert data.name.split(".")[0].split("_t")[0] in text, data

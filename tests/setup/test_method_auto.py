@@ -12,11 +12,13 @@ from specbatch.cli import app
 from specbatch.config_load import load_config
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import cached_path
+from specbatch.models.formats.block_files import BlockCheckpoint
 from specbatch.models.formats.eagle_files import EagleCheckpoint
 from specbatch.setup.resolve import resolve
 from specbatch.setup.speculation import decide_method
 
-TARGET, HEAD = "builtin:smollm2-135m-instruct", "builtin:smollm2-135m-instruct-eagle3"
+TARGET = "builtin:smollm2-135m-instruct"
+HEAD, DRAFTER = f"{TARGET}-eagle3", f"{TARGET}-block"
 
 
 def test_the_default_drafts_with_the_head_of_the_default_target() -> None:
@@ -51,6 +53,13 @@ def test_the_head_fits_the_geometry_of_its_target() -> None:
     draft = resolve(load_config(None, sets)).draft
     assert isinstance(draft, EagleCheckpoint)
     assert draft.config.draft_vocab_size == 4864
+
+
+def test_the_block_drafter_fits_the_geometry_of_its_target() -> None:
+    sets = ["model.target=random:smollm2-135m", "speculation.method=block", f"speculation.draft={DRAFTER}"]
+    draft = resolve(load_config(None, sets)).draft
+    assert isinstance(draft, BlockCheckpoint)
+    assert (draft.config.draft_vocab_size, draft.config.max_drafts, draft.notes[1:]) == (8192, 8, ())
 
 
 def test_a_head_is_no_target() -> None:

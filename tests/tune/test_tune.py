@@ -530,7 +530,7 @@ def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPa
     run, widest = _resolve_widest(load_config(None, sets), resolve)
     assert (run.config.speculation.method, widest.depth) == ("ngram", 0)
     head = "builtin:smollm2-135m-instruct-eagle3"
-    monkeypatch.setattr(resolve_speculation, "builtin_head", lambda target: head)
+    monkeypatch.setattr(resolve_speculation, "builtin_head", lambda target, method: head)
     run, widest = _resolve_widest(load_config(None, sets), resolve)
     assert (run.config.speculation.method, run.config.speculation.draft) == ("eagle3", head)
     assert widest.depth > 1
