@@ -13,22 +13,13 @@ from torch import Tensor
 
 from specbatch.batch import NO_TOKEN
 from specbatch.kernels.triton.parts.draws import block_sums, blocks_of, pick_block, pick_id, probabilities
-from specbatch.kernels.triton.parts.filters import (
-    LOWEST,
-    bar_of_filters,
-    has_bar,
-    is_finite,
-    kept_weight,
-    scale_of,
-    sum_kept,
-    weight_of,
-)
+from specbatch.kernels.triton.parts.filters import LOWEST, bar_of_filters, is_finite, kept_weight, scale_of
 from specbatch.kernels.triton.parts.groups import TILE, Groups, first_of_peak, ids_of, max_of_groups, tile_of
 from specbatch.kernels.triton.parts.launch import launch
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
-# Top-k and top-p of a row have one program, which reads this number of groups at once. With more of them for each warp,
-# its registers would leave room for fewer programs.
+# The filters of a row have one program, which reads this number of groups at once. With more of them for each warp, its
+# registers would leave room for fewer programs.
 _FILTER_TILE, _FILTER_WARPS = 8, 8
 
 
@@ -129,64 +120,54 @@ def uniform(seed_R: Tensor, stream_R: Tensor, sample_R: Tensor, position_R: Tens
 
 
 @triton.jit
-def _sum_weights(
-    logits_ptr, peaks_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, peak_ptr, sums_ptr,
-    stride, vocab, num_groups, num_chunks, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Sum the weights of each group, and write the row's peak. Rows that are not finite have any sums."""
-    row, own_groups = tile_of(num_chunks, TILE)
-    groups = tl.arange(0, GROUPS)
-    peaks = tl.load(peaks_ptr + row * num_groups + groups, mask=groups < num_groups, other=float("-inf"))
-    peak = tl.max(peaks.to(tl.float32))
-    tl.store(peak_ptr + row, peak)
-    temperature = tl.load(temperature_ptr + row)
-    if temperature > 0.0:
-        # Min-p comes after the other filters, which need the sum of all weights.
-        is_last = has_bar(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), vocab) == 0
-        min_p = tl.where(is_last, tl.load(min_p_ptr + row), 0.0)
-        ids = ids_of(own_groups, GROUP)
-        x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-        weight = weight_of(x, peak, scale_of(temperature))
-        sums = tl.sum(tl.where(weight >= min_p, weight, 0.0).to(tl.float64), 1)
-        tl.store(sums_ptr + row * num_groups + own_groups, sums, mask=own_groups < num_groups)
-
-
-@triton.jit
 def _filters(
-    logits_ptr, peaks_ptr, sums_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, peak_ptr, list_ptr,
-    bar_ptr, last_id_ptr, stride, vocab, num_groups,
+    logits_ptr, peaks_ptr, temperature_ptr, top_k_ptr, top_p_ptr, list_ptr, peak_ptr, bar_ptr, last_id_ptr,
+    stride, vocab, num_groups,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the bar of a row's filters. If there is one, the sums are replaced by those of what is kept."""
+    """Compute what the kernels after this one need of a row: its peak, and the bar of its filters."""
     row = tl.program_id(0).to(tl.int64)
-    row_ptr, first, groups = logits_ptr + row * stride, row * num_groups, tl.arange(0, GROUPS)
-    temperature, peak = tl.load(temperature_ptr + row), tl.load(peak_ptr + row)
+    row_ptr, peaks_row_ptr, groups = logits_ptr + row * stride, peaks_ptr + row * num_groups, tl.arange(0, GROUPS)
+    peak = tl.max(tl.load(peaks_row_ptr + groups, mask=groups < num_groups, other=float("-inf")).to(tl.float32))
+    tl.store(peak_ptr + row, peak)
+    temperature = tl.load(temperature_ptr + row)
     if (temperature > 0.0) & is_finite(peak):
-        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-        total = tl.sum(tl.load(sums_ptr + first + groups, mask=groups < num_groups, other=0.0))
         bar, last_id = bar_of_filters(
-            row_ptr, peaks_ptr + first, list_ptr + first, vocab, num_groups, peak, temperature, total, top_k, top_p,
-            GROUP, GROUPS, TILE, TILES,
+            row_ptr, peaks_row_ptr, list_ptr + row * num_groups, vocab, num_groups, peak, temperature,
+            tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), GROUP, GROUPS, TILE, TILES,
         )  # fmt: skip
         tl.store(bar_ptr + row, bar)
         tl.store(last_id_ptr + row, last_id)
-        if has_bar(top_k, top_p, vocab):
-            sum_kept(
-                row_ptr, peaks_ptr + first, list_ptr + first, sums_ptr + first, vocab, num_groups, peak,
-                scale_of(temperature), bar, last_id, tl.load(min_p_ptr + row), GROUP, GROUPS, TILE,
-            )  # fmt: skip
 
 
 @triton.jit
-def _row_weights(row_ptr, row, ids, vocab, temperature, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr):
+def _row_weights(
+    row_ptr, row, ids, vocab, temperature, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr,
+):  # fmt: skip
     """Return `kept_weight` of some tokens of a row, by what `_filters` has computed."""
     bar, last_id, min_p = tl.load(bar_ptr + row), tl.load(last_id_ptr + row), tl.load(min_p_ptr + row)
     return kept_weight(row_ptr, ids, vocab, tl.load(peak_ptr + row), scale_of(temperature), bar, last_id, min_p)
 
 
 @triton.jit
+def _sum_weights(
+    logits_ptr, temperature_ptr, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr, sum_ptr, stride, vocab, num_groups,
+    num_chunks, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Sum the weights of each group. Rows that are not finite have any sums."""
+    row, groups = tile_of(num_chunks, TILE)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0.0:
+        weight = _row_weights(
+            logits_ptr + row * stride, row, ids_of(groups, GROUP), vocab, temperature, min_p_ptr, peak_ptr, bar_ptr,
+            last_id_ptr,
+        )  # fmt: skip
+        tl.store(sum_ptr + row * num_groups + groups, tl.sum(weight.to(tl.float64), 1), mask=groups < num_groups)
+
+
+@triton.jit
 def _sample(
-    logits_ptr, peaks_ptr, sums_ptr, temperature_ptr, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr, uniform_ptr, out_ptr,
+    logits_ptr, peaks_ptr, sum_ptr, temperature_ptr, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr, uniform_ptr, out_ptr,
     stride, vocab, num_groups, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -195,11 +176,13 @@ def _sample(
     temperature, finite = tl.load(temperature_ptr + row), is_finite(tl.load(peak_ptr + row))
     token = tl.full((), _NO_TOKEN, tl.int32)
     if (temperature > 0.0) & finite:
-        sums = tl.load(sums_ptr + at, mask=real, other=0.0)
+        sums = tl.load(sum_ptr + at, mask=real, other=0.0)
         target = tl.load(uniform_ptr + row) * tl.sum(sums)
         group, before = pick_block(sums, target, groups)
         ids = group * GROUP + tl.arange(0, GROUP)
-        weight = _row_weights(row_ptr, row, ids, vocab, temperature, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr)
+        weight = _row_weights(
+            row_ptr, row, ids, vocab, temperature, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr
+        )  # fmt: skip
         token = pick_id(weight.to(tl.float64), before, target, ids)
     elif finite:
         peaks = tl.load(peaks_ptr + at, mask=real, other=float("-inf"))
@@ -209,7 +192,7 @@ def _sample(
 
 @triton.jit
 def _distribution(
-    logits_ptr, peaks_ptr, sums_ptr, temperature_ptr, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr, out_ptr, stride,
+    logits_ptr, peaks_ptr, sum_ptr, temperature_ptr, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr, out_ptr, stride,
     vocab, num_groups, num_chunks, GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row, own_groups = tile_of(num_chunks, TILE)
@@ -217,8 +200,10 @@ def _distribution(
     at, real = row * num_groups + groups, groups < num_groups
     temperature, finite = tl.load(temperature_ptr + row), is_finite(tl.load(peak_ptr + row))
     if (temperature > 0.0) & finite:
-        scale = (1.0 / tl.sum(tl.load(sums_ptr + at, mask=real, other=0.0))).to(tl.float32)
-        weight = _row_weights(row_ptr, row, ids, vocab, temperature, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr)
+        scale = (1.0 / tl.sum(tl.load(sum_ptr + at, mask=real, other=0.0))).to(tl.float32)
+        weight = _row_weights(
+            row_ptr, row, ids, vocab, temperature, min_p_ptr, peak_ptr, bar_ptr, last_id_ptr
+        )  # fmt: skip
         tl.store(out_ptr + row * vocab + ids, weight * scale, mask=ids < vocab)
     else:
         peaks = tl.load(peaks_ptr + at, mask=real, other=float("-inf"))
@@ -238,20 +223,20 @@ def _weights(
     peak_R, bar_R = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     last_id_R = torch.empty(rows, dtype=torch.int32, device=device)
     list_RG = torch.empty((rows, groups.number), dtype=torch.int32, device=device)
-    sums_RG = torch.empty((rows, groups.number), dtype=torch.float64, device=device)
-    filters = temperature_R, top_k_R.contiguous(), top_p_R.contiguous(), min_p_R
-    launch(
-        _sum_weights, (rows * groups.num_chunks,),
-        logits_RV, groups.peaks_RG, *filters, peak_R, sums_RG, stride, vocab, groups.number, groups.num_chunks,
-        GROUP=groups.size, GROUPS=groups.padded, TILE=TILE,
-    )  # fmt: skip
+    sum_RG = torch.empty((rows, groups.number), dtype=torch.float64, device=device)
     launch(
         _filters, (rows,),
-        logits_RV, groups.peaks_RG, sums_RG, *filters, peak_R, list_RG, bar_R, last_id_R, stride, vocab,
-        groups.number, GROUP=groups.size, GROUPS=groups.padded, TILE=_FILTER_TILE,
-        TILES=triton.cdiv(groups.padded, _FILTER_TILE), num_warps=_FILTER_WARPS,
+        logits_RV, groups.peaks_RG, temperature_R, top_k_R.contiguous(), top_p_R.contiguous(), list_RG, peak_R, bar_R,
+        last_id_R, stride, vocab, groups.number,
+        GROUP=groups.size, GROUPS=groups.padded, TILE=_FILTER_TILE, TILES=triton.cdiv(groups.padded, _FILTER_TILE),
+        num_warps=_FILTER_WARPS,
     )  # fmt: skip
-    return groups, (logits_RV, groups.peaks_RG, sums_RG, temperature_R, min_p_R, peak_R, bar_R, last_id_R)
+    launch(
+        _sum_weights, (rows * groups.num_chunks,),
+        logits_RV, temperature_R, min_p_R, peak_R, bar_R, last_id_R, sum_RG, stride, vocab, groups.number,
+        groups.num_chunks, GROUP=groups.size, TILE=TILE,
+    )  # fmt: skip
+    return groups, (logits_RV, groups.peaks_RG, sum_RG, temperature_R, min_p_R, peak_R, bar_R, last_id_R)
 
 
 def sample(

@@ -139,17 +139,6 @@ def _last_tie(
 
 
 @triton.jit
-def _has_top_k(top_k, vocab):
-    return (top_k > 0) & (top_k < vocab)
-
-
-@triton.jit
-def has_bar(top_k, top_p, vocab):
-    """Return whether a row has top-k or top-p."""
-    return _has_top_k(top_k, vocab) | (top_p < 1.0)
-
-
-@triton.jit
 def _least_logit(row_ptr, vocab, BLOCK: tl.constexpr):
     least = tl.full((BLOCK,), float("inf"), tl.float32)
     for start in range(0, vocab, BLOCK):
@@ -160,15 +149,15 @@ def _least_logit(row_ptr, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def bar_of_filters(
-    row_ptr, peaks_ptr, list_ptr, vocab, num_groups, peak, temperature, total, top_k, top_p,
+    row_ptr, peaks_ptr, list_ptr, vocab, num_groups, peak, temperature, top_k, top_p,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Return the bar of top-k and top-p, and the last id that is kept of the tokens that equal it. `list_ptr`: memory
-    for the numbers of the row's groups. `total`: the sum of all weights, float64."""
+    for the numbers of the row's groups."""
     bar = tl.full((), float("-inf"), tl.float32)
     last_id = tl.full((), 0, tl.int32) + vocab
     scale = scale_of(temperature)
-    if _has_top_k(top_k, vocab):
+    if (top_k > 0) & (top_k < vocab):
         groups = tl.arange(0, GROUPS)
         peaks = tl.load(peaks_ptr + groups, mask=groups < num_groups, other=float("-inf")).to(tl.float32)
         # If each of k groups has a logit, k tokens are not below the least of the groups' peaks.
@@ -181,13 +170,12 @@ def bar_of_filters(
             GROUP, GROUPS, TILE,
         )  # fmt: skip
     if top_p < 1.0:
-        if _has_top_k(top_k, vocab):
-            sums = tl.zeros((TILE, GROUP), tl.float32)
-            count = _list_groups(peaks_ptr, list_ptr, num_groups, bar, GROUPS)
-            for start in range(0, count, TILE):
-                _, x = _load_listed(row_ptr, list_ptr, start, count, vocab, num_groups, GROUP, TILE)
-                sums += tl.where(x >= bar, weight_of(x, peak, scale), 0.0)
-            total = tl.sum(sums.to(tl.float64))
+        sums = tl.zeros((TILE, GROUP), tl.float32)
+        count = _list_groups(peaks_ptr, list_ptr, num_groups, bar, GROUPS)
+        for start in range(0, count, TILE):
+            _, x = _load_listed(row_ptr, list_ptr, start, count, vocab, num_groups, GROUP, TILE)
+            sums += tl.where((x >= bar) & (x > float("-inf")), weight_of(x, peak, scale), 0.0)
+        total = tl.sum(sums.to(tl.float64))
         target = top_p.to(tl.float64) * total
         # Where a weight is so low that all V tokens of such a weight together weigh less than what top-p may drop, the
         # sum above reaches the target; some room for roundings.
@@ -211,19 +199,3 @@ def kept_weight(row_ptr, ids, vocab, peak, scale, bar, last_id, min_p):
     # Masked logits have no weight, however the filters see them.
     weight = weight_of(tl.where(kept, x, float("-inf")), peak, scale)
     return tl.where(weight >= min_p, weight, 0.0)
-
-
-@triton.jit
-def sum_kept(
-    row_ptr, peaks_ptr, list_ptr, sums_ptr, vocab, num_groups, peak, scale, bar, last_id, min_p,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Write the sum of the kept weights of each group."""
-    groups = tl.arange(0, GROUPS)
-    tl.store(sums_ptr + groups, tl.zeros((GROUPS,), tl.float64), mask=groups < num_groups)
-    count = _list_groups(peaks_ptr, list_ptr, num_groups, bar, GROUPS)  # all threads have stored the zeros
-    for start in range(0, count, TILE):
-        at = start + tl.arange(0, TILE)
-        listed = tl.load(list_ptr + at, mask=at < count, other=num_groups)
-        weight = kept_weight(row_ptr, ids_of(listed, GROUP), vocab, peak, scale, bar, last_id, min_p)
-        tl.store(sums_ptr + listed, tl.sum(weight.to(tl.float64), 1), mask=at < count)
