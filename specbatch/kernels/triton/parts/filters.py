@@ -23,7 +23,6 @@ from specbatch.batch import LOWEST_LOGIT
 from specbatch.kernels.triton.parts.groups import ids_of
 
 _MAX_PASSES = tl.constexpr(128)  # each leaves a quarter of the interval, so about 10 are enough for usual logits
-_LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(LOWEST_LOGIT)
 
 
@@ -44,7 +43,7 @@ def is_finite(peak):
 def scale_of(temperature):
     """Return what `weight_of` takes instead of a temperature, because a division takes longer than all else there. It
     is finite, so that the peak has the weight 1 at any temperature."""
-    return tl.minimum(_LOG2_E / temperature, 3e38)
+    return tl.minimum(1.4426950408889634 / temperature, 3e38)  # log2(e)
 
 
 @triton.jit
