@@ -140,7 +140,8 @@ class SuffixDraft(DraftMethod):
         output_BZ = committed.output_BZ
         num_new_B, verified_B = output_BZ[:, Output.NUM_NEW].long(), output_BZ[:, Output.NUM_DRAFTED].long()
         drafted_B, source_B = table.drafted_S2[view.req_idx_B].unbind(dim=1)
-        self.shared.count(torch.minimum(drafted_B, verified_B), source_B, num_new_B)
+        verified_B = torch.minimum(drafted_B, verified_B)  # without what a grammar has put in
+        self.shared.count(verified_B, source_B, num_new_B)
         if trees.judged is not None:
             drawn_B = None if trees.is_given_B is None else verified_B * ~trees.is_given_B
             self.shared.calibration.learn(trees.judged, committed.tokens_BM, num_new_B, drawn_B)

@@ -378,6 +378,19 @@ def test_texts_that_are_cut() -> None:
 CHI_SQUARE = SamplingParams(max_tokens=5, temperature=4.0, seed=3, regex="([ab]:(1|10))?[abc][12]")
 # Half of its outputs leave the automaton after their second token.
 DEEPER = SamplingParams(max_tokens=5, temperature=4.0, seed=3, response_format=GRAMMARS["nested"]["response_format"])
+
+
+@pytest.mark.parametrize("make", [tiny_engine, tiny_device_engine])
+def test_drawn_chains_without_a_draft(make: Callable[..., Engine]) -> None:
+    """Neither the network nor a text is trusted, and a grammar puts in no token: rounds with no draft at all."""
+    for name in ("schema", "object"):
+        engine = make(*HYBRID, eos=(END,))
+        trust_network(engine, 0.0)
+        (found,) = run_requests(engine, requests((0.9,), [name], HOST_COMPILER))
+        assert found.speculation.depths[0] > 2
+        assert len(found.token_ids) > 10
+
+
 CASES = [
     ("eagle-chain", True),
     *(

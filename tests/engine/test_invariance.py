@@ -96,6 +96,27 @@ def test_gated_linear(inputs: int, outputs: int, activation: Activation) -> None
         assert torch.equal(linear(x[100 : 100 + rows]), whole[100 : 100 + rows])
 
 
+@pytest.mark.parametrize(("inputs", "size", "inner", "width"), [(16, 5, 6, 33), (576, 256, 144, 8192)])
+def test_the_head_of_a_block_drafter(inputs: int, size: int, inner: int, width: int) -> None:
+    """The second sizes are those of the drafter that comes with specbatch."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3 * size, inputs), (3 * size, size), (inner, size), (width, inner)
+    layers = [PackedLinear(torch.randn(shape, generator=generator) / shape[1] ** 0.5) for shape in shapes]
+    x, state, of_hidden, logits = (torch.randn(40, n, generator=generator) for n in (inputs, size, inner, width))
+    ops = ops_for(CPU, torch.float32)
+
+    def step(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        new = ops.gru_step(x[rows], state[rows], None, *layers[:2])
+        return new, ops.add_bottleneck(logits[rows], of_hidden[rows], new, *layers[2:])
+
+    whole = step(slice(None))
+    for count in [*range(1, 10), 15, 16, 17, 33]:
+        for start in (0, 7):
+            rows = slice(start, start + count)
+            for found, expected in zip(step(rows), whole, strict=True):
+                assert torch.equal(found, expected[rows]), f"{count} rows from {start} differ"
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"),
     [

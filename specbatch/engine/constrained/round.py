@@ -97,7 +97,8 @@ class GrammarRound(RoundHook):
         grown = [self._grow(i, tokens, parents, is_drawn) for i, (tokens, parents) in enumerate(drafted)]
         self.counts.tree_seconds += time.perf_counter() - began
         lines = [tree.tokens + (tree.forbidden if is_drawn else []) for tree in grown]
-        width = trees.tokens_BN.shape[1] if self._fixed_shapes else max(map(len, lines))
+        # Rejection sampling needs room for a draft, also where no chain has one.
+        width = trees.tokens_BN.shape[1] if self._fixed_shapes else max(1 + is_drawn, *map(len, lines))
         host = HostTrees(
             _padded(lines, width, 0),
             np.array([len(tree.tokens) for tree in grown], dtype=np.int64),

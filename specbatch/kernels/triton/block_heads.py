@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specbatch.kernels.matrix import Matrix
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 
 _BLOCK_R = 16  # units of a state, or inner features, of one program
@@ -84,9 +85,11 @@ def _gru_step(
 
 
 def gru_step(
-    input_TI: Tensor, state_PR: Tensor | None, parents_T: Tensor | None, of_input_GI: Tensor, of_state_GR: Tensor
+    input_TI: Tensor, state_PR: Tensor | None, parents_T: Tensor | None, of_input_GI: Matrix, of_state_GR: Matrix
 ) -> Tensor:
     """See `kernels/torch/block_heads.py`. Sums and gates are in float32."""
+    assert isinstance(of_input_GI, Tensor)
+    assert isinstance(of_state_GR, Tensor)
     count, num_inputs = input_TI.shape
     size = of_state_GR.shape[1]
     assert input_TI.stride(1) == 1
@@ -147,9 +150,11 @@ def _add_of_inner(
 
 
 def add_bottleneck(
-    logits_BW: Tensor, inner_BX: Tensor, state_TR: Tensor, of_state_XR: Tensor, of_inner_WX: Tensor
+    logits_BW: Tensor, inner_BX: Tensor, state_TR: Tensor, of_state_XR: Matrix, of_inner_WX: Matrix
 ) -> Tensor:
     """See `kernels/torch/block_heads.py`. Sums are in float32."""
+    assert isinstance(of_state_XR, Tensor)
+    assert isinstance(of_inner_WX, Tensor)
     count, size = state_TR.shape
     width, num_inner = of_inner_WX.shape
     assert logits_BW.stride(1) == inner_BX.stride(1) == 1

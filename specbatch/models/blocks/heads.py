@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specbatch.kernels.matrix import Matrix
 from specbatch.models.blocks.config import (
     BlockConfig,
     DominoConfig,
@@ -28,6 +29,7 @@ from specbatch.models.blocks.config import (
     SelectorConfig,
 )
 from specbatch.models.linears.linear import Linear
+from specbatch.models.linears.packed import is_packable
 from specbatch.models.weight_loader import WeightLoader
 
 
@@ -174,6 +176,10 @@ class SelectorHead(BlockHead):
         return step
 
 
+def _matrix(weights: WeightLoader, weight_OI: Tensor) -> Matrix:
+    return weights.new_linear(weight_OI) if is_packable(weight_OI) else weight_OI
+
+
 class DominoHead(BlockHead):
     """Domino's head, see `DominoConfig`. `embedded`: the function from tokens to embeddings.
 
@@ -186,9 +192,10 @@ class DominoHead(BlockHead):
         down = weights.tensor("embed_proj.0.weight")
         of_hidden, of_state = down.split((down.shape[1] - config.state_size, config.state_size), dim=1)
         self._of_hidden = weights.new_linear(of_hidden.contiguous())
-        self._of_state_XR = of_state.contiguous()
-        self._gru = weights.tensor("prefix_gru.weight_ih_l0"), weights.tensor("prefix_gru.weight_hh_l0")
-        self._up_WX = weights.tensor("embed_proj.2.weight")
+        matrices = (weights.tensor(f"prefix_gru.weight_{name}_l0") for name in ("ih", "hh"))
+        up_WX = weights.tensor("embed_proj.2.weight")
+        self._gru: list[Matrix] = [_matrix(weights, one) for one in matrices]
+        self._bottleneck: list[Matrix] = [_matrix(weights, one) for one in (of_state.contiguous(), up_WX)]
 
     def steps(self, block: BlockOutput) -> Steps:
         first, hidden_BKE = block.first, block.hidden_BKE
@@ -201,9 +208,7 @@ class DominoHead(BlockHead):
             if first + draft < self._config.first:
                 return block.logits_SBW[draft]
             inner_BX = inner_BKX[:, first + draft]
-            logits_TW: Tensor = self._ops.add_bottleneck(
-                block.logits_SBW[draft], inner_BX, state_TR, self._of_state_XR, self._up_WX
-            )
+            logits_TW: Tensor = self._ops.add_bottleneck(block.logits_SBW[draft], inner_BX, state_TR, *self._bottleneck)
             return logits_TW
 
         return step
