@@ -291,9 +291,7 @@ def resolve_budget(
             f"{option}: auto, all nodes (it needs rounds that are CUDA graphs, and ranks with the same requests)"
         )
         return None
-    if (
-        METHODS[speculation.method].net is not None and speculation.method not in CORPUS_METHODS
-    ):  # `hybrid` has its own note
+    if METHODS[speculation.method].net is not None and speculation.method != "hybrid":  # which has its own note
         notes.append(
             f"{option}: sampled requests are drawn together with a chain's drafts, so their texts depend on the "
             "requests that run at the same time; greedy requests' do not"
