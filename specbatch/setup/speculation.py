@@ -120,9 +120,11 @@ def resolve_speculation(
     if entry.net is None:
         section = replace(section, draft=None)
     elif section.draft is None and not entry.in_target:
+        builtin = builtin_head(target, section.method)
+        names = f"such as {builtin}" if builtin else "a directory, a hub id, a .gguf file or builtin:NAME"
         raise ConfigError(
             f"speculation.method {section.method} needs speculation.draft",
-            hint="name one (a directory, a hub id, a .gguf file or builtin:NAME), or use ngram, which needs none",
+            hint=f"name one ({names}), or use ngram, which needs none",
         )
     if section.schedule is not None:
         schedule = _resolve_schedule(section, section.schedule)
