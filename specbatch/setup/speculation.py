@@ -120,9 +120,11 @@ def resolve_speculation(
     if entry.net is None:
         section = replace(section, draft=None)
     elif section.draft is None and not entry.in_target:
+        builtin = builtin_head(target, section.method)
+        names = f"such as {builtin}" if builtin else "a directory, a hub id, a .gguf file or builtin:NAME"
         raise ConfigError(
             f"speculation.method {section.method} needs speculation.draft",
-            hint="name one (a directory, a hub id, a .gguf file or builtin:NAME), or use ngram, which needs none",
+            hint=f"name one ({names}), or use ngram, which needs none",
         )
     if section.schedule is not None:
         schedule = _resolve_schedule(section, section.schedule)
@@ -291,9 +293,7 @@ def resolve_budget(
             f"{option}: auto, all nodes (it needs rounds that are CUDA graphs, and ranks with the same requests)"
         )
         return None
-    if (
-        METHODS[speculation.method].net is not None and speculation.method not in CORPUS_METHODS
-    ):  # `hybrid` has its own note
+    if METHODS[speculation.method].net is not None and speculation.method != "hybrid":  # which has its own note
         notes.append(
             f"{option}: sampled requests are drawn together with a chain's drafts, so their texts depend on the "
             "requests that run at the same time; greedy requests' do not"

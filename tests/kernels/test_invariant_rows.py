@@ -87,3 +87,15 @@ def test_what_is_read_off_logits(vocab: int) -> None:
         return p, ops.draw(p, u[index])
 
     rows_agree(draw, FEWER)
+
+
+@pytest.mark.parametrize(("inputs", "size", "inner", "width"), [(576, 256, 144, 8192), (2048, 512, 256, 32000)])
+def test_steps_of_the_head_of_a_block_drafter(inputs: int, size: int, inner: int, width: int) -> None:
+    """A program has 16 to 64 branches, by their number."""
+    dtype = torch.bfloat16
+    ops = ops_for(CUDA, dtype)
+    shapes = (3 * size, inputs), (3 * size, size), (inner, size), (width, inner)
+    matrices = [(torch.randn(shape, device=CUDA) / shape[1] ** 0.5).to(dtype) for shape in shapes]
+    x, state, of_hidden, logits = (torch.randn(1024, n, device=CUDA).to(dtype) for n in (inputs, size, inner, width))
+    rows_agree(lambda i: ops.gru_step(x[i], state[i], None, *matrices[:2]), FEWER)
+    rows_agree(lambda i: ops.add_bottleneck(logits[i], of_hidden[i], state[i], *matrices[2:]), FEWER)

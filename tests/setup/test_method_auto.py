@@ -62,6 +62,13 @@ def test_the_block_drafter_fits_the_geometry_of_its_target() -> None:
     assert (draft.config.draft_vocab_size, draft.config.max_drafts, draft.notes[1:]) == (8192, 8, ())
 
 
+@pytest.mark.parametrize(("method", "draft"), [("eagle3", HEAD), ("block", DRAFTER), ("eagle", "builtin:NAME")])
+def test_a_method_without_a_draft_names_the_one_that_comes_with_specbatch(method: str, draft: str) -> None:
+    with pytest.raises(ConfigError, match="needs speculation") as caught:
+        resolve(load_config(None, [f"speculation.method={method}"]))
+    assert draft in (caught.value.hint or "")
+
+
 def test_a_head_is_no_target() -> None:
     with pytest.raises(ModelError, match="not supported") as caught:
         resolve(load_config(None, [f"model.target={HEAD}"]))
