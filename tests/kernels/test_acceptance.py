@@ -153,7 +153,7 @@ def test_accept_chain(ops: Ops, draft_vocab: str) -> None:
 def test_rows_whose_drafts_are_given(ops: Ops) -> None:
     """They are accepted as if they were drawn from distributions that hold them alone. Other rows have fewer drafts,
     and distributions for no more."""
-    vocab, num_drafts, num_drawn, batch = 11, 6, 2, 30 if ops.is_slow else 200
+    vocab, num_drafts, num_drawn, batch = 11, 6, 2, 200
     generator = torch.Generator().manual_seed(3)
     ids = torch.randperm(vocab, generator=generator)[:8]
     p = torch.softmax(torch.randn(batch, num_drafts + 1, vocab, generator=generator) * 2, dim=-1)
