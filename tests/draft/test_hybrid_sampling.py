@@ -99,7 +99,8 @@ def test_greedy_requests_among_sampled_ones(graphs: bool) -> None:
 
 
 def test_chains_that_were_drawn_teach_only_what_was_verified() -> None:
-    """What a network draws for rows that take other drafts equals their tokens less often than it would be accepted."""
+    """A token that the network draws, for a row that takes other drafts, equals the row's next token less often than it
+    would be accepted."""
     for right, is_taught in ((0.0, False), (1000.0, True)):
         engine = tiny_engine("hybrid", SHAPE, num_pages=256, max_batch_size=8)
         trust_network(engine, right)

@@ -15,7 +15,6 @@ from specbatch.kernels.corpus import ESTIMATE_UNIT
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.ordering import LOWEST, ordered, pack, packed_index, packed_number
 
-_CHUNK = 4096  # tokens of the vocabulary of one program of `draft_topk`
 _MASK_BYTES = 512  # bytes of a mask of one program
 
 
@@ -56,14 +55,13 @@ def _topk_of_chunks(
         packed = tl.where(packed == best, LOWEST, packed)
 
 
-def draft_topk(logits_RW: Tensor, k: int, chunk: int = _CHUNK) -> tuple[Tensor, Tensor]:
+def draft_topk(logits_RW: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """See `kernels/torch/tree.py`. It makes one pass over the logits, and a small one over the best of each chunk.
-    Order and scores are in float32. Rows of `logits_RW` need not be contiguous to each other. `chunk`: tokens of one
-    program."""
+    Order and scores are in float32. Rows of `logits_RW` need not be contiguous to each other."""
     rows, width = logits_RW.shape
     assert 1 <= k <= min(32, width), (k, width)
     assert logits_RW.stride(1) == 1
-    chunk = min(chunk, triton.next_power_of_2(width))
+    chunk = min(4096, triton.next_power_of_2(width))
     num_chunks = triton.cdiv(width, chunk)
     best = torch.empty((rows, num_chunks, k), dtype=torch.int64, device=logits_RW.device)
     peak, total = torch.empty((2, rows, num_chunks), dtype=torch.float32, device=logits_RW.device)
