@@ -166,8 +166,18 @@ class Output(IntEnum):
     NUM_DRAFTED = 1  # drafts that were verified
     DEPTH = 2  # the depth of the draft tree
     NUM_BROKEN = 3  # drafts whose probabilities are NaN
-    NUM_LIKELY = 4  # nodes that were worth verifying, whether they were verified or not; 0: that is not known
-    TOKENS = 5
+    LIKELY = 4  # how probable the drafts were, in LIKELY_COLUMNS columns; 0: that is not known
+    TOKENS = 6
+
+
+# The probabilities of drafts that a round reports: how many drafts of a chain had at least the first of these, the
+# second, and so on, whether they were verified or not. The logarithms of these bounds follow each other by a ratio.
+# Shape suffix: K bounds.
+_FIRST_BOUND, _BOUND_RATIO, NUM_BOUNDS = 0.1, 1.4, 12
+LIKELY_COLUMNS, LIKELY_BITS = 2, 5  # A number takes LIKELY_BITS bits, and a larger one is the largest of these.
+LIKELY_PER_COLUMN = NUM_BOUNDS // LIKELY_COLUMNS
+LIKELY_KNOWN = 1 << LIKELY_BITS * LIKELY_PER_COLUMN  # the bit of a column that is known
+LOG_BOUNDS_K = -_FIRST_BOUND * _BOUND_RATIO ** np.arange(NUM_BOUNDS)
 
 
 PREFIX_UNIT = 64  # The number of tokens that a group shares is a multiple of it.

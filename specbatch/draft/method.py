@@ -49,7 +49,6 @@ class DraftTrees:
     # more than its nodes, because fixed shapes have a fixed sum.
     num_verified_B: Tensor | None = None
     num_verified: int | None = None
-    num_likely_B: Tensor | None = None  # int64, the nodes that are worth verifying; None: this is not known
     # The chains from which these were chosen. None: there was no choice, or nothing is learnt from it.
     judged: Judged | None = None
     # int32, the state of each node in the automaton of its request, see `GrammarBuffers`. None: no request has one.

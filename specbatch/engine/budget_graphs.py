@@ -1,12 +1,12 @@
 """The graphs of rounds whose chains share a budget: which of them a round takes, and which are captured.
 
 Such a graph has a size of the batch and a number of nodes. There are too many pairs for a graph of each, because a
-capture takes as long as tens of rounds. So a round takes the cheapest graph that has room for its requests and for most
-of the nodes that are likely enough. If it has room for more requests, these are padding, with one node each. The start
-captures what is clearly cheaper than all that could take its place. Another graph is captured when rounds without it
-have lost as much time as a capture takes: a job loses little more than twice the time that it must lose.
+capture takes as long as tens of rounds. So a round takes the graph with which most tokens are expected for its time. If
+it has room for more requests, these are padding, with one node each. The start captures and times those of the largest
+batch, and of others what is clearly faster than all that could take its place. Another graph is captured when rounds
+without it have lost as much time as a capture takes: a job loses little more than twice the time that it must lose.
 
-All of this follows from the times of rounds, on which ranks agree, and from the rounds that were launched.
+All of this follows from the times of rounds, on which ranks agree, and from what rounds report.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specbatch.engine.verify_budget import RoundTimes
+import numpy as np
+
+from specbatch.engine.verify_budget import Numbers, VerifyBudget
 
 # Nodes for each request.
-_STEPS = (1.0, 1.125, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0)
+_STEPS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0)
 _MIN_CUT = 0.25  # nodes for each request by which a step must be smaller than whole chains
-_ENOUGH = 0.8  # share of the likely drafts that a round verifies at least; the last ones are hardly worth their time
-# A graph is captured at the start if its round saves this share of the time for each node of a request: few nodes for
-# each request are wanted more often than many.
+# A graph of a smaller batch is captured at the start if its round saves this share of the time for each node of a
+# request: few nodes for each request are wanted more often than many.
 _MIN_GAIN = 0.02
-MAX_AT_START = 32  # graphs of each draft shape that are captured at the start
+MAX_AT_START = 40  # graphs of each draft shape that are captured at the start
 _CAPTURE_MS = 100.0  # milliseconds that rounds must have lost before a capture; it takes 40 to 80
 
 
@@ -36,31 +37,49 @@ class RoundSize(NamedTuple):
     nodes: int
 
 
+class _Choice(NamedTuple):
+    """The graph that rounds of a number of requests take, the best one of their size, captured or not, and the
+    milliseconds that each round loses without it."""
+
+    taken: RoundSize
+    best: RoundSize
+    lost: float
+
+
+def steps(size: int, num_nodes: int) -> list[RoundSize]:
+    """List the rounds of batches of this size that verify fewer nodes than all. `num_nodes`: those of a chain."""
+    return [RoundSize(size, math.ceil(step * size)) for step in _STEPS if step <= num_nodes - _MIN_CUT]
+
+
 class BudgetGraphs:
     """The captured graphs of one kind of round that verify fewer nodes than all. `num_nodes`: the nodes of a chain."""
 
-    def __init__(self, times: RoundTimes, num_nodes: int) -> None:
-        self._times, self._num_nodes = times, num_nodes
-        self._captured: dict[RoundSize, float] = {}  # with milliseconds
+    def __init__(self, budget: VerifyBudget, num_nodes: int) -> None:
+        assert budget.times is not None
+        self._budget, self._times, self._num_nodes = budget, budget.times, num_nodes
+        self._captured: list[RoundSize] = []
         self._lost: defaultdict[RoundSize, float] = defaultdict(float)  # milliseconds that rounds lost without a graph
+        self._choices: dict[tuple[int, int], _Choice] = {}  # The keys are a size and a number of requests.
+        self._version = budget.version
 
     def add(self, captured: RoundSize) -> None:
-        self._captured[captured] = self._milliseconds(captured)
+        if captured not in self._captured:
+            self._captured.append(captured)
+            self._choices.clear()
 
-    def cheapest(self, size: int, count: int, likely: float) -> RoundSize:
-        """Return the cheapest graph for `count` requests with `likely` likely nodes. `size` is the padded size for
-        them, at which whole chains can be verified in any case."""
-        return self._cheapest(size, count, _enough(count, likely))
+    def fastest(self, size: int, count: int) -> RoundSize:
+        """Return the graph with most tokens for its time, for `count` requests. `size`: the padded size for them, at
+        which whole chains can be verified in any case."""
+        return self._choice(size, count).taken
 
-    def best(self, size: int, count: int, likely: float) -> RoundSize:
-        """Return the smallest round of this size with room for these nodes, captured or not."""
-        least = _enough(count, likely) + size - count
-        return next((one for one in self._steps(size) if one.nodes >= least), self._whole(size))
+    def best(self, size: int, count: int) -> RoundSize:
+        """Return the round of this size with most tokens for its time, captured or not."""
+        return self._choice(size, count).best
 
-    def due(self, size: int, count: int, likely: float) -> RoundSize | None:
+    def due(self, size: int, count: int) -> RoundSize | None:
         """Count the time that such a round loses. Return the graph that should be captured now; None: none."""
-        best = self.best(size, count, likely)
-        self._lost[best] += self._milliseconds(self.cheapest(size, count, likely)) - self._milliseconds(best)
+        _, best, lost = self._choice(size, count)
+        self._lost[best] += lost
         return best if self._lost[best] > _CAPTURE_MS and best not in self._captured else None
 
     def at_start(self, sizes: Sequence[int]) -> list[RoundSize]:
@@ -72,36 +91,44 @@ class BudgetGraphs:
         return chosen
 
     def _saving(self, sizes: Sequence[int], gain: float) -> list[RoundSize]:
-        """Return graphs of which each saves time against larger ones, by the share `gain` for each node of a request.
-        The largest batch has all of them, because most rounds are of it."""
-        chosen = BudgetGraphs(self._times, self._num_nodes)
-        for size in sorted(sizes, reverse=True):
-            for one in reversed(self._steps(size)):
-                other = chosen._milliseconds(chosen._cheapest(size, size, one.nodes))
-                share = _MIN_GAIN if size == max(sizes) else gain
-                if self._milliseconds(one) < (1 - share * one.nodes / size) * other:
-                    chosen.add(one)
-        return list(chosen._captured)
+        """Return all graphs of the largest batch, because most rounds are of it, and those of others of which each
+        saves time against larger ones, by the share `gain` for each node of a request."""
+        largest = max(sizes)
+        chosen = [*steps(largest, self._num_nodes)]
+        for size in sorted({*sizes} - {largest}, reverse=True):
+            for one in reversed(steps(size, self._num_nodes)):
+                room = one.nodes - size
+                others = [self._whole(size), *(other for other in chosen if other.nodes - other.size >= room)]
+                least = self._milliseconds(others).min()
+                if self._milliseconds([one])[0] < (1 - gain * one.nodes / size) * least:
+                    chosen.append(one)
+        return chosen
 
-    def _cheapest(self, size: int, count: int, nodes: float) -> RoundSize:
-        found = self._whole(size)
-        least = self._milliseconds(found)
-        for one, ms in self._captured.items():
-            if ms < least and one.size >= size and one.nodes >= nodes + one.size - count:
-                found, least = one, ms
-        return found
+    def _choice(self, size: int, count: int) -> _Choice:
+        if self._version != self._budget.version:
+            self._version = self._budget.version
+            self._choices.clear()
+        if (size, count) not in self._choices:
+            whole, some = self._whole(size), steps(size, self._num_nodes)
+            taken, rate, _ = self._best_of([whole, *(one for one in self._captured if one.size >= size)], count)
+            best, best_rate, ms = self._best_of([whole, *some], count)
+            # With the rate of the round that is taken, the tokens of the best one would take this much longer.
+            self._choices[size, count] = _Choice(taken, best, max(0.0, ms * (best_rate / rate - 1.0)))
+        return self._choices[size, count]
+
+    def _best_of(self, found: list[RoundSize], count: int) -> tuple[RoundSize, float, float]:
+        """Return the round with most tokens for its time, the tokens of a request in a millisecond, and the
+        milliseconds of the round."""
+        drafts_S = np.array([(one.nodes - one.size) / count for one in found])
+        ms_S = self._milliseconds(found) + self._budget.cached_ms(count)
+        rates_S = self._budget.tokens(drafts_S) / ms_S
+        best = int(rates_S.argmax())
+        return found[best], float(rates_S[best]), float(ms_S[best])
 
     def _whole(self, size: int) -> RoundSize:
         return RoundSize(size, size * self._num_nodes)
 
-    def _steps(self, size: int) -> list[RoundSize]:
-        steps = [step for step in _STEPS if step <= self._num_nodes - _MIN_CUT]
-        return [RoundSize(size, math.ceil(step * size)) for step in steps]
-
-    def _milliseconds(self, one: RoundSize) -> float:
-        return self._times.of(one.size, one.nodes, shares=one != self._whole(one.size))
-
-
-def _enough(count: int, likely: float) -> float:
-    """Return the nodes that a round of `count` requests verifies at least."""
-    return count + _ENOUGH * max(0.0, likely - count)
+    def _milliseconds(self, found: list[RoundSize]) -> Numbers:
+        nodes_S = np.array([one.nodes for one in found], dtype=np.float64)
+        is_whole_S = [one == self._whole(one.size) for one in found]
+        return np.where(is_whole_S, self._times.at(nodes_S), self._times.at(nodes_S, shares=True))

@@ -17,7 +17,7 @@ from specbatch.cache.prefix_groups import Group
 from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
-from specbatch.engine.budget_graphs import BudgetGraphs, RoundSize
+from specbatch.engine.budget_graphs import BudgetGraphs, RoundSize, steps
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.overlap.lanes import LaneSizes
 from specbatch.engine.reports import Report
@@ -25,7 +25,7 @@ from specbatch.engine.round import GREEDY, NO_HOOK, Launched, Round, RoundHook, 
 from specbatch.engine.round_graphs import RoundGraphs
 from specbatch.engine.sequence import Sequence
 from specbatch.engine.transfers import Transfers
-from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.graphs.runner import GraphRunner, ladder
 from specbatch.kernels.out_of_memory import is_out_of_memory
 
@@ -187,15 +187,15 @@ class RoundExecutor:
     def _within_budget(self, key: RoundKey, round_: Round, count: int) -> RoundKey:
         """Return the key of the round that `count` requests take by a budget that changes. `key`: that of all nodes."""
         assert self.budget is not None
-        graphs, likely = self._graphs_for_budget(key, round_), count * self.budget.likely
+        graphs = self._graphs_for_budget(key, round_)
         if self.runner is None:
-            return self._sized(key, round_, graphs.best(key.size, count, likely))
-        if (due := graphs.due(key.size, count, likely)) is not None:
+            return self._sized(key, round_, graphs.best(key.size, count))
+        if (due := graphs.due(key.size, count)) is not None:
             self._capture_shared(key, round_, due)
-        found = self._sized(key, round_, graphs.cheapest(key.size, count, likely))
+        found = self._sized(key, round_, graphs.fastest(key.size, count))
         if found.num_verified is None and not self.is_captured(found):
             # Whole chains would need a new graph, too: the start captures graphs of one kind of round alone.
-            best = graphs.best(key.size, count, likely)
+            best = graphs.best(key.size, count)
             self._capture_shared(key, round_, best)
             if self.is_captured(shared := self._sized(key, round_, best)):
                 return shared
@@ -206,7 +206,7 @@ class RoundExecutor:
         assert self.budget.times is not None
         kind = key.item, key.wanted
         if kind not in self._budget_graphs:
-            self._budget_graphs[kind] = BudgetGraphs(self.budget.times, round_.method.num_nodes)
+            self._budget_graphs[kind] = BudgetGraphs(self.budget, round_.method.num_nodes)
         return self._budget_graphs[kind]
 
     def _sized(self, key: RoundKey, round_: Round, one: RoundSize) -> RoundKey:
@@ -219,11 +219,10 @@ class RoundExecutor:
         if self._graphs_of(shared, round_, NO_HOOK) is not None:
             self._graphs_for_budget(key, round_).add(one)
 
-    def capture_for_budget(self, wanted: Wanted, times: RoundTimes) -> None:
-        """Capture the graphs with which rounds of this kind start to follow a budget that changes. `times`: those of
-        the budget."""
+    def capture_for_budget(self, wanted: Wanted) -> None:
+        """Capture the graphs with which rounds of this kind start to follow a budget that changes."""
         for key, round_, sizes in self._sharing(wanted):
-            for one in BudgetGraphs(times, round_.method.num_nodes).at_start(sizes):
+            for one in self._graphs_for_budget(key, round_).at_start(sizes):
                 self._capture_shared(key, round_, one)
 
     def measure(self, wanted: Wanted) -> list[tuple[int, int, float]]:
@@ -237,14 +236,13 @@ class RoundExecutor:
         return [(key.size, nodes, self._milliseconds(key)) for key, nodes in keys if self.is_captured(key)]
 
     def measure_sharing(self, wanted: Wanted) -> list[tuple[int, int, float]]:
-        """Time a round of the largest batch that shares a budget, of each draft method, as `measure` does."""
+        """Capture and time rounds of the largest batch that share a budget, of each draft method, as `measure` does."""
         found = []
         for key, round_, sizes in self._sharing(wanted):
-            size, num_nodes = max(sizes), round_.method.num_nodes
-            nodes = size * (1 + num_nodes) // 2
-            shared = key._replace(size=size, num_verified=nodes)
-            if num_nodes > 1 and self._graphs_of(shared, round_, NO_HOOK) is not None:
-                found.append((size, nodes, self._milliseconds(shared)))
+            for one in steps(max(sizes), round_.method.num_nodes):
+                shared = self._sized(key, round_, one)
+                if self._graphs_of(shared, round_, NO_HOOK) is not None:
+                    found.append((one.size, one.nodes, self._milliseconds(shared)))
         return found
 
     def _sharing(self, wanted: Wanted) -> list[tuple[RoundKey, Round, list[int]]]:
@@ -264,12 +262,9 @@ class RoundExecutor:
 
     def saw(self, output_BZ: NDArray[np.int32], sequences: Seq[Sequence | None]) -> None:
         """Take note of the output of a round (see `Output`), for a budget that changes."""
-        thresholds_S = self.rounds.items[0].thresholds_S
-        if self.budget is None or not self.budget.changes or not self.budget.record(output_BZ) or thresholds_S is None:
-            return
-        lengths = [seq.num_computed_tokens for seq in sequences if seq is not None]
-        found = self.budget.thresholds(len(thresholds_S), statistics.mean(lengths) if lengths else 0.0)
-        thresholds_S.copy_(self._transfers.upload(found))
+        if self.budget is not None and self.budget.changes and self.budget.record(output_BZ):
+            lengths = [seq.num_computed_tokens for seq in sequences if seq is not None]
+            self.budget.cached_tokens = statistics.mean(lengths) if lengths else 0.0
 
     def capture_largest(self) -> None:
         """Capture what takes the most memory: for a trial, which wants to know how much. There is a table of rules."""

@@ -130,7 +130,7 @@ def _read_prompt(seq: Sequence, report: list[int], eos: Set[int]) -> FinishReaso
 def _read_round(
     seq: Sequence, report: list[int], max_path: int, eos: Set[int], stats: EngineStats
 ) -> FinishReason | None:
-    count, drafted, depth, broken, _ = report[:_TOKENS]  # The order is that of `Output`.
+    count, drafted, depth, broken, *_ = report[:_TOKENS]  # The order is that of `Output`.
     if not count and seq.automaton is not None:
         seq.leave_round(max_path)
         seq.leaves_automaton = True

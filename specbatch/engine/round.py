@@ -128,8 +128,8 @@ class Round:
     """One round on the device. `simulate`: the mean number of tokens to commit in a round, whatever the target chooses;
     None: the real acceptance. `fixed_shapes`: shapes depend only on the number of requests, the host reads nothing, and
     a round may be a CUDA graph; False: only tokens that exist are computed. None: True on all devices but a CPU.
-    `two_lanes`: the overlap of two lanes; None: rounds and prompt chunks have one lane. `thresholds_S`: by size of a
-    batch, the least score of a draft that is worth verifying, for the output; None: nobody reads that."""
+    `two_lanes`: the overlap of two lanes; None: rounds and prompt chunks have one lane. `reports_scores`:
+    the output says how probable drafts were."""
 
     def __init__(
         self,
@@ -143,9 +143,10 @@ class Round:
         simulate: float | None = None,
         fixed_shapes: bool | None = None,
         two_lanes: TwoLanes | None = None,
-        thresholds_S: Tensor | None = None,
+        *,
+        reports_scores: bool = False,
     ) -> None:
-        self.thresholds_S = thresholds_S
+        self._reports_scores = reports_scores
         self.two_lanes = two_lanes
         self.state = state
         self._target = target
@@ -222,9 +223,6 @@ class Round:
         with marked("draft"):
             view, drafted = self.draft(req_idx_B, wanted.sampled)
         trees = self.follow(view, hook.reshape(drafted), wanted.edits)
-        if self.thresholds_S is not None and trees.scores_BN is not None and not lane:
-            is_likely_BN = trees.scores_BN >= self.thresholds_S[len(req_idx_B)]
-            trees = replace(trees, num_likely_B=is_likely_BN.sum(dim=1))
         if num_verified is not None:
             trees = self.share_budget(view, trees, num_verified)
         with marked("target"):
@@ -450,6 +448,9 @@ class Round:
     def _commit(self, view: BatchView, trees: DraftTrees, verified: Verified) -> Committed:
         """End-of-sequence and stop tokens are looked for before the length is. The host cuts what comes after them by
         the same rule; here it only matters which requests go on."""
+        scores_BN = trees.scores_BN if self._reports_scores else None
+        if scores_BN is not None and scores_BN.shape != trees.tokens_BN.shape:
+            scores_BN = None  # a grammar has added nodes
         committed: Committed = self.ops.commit_round(
             self.state.ints_SF,
             self.state.tokens_SL,
@@ -467,7 +468,7 @@ class Round:
             num_path_B=verified.num_path_B,
             next_token_B=verified.next_token_B,
             num_broken_B=verified.num_broken_B,
-            num_likely_B=trees.num_likely_B,
+            scores_BN=trees.scores_BN if self._reports_scores else None,
             margin_BN=verified.margin_BN,
         )
         return committed

@@ -1,118 +1,166 @@
 """The number of nodes that a round verifies, if its chains share a budget.
 
-A draft is worth verifying if the probability that it is accepted is larger than the number of tokens that could be made
-in the time that its verification takes. This is the *threshold*: the time of a node, by what was measured at the start,
-times the tokens that rounds make now in the time that they take. Few nodes cost nearly nothing, because a GPU reads its
-weights in any case; of many, each costs as much as the others.
+Few nodes cost nearly nothing, because a GPU reads its weights in any case; of many, each costs as much as the others.
+In between, times rise in steps, where kernels take another tile. So rounds of several numbers of nodes are timed at the
+start, and a round takes the number with which most tokens are expected for its time (`budget_graphs.py`).
 
-Rounds report how many nodes were likely enough, whether they were verified or not. Their mean is the budget, which
-`budget_graphs` rounds to what CUDA graphs there are. All of this follows from what rounds report and from times that
-ranks agree on, so all ranks decide alike.
+The tokens that are expected follow from what rounds report: how many drafts were how probable, verified or not. Of each
+range of probabilities it is counted how many of the verified drafts were accepted. A budget is shared by probability,
+so the most probable drafts of all requests come first.
+
+All of this follows from what rounds report and from times that ranks agree on, so all ranks decide alike.
+
+Shape suffixes: B requests, K ranges of probabilities, S numbers of nodes.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.batch import Output
+from specbatch.batch import (
+    LIKELY_BITS,
+    LIKELY_COLUMNS,
+    LIKELY_KNOWN,
+    LIKELY_PER_COLUMN,
+    LOG_BOUNDS_K,
+    NUM_BOUNDS,
+    Output,
+)
+
+Numbers = NDArray[np.float64]
 
 _REMEMBERED = 2048  # requests' rounds of which means are taken
-_LEAST = 1e-30  # the least threshold
-_DUE = 8  # rounds after which thresholds are computed anew
+_DUE = 8  # rounds after which the expected tokens are computed anew
+_MEMORY = 0.98  # share of the counts of verified and accepted drafts that a round leaves
+_PRIOR_WEIGHT = 32.0  # drafts of each range, accepted as often as their probability says, that are always counted
+# The logarithm of a probability in the middle of each range.
+_LOG_MIDDLES_K = (LOG_BOUNDS_K + np.concatenate(([0.0], LOG_BOUNDS_K[:-1]))) / 2
+_SHIFTS = LIKELY_BITS * np.arange(LIKELY_PER_COLUMN)
+_MEAN_AT_FIRST = 2.0  # drafts of a request before anything is known
+
+
+class NodeTimes(NamedTuple):
+    """Milliseconds of rounds by the number of their nodes, both ascending."""
+
+    num_nodes: Sequence[float]
+    milliseconds: Sequence[float]
+
+    @staticmethod
+    def of_points(points: Sequence[tuple[float, float]]) -> NodeTimes:
+        """Make them of numbers of nodes and milliseconds in any order. More nodes take no less time."""
+        points = sorted(points)
+        rising = np.maximum.accumulate([ms for _, ms in points])
+        return NodeTimes([count for count, _ in points], rising.tolist())
+
+    def at(self, num_nodes_S: Numbers) -> Numbers:
+        found: Numbers = np.interp(num_nodes_S, self.num_nodes, self.milliseconds)
+        return found
 
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """The times of rounds by the number of their nodes, both ascending. They were measured without cached tokens. A
-    round whose chains share a budget takes `ms_of_sharing` more for each request. Shape suffix: S sizes of batches."""
+    """The times of rounds, measured without cached tokens: of those that verify all nodes, and of those whose chains
+    share a budget. `shared` None: they take as long."""
 
-    num_nodes: Sequence[int]
+    num_nodes: Sequence[float]
     milliseconds: Sequence[float]
     ms_per_cached_token: float
-    ms_of_sharing: float = 0.0
+    shared: NodeTimes | None = None
 
     @staticmethod
     def measured(measured: Sequence[tuple[int, int, float]], ms_per_cached_token: float) -> RoundTimes:
         """Make them of rounds that verify all nodes: size of the batch, nodes, milliseconds."""
-        by_nodes = sorted((nodes, ms) for _, nodes, ms in measured)
-        rising = np.maximum.accumulate([ms for _, ms in by_nodes])  # more nodes take no less time
-        return RoundTimes([count for count, _ in by_nodes], rising.tolist(), ms_per_cached_token)
+        return RoundTimes(*NodeTimes.of_points([(nodes, ms) for _, nodes, ms in measured]), ms_per_cached_token)
 
     def with_sharing(self, measured: Sequence[tuple[int, int, float]]) -> RoundTimes:
-        """Take note of rounds whose chains share a budget: size of the batch, nodes, milliseconds."""
-        more = [(ms - self.of(size, nodes)) / size for size, nodes, ms in measured]
-        return replace(self, ms_of_sharing=max(0.0, statistics.median(more)) if more else 0.0)
+        """Take note of rounds of the largest batch whose chains share a budget: size of the batch, nodes, milliseconds.
+        Rounds of fewer nodes take as much more than those that verify all nodes as the smallest of these does."""
+        if not measured:
+            return self
+        points = [(float(nodes), ms) for _, nodes, ms in measured]
+        least, ms = min(points)
+        more = max(0.0, ms - self.of(least))
+        before = [(n, of_n + more) for n, of_n in zip(self.num_nodes, self.milliseconds, strict=True) if n < least]
+        return replace(self, shared=NodeTimes.of_points([*before, *points]))
 
-    def of(self, size: int, num_nodes: int, *, shares: bool = False) -> float:
-        """Return the milliseconds of a round. `size`: that of its batch. `shares`: its chains share a budget."""
-        return float(np.interp(num_nodes, self.num_nodes, self.milliseconds)) + shares * self.ms_of_sharing * size
+    def at(self, num_nodes_S: Numbers, *, shares: bool = False) -> Numbers:
+        """Return the milliseconds of rounds. `shares`: their chains share a budget."""
+        of_all = NodeTimes(self.num_nodes, self.milliseconds)
+        return (self.shared or of_all).at(num_nodes_S) if shares else of_all.at(num_nodes_S)
 
-    def at(self, num_nodes_S: NDArray[np.float64]) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = np.interp(num_nodes_S, self.num_nodes, self.milliseconds)
-        return found
-
-    def of_node(self, num_nodes_S: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the milliseconds that each further node takes in rounds of about these numbers."""
-        low, high = np.maximum(num_nodes_S / 1.5, self.num_nodes[0]), np.minimum(1.5 * num_nodes_S, self.num_nodes[-1])
-        difference = np.maximum(high - low, 1e-9)
-        return np.where(high > low, (self.at(high) - self.at(low)) / difference, 0.0)
+    def of(self, num_nodes: float, *, shares: bool = False) -> float:
+        """Return the milliseconds of a round."""
+        return float(self.at(np.array(num_nodes, dtype=np.float64), shares=shares))
 
 
 @dataclass
 class VerifyBudget:
-    """The budget of rounds. `nodes`: nodes for each request on average, the root included; None: the mean number of
-    likely nodes, as far as it is known. `times`: what thresholds are computed from, if the budget changes."""
+    """The budget of rounds. `nodes`: nodes for each request on average, the root included; None: it changes. `times`:
+    what a budget that changes is computed from. `cached_tokens`: the mean of a request."""
 
     nodes: float | None
     times: RoundTimes | None = None
-    _count: float = 0.0
-    _likely: float = 0.0  # means of a request's round: likely nodes, nodes and new tokens
-    _verified: float = 2.0
-    _tokens: float = 1.5
+    cached_tokens: float = 0.0
+    version: int = 0  # It changes when the expected tokens do.
     _rounds: int = 0
+    _count: float = 0.0  # requests' rounds of which the means are
+    _drafts_K: Numbers = field(default_factory=lambda: np.full(NUM_BOUNDS, _MEAN_AT_FIRST / NUM_BOUNDS))  # means
+    _verified_K: Numbers = field(default_factory=lambda: np.zeros(NUM_BOUNDS))
+    _accepted_K: Numbers = field(default_factory=lambda: np.zeros(NUM_BOUNDS))
 
     @property
     def changes(self) -> bool:
         return self.nodes is None
 
     def record(self, output_BZ: NDArray[np.int32]) -> bool:
-        """Take note of the output of a round (see `Output`). Return whether thresholds are due."""
-        known = output_BZ[(output_BZ[:, Output.NUM_NEW] > 0) & (output_BZ[:, Output.NUM_LIKELY] > 0)]
-        if not len(known):
+        """Take note of the output of a round (see `Output`). Return whether the expected tokens change."""
+        packed_BC = output_BZ[:, Output.LIKELY : Output.LIKELY + LIKELY_COLUMNS]
+        is_known_B = (output_BZ[:, Output.NUM_NEW] > 0) & ((packed_BC[:, 0] & LIKELY_KNOWN) > 0)
+        if not is_known_B.any():
             return False
+        packed_BC, known = packed_BC[is_known_B], output_BZ[is_known_B]
+        at_least_BK = (packed_BC[:, :, None] >> _SHIFTS & ((1 << LIKELY_BITS) - 1)).reshape(len(known), -1)
         self._count = min(_REMEMBERED, self._count + len(known))
         share = len(known) / self._count
-        tokens, drafts, likely = known[:, [Output.NUM_NEW, Output.NUM_DRAFTED, Output.NUM_LIKELY]].mean(axis=0)
-        self._tokens += share * (float(tokens) - self._tokens)
-        self._verified += share * (1.0 + float(drafts) - self._verified)
-        self._likely += share * (float(likely) - self._likely)
+        self._drafts_K += share * (_in_each(at_least_BK) / len(known) - self._drafts_K)
+        self._verified_K *= _MEMORY
+        self._accepted_K *= _MEMORY
+        self._verified_K += _in_each(np.minimum(at_least_BK, known[:, Output.NUM_DRAFTED, None]))
+        self._accepted_K += _in_each(np.minimum(at_least_BK, known[:, Output.NUM_NEW, None] - 1))
+        is_due = self._rounds % _DUE == 0
+        self.version += is_due
         self._rounds += 1
-        return self._rounds % _DUE == 0
+        return is_due
+
+    def tokens(self, num_drafts_S: Numbers) -> Numbers:
+        """Return the tokens that a request is expected to get in a round. `num_drafts_S`: the mean number of drafts
+        that rounds verify of a request."""
+        prior_K = _PRIOR_WEIGHT * np.exp(_LOG_MIDDLES_K)
+        rates_K = (self._accepted_K + prior_K) / (self._verified_K + _PRIOR_WEIGHT)
+        drafts, right = (np.concatenate(([0.0], x_K.cumsum())) for x_K in (self._drafts_K, self._drafts_K * rates_K))
+        found: Numbers = 1.0 + np.interp(num_drafts_S, drafts, right)
+        return found
+
+    def cached_ms(self, count: int) -> float:
+        """Return the milliseconds in which a round of `count` requests reads cached keys and values."""
+        assert self.times is not None
+        return self.times.ms_per_cached_token * self.cached_tokens * count
 
     def num_verified(self, size: int, num_nodes: int) -> int | None:
-        """Return the number of nodes that a round of `size` requests, padding included, verifies; None: all, which are
-        `num_nodes` for each request, or as many as `likely` says."""
+        """Return the number of nodes that a round of `size` requests, padding included, verifies by a budget that does
+        not change; None: all, which are `num_nodes` for each request."""
         if self.nodes is None or self.nodes > num_nodes - 0.25:
             return None
         return math.ceil(self.nodes * size)
 
-    @property
-    def likely(self) -> float:
-        """Return the mean number of a request's nodes that are likely enough. Infinite: nothing is known yet."""
-        return self._likely if self._count else math.inf
 
-    def thresholds(self, num_sizes: int, cached_tokens: float) -> NDArray[np.float32]:
-        """Return the logarithm of the least probability that is worth verifying for batches of 0 .. num_sizes - 1
-        requests. `cached_tokens`: the mean of a request."""
-        assert self.times is not None
-        size_S = np.arange(num_sizes, dtype=np.float64)
-        ms_S = self.times.at(self._verified * size_S) + self.times.ms_per_cached_token * cached_tokens * size_S
-        probability_S = self.times.of_node(self._verified * size_S) * self._tokens * size_S / ms_S
-        # Where nodes cost nothing, all drafts are worth it, but not the nodes past a chain's end: these have -inf.
-        return np.log(np.clip(probability_S, _LEAST, 1.0)).astype(np.float32)
+def _in_each(at_least_BK: NDArray[np.int32]) -> Numbers:
+    """Return the number of drafts in each range of probabilities, of all requests."""
+    found: Numbers = np.diff(at_least_BK.sum(axis=0), prepend=0).astype(np.float64)
+    return found

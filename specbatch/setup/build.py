@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -344,18 +343,13 @@ def measure_budget(
     num_graphs, seconds = executor.num_graphs, executor.runner.seconds
     times = RoundTimes.measured(_of_first(measured, group), token_bytes / _CACHED_BYTES_PER_MS)
     times = times.with_sharing(_of_first(executor.measure_sharing(wanted), group))
-    thresholds_S = executor.rounds.items[0].thresholds_S
-    assert thresholds_S is not None
     executor.budget, budget.times = budget, times
-    executor.capture_for_budget(wanted, times)
-    found = budget.thresholds(len(thresholds_S), cached_tokens=0.0)
-    thresholds_S.copy_(torch.from_numpy(found))
-    sizes = sorted({size for size, _, _ in measured})[:: max(1, len(measured) // 4)]
-    words, size = ", ".join(f"{size} rows {math.exp(found[size]):.2f}" for size in sizes), measured[0][0]
+    executor.capture_for_budget(wanted)
+    size = measured[0][0]
+    words = ", ".join(f"{times.of(nodes * size, shares=True):.2f} with {nodes}" for nodes in (1, 1.5, 2, 3, 4))
     return (
         f"{option}: auto, {executor.num_graphs - num_graphs} graphs of fewer nodes, captured in "
-        f"{executor.runner.seconds - seconds:.1f} s; sharing takes {1e3 * times.ms_of_sharing * size:.0f} us with "
-        f"{size} rows; at first drafts are verified from this probability on: {words}"
+        f"{executor.runner.seconds - seconds:.1f} s; milliseconds of rounds of {size} rows by nodes for each: {words}"
     )
 
 

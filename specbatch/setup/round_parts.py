@@ -113,17 +113,12 @@ class RoundParts:
         if net is not None:
             net.cache.resize(num_slots)
 
-        # Two lanes of an odd number of requests have one more. Before anything is measured, only roots are likely.
-        thresholds_S = (
-            torch.zeros(max_batch_size + 2, device=self.device)
-            if self.budget is not None and self.budget.changes
-            else None
-        )
+        reports_scores = self.budget is not None and self.budget.changes
 
         def make(method: DraftMethod) -> Round:
             return Round(
                 self.target, cache, method, table, self.page_size, self.eos_token_ids, ops, self.simulate,
-                self.fixed_shapes, two_lanes, thresholds_S,
+                self.fixed_shapes, two_lanes, reports_scores=reports_scores,
             )  # fmt: skip
 
         return Rounds(self.methods.map(make), [cache] if net is None else [cache, net.cache], sizes)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from specbatch.batch import Field
+from specbatch.batch import Field, Output
 from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.chain import ChainDraft, drawn_chain
@@ -32,6 +32,7 @@ from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_chi_square import ALPHA, p_value
 from tests.engine.graphs import Replays
+from tests.kernels.test_steps import packed
 from tests.tiny_models import (
     num_target_layers,
     random_prompts,
@@ -249,82 +250,103 @@ def test_a_cut_does_not_depend_on_a_draft_of_an_earlier_round() -> None:
     assert binomtest(int(second.sum()), len(second)).pvalue > ALPHA
 
 
-def outputs(likely: list[int], *, drafted: int = 3, new: int = 2) -> np.ndarray:
-    """Make the output of a round of these requests."""
-    return np.array([[new, drafted, drafted, 0, one, 0, 0] for one in likely], dtype=np.int32)
+def outputs(probabilities: list[list[float]], *, verified: int = 3, accepted: int = 1) -> np.ndarray:
+    """Make the output of a round of requests whose drafts have these probabilities."""
+    rows = [[1 + accepted, verified, verified, 0, *packed([0.0, *map(math.log, row)]), 0, 0] for row in probabilities]
+    return np.array(rows, dtype=np.int32)
 
 
-def test_a_budget_follows_the_likely_nodes() -> None:
+def expected(budget: VerifyBudget, num_drafts: float) -> float:
+    return float(budget.tokens(np.array(num_drafts)))
+
+
+def test_expected_tokens_follow_the_rounds() -> None:
     budget = VerifyBudget(None)
-    assert math.isinf(budget.likely), "nothing is known yet"
-    budget.record(outputs([0] * 8))
-    assert math.isinf(budget.likely)
-    due = [budget.record(outputs([1, 1, 1, 4])) for _ in range(100)]
-    assert sum(due) == 12
-    assert budget.likely == pytest.approx(1.75)
-    assert budget.num_verified(64, 6) is None, "the graphs decide"
-    assert (budget._verified, budget._tokens) == pytest.approx((4.0, 2.0), rel=0.02)
+    assert 1.0 < expected(budget, 1.0) < expected(budget, 2.0), "something is expected before anything is known"
+    unknown = outputs([[0.5]] * 8)
+    unknown[:, Output.LIKELY : Output.TOKENS] = 0
+    assert not budget.record(unknown)
+    # One draft of 0.95 that is accepted, two of 0.4 of which none is, and one of 0.1 that nobody verifies.
+    due = [budget.record(outputs([[0.95, 0.4, 0.4, 0.1]] * 4)) for _ in range(400)]
+    assert sum(due) == budget.version == 50
+    assert expected(budget, 0.0) == 1.0
+    assert expected(budget, 1.0) == pytest.approx(2.0, abs=0.03), "the most probable draft comes first"
+    assert expected(budget, 3.0) == pytest.approx(expected(budget, 1.0) + 0.1, abs=0.1)
+    assert expected(budget, 4.0) - expected(budget, 3.0) == pytest.approx(0.1, abs=0.03), "its own probability"
+    assert expected(budget, 9.0) == expected(budget, 4.0), "there are no more drafts"
+    for _ in range(400):
+        budget.record(outputs([[0.95, 0.95]] * 64, verified=2, accepted=2))
+    assert expected(budget, 2.0) == pytest.approx(3.0, abs=0.05)
+
+
+def test_a_range_that_nobody_verifies_has_its_probability_again() -> None:
+    budget = VerifyBudget(None)
+    for _ in range(100):
+        budget.record(outputs([[0.65, 0.65]] * 8, verified=2, accepted=0))
+    assert expected(budget, 2.0) < 1.1
+    for _ in range(400):
+        budget.record(outputs([[0.65, 0.65]] * 8, verified=0, accepted=0))
+    assert expected(budget, 2.0) == pytest.approx(2.3, abs=0.1)
+
+
+def test_many_drafts_and_ended_requests() -> None:
+    budget = VerifyBudget(None)
+    output = outputs([[0.99] * 40, [0.99] * 40], verified=40, accepted=40)
+    output[1, Output.NUM_NEW] = 0
+    budget.record(output)
+    assert expected(budget, 31.0) > 30, "a number of drafts has five bits"
+
+
+def test_a_fixed_budget() -> None:
     assert VerifyBudget(2.0).num_verified(3, 6) == 6
     assert VerifyBudget(2.0).num_verified(3, 2) is None
+    assert VerifyBudget(None).num_verified(64, 6) is None, "the graphs decide"
 
 
-def test_drafts_are_worth_more_where_tokens_cost_nothing() -> None:
-    """Rounds take 4 ms up to 128 nodes, and then 0.02 ms for each node more."""
-    sizes = [1, 8, 32, 64, 128, 256]
-    times = RoundTimes.measured([(size, 6 * size, 4.0 + 0.02 * max(0, 6 * size - 128)) for size in sizes], 0.001)
-    budget = VerifyBudget(None, times)
-    for _ in range(200):
-        budget.record(outputs([2] * 64, drafted=1, new=2))  # 2 nodes, and 2 tokens
-    found = np.exp(budget.thresholds(257, 0.0))
-    assert max(found[0], found[1], found[8]) < 1e-20
-    assert 0 < found[64] < found[128] < found[256]
-    assert found[256] == pytest.approx(0.02 * 2 * 256 / (4.0 + 0.02 * (2 * 256 - 128)), rel=1e-5)
-    longer = np.exp(budget.thresholds(257, 100.0))
-    assert longer[256] == pytest.approx(0.02 * 2 * 256 / (4.0 + 0.02 * (2 * 256 - 128) + 25.6), rel=1e-5)
+def test_times_of_rounds() -> None:
+    times = RoundTimes.measured([(64, 384, 9.0), (1, 6, 4.0), (8, 48, 3.9)], 0.0)
+    assert times.of(6) == times.of(48) == times.of(48, shares=True) == 4.0, "more nodes take no less time"
+    assert times.of(216) == pytest.approx(6.5)
+    shared = times.with_sharing([(64, 64, 4.5), (64, 128, 4.6), (64, 192, 7.0), (64, 320, 6.9)])
+    assert shared.of(216) == times.of(216)
+    assert shared.of(128, shares=True) == 4.6
+    assert shared.of(160, shares=True) == pytest.approx(5.8), "a step"
+    assert shared.of(320, shares=True) == 7.0
+    assert shared.of(8, shares=True) == pytest.approx(4.0 + 4.5 - times.of(64)), "what sharing takes more"
+    assert times.with_sharing([]) == times
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_what_was_not_drafted_is_not_likely(method: str) -> None:
-    """Nodes cost nothing, so all drafts are likely enough, and no text comes twice: there are hardly any drafts."""
+    """No text comes twice: there are hardly any drafts."""
     budget = VerifyBudget(None, RoundTimes([1, 100], [1.0, 1.0], 0.0))
     engine = tiny_device_engine(method, CHAIN, budget=budget, num_pages=256, max_batch_size=8)
-    thresholds_S = engine.executor.rounds.items[0].thresholds_S
-    assert thresholds_S is not None
-    thresholds_S.copy_(torch.from_numpy(budget.thresholds(len(thresholds_S), 0.0)))
     found = run(engine, random_prompts(8, longest=4), SamplingParams(max_tokens=3, temperature=2.0, seed=5))
     assert sum(c.speculation.drafted for c in found) < 4
-    assert budget.likely < 1.5
+    assert expected(budget, 4.0) < 1.5
 
 
-def test_rounds_report_likely_nodes(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of at least the threshold, cut or not; the round's graphs read it from a buffer."""
-    monkeypatch.setattr("specbatch.engine.verify_budget._DUE", 1000)
-    budget = VerifyBudget(None)
+def test_rounds_report_how_probable_drafts_are(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most probable drafts are verified, and the others are reported, too."""
+    budget = VerifyBudget(None, RoundTimes([1, 100], [1.0, 30.0], 0.0))
     engine = tiny_device_engine("draft_model", CHAIN, budget=budget, num_pages=256, max_batch_size=8)
-    thresholds_S = engine.executor.rounds.items[0].thresholds_S
-    assert thresholds_S is not None
-    engine.executor.budget = budget
-    budget.times = RoundTimes([1, 100], [1.0, 2.0], 0.0)
-    expected = texts(plain("draft_model", prompts, GREEDY))
-    for threshold, low, high in ((0.0, 1.0, 1.0), (-math.inf, 5.0, 5.0), (math.log(0.1), 1.1, 4.5)):
-        thresholds_S.fill_(threshold)
-        budget._likely = budget._count = 0
-        assert texts(run(engine, prompts, GREEDY)) == expected
-        assert low <= budget._likely <= high
+    reported, verified = [], []
+    real = VerifyBudget.record
 
+    def record(self: VerifyBudget, output_BZ: np.ndarray) -> bool:
+        live = output_BZ[output_BZ[:, Output.NUM_NEW] > 0]
+        counts = live[:, Output.LIKELY + 1] >> 25 & 31  # drafts above the last bound
+        assert (live[:, Output.LIKELY] >> 30 == 1).all()
+        reported.extend(counts.tolist())
+        verified.extend(live[:, Output.NUM_DRAFTED].tolist())
+        return real(self, output_BZ)
 
-def test_thresholds_follow_the_rounds(prompts: list[list[int]]) -> None:
-    """After some rounds they are computed anew, from what the rounds reported. Texts stay as they are."""
-    budget = VerifyBudget(None)
-    engine = tiny_device_engine("draft_model", CHAIN, budget=budget, num_pages=256, max_batch_size=8)
-    thresholds_S = engine.executor.rounds.items[0].thresholds_S
-    assert thresholds_S is not None
-    assert not thresholds_S.any()
-    engine.executor.budget, budget.times = budget, RoundTimes([1, 100], [1.0, 30.0], 0.0)
+    monkeypatch.setattr(VerifyBudget, "record", record)
     params = SamplingParams(max_tokens=48)
     assert texts(run(engine, prompts, params)) == texts(plain("draft_model", prompts, params))
-    assert (thresholds_S[1:] < 0).all()
-    assert thresholds_S[8] > thresholds_S[1]
+    assert budget.cached_tokens > 0
+    assert budget.version > 1
+    assert 0 < sum(verified) < sum(reported), "nodes cost much"
 
 
 class EagerRunner:
@@ -360,16 +382,12 @@ def test_rounds_take_graphs_of_larger_batches(
     executor, runner, taken = engine.executor, EagerRunner(), set[tuple[bool, int]]()
     monkeypatch.setattr(executor, "runner", runner)
     wanted = Wanted(num_top=num_top_of([params.logprobs]))
-    times = RoundTimes([1, 100], [0.1, 6.0], 0.0)
-    budget.times = times
-    thresholds_S = executor.rounds.items[0].thresholds_S
-    assert thresholds_S is not None
-    thresholds_S.fill_(math.log(0.5))
+    budget.times = RoundTimes([1, 100], [0.1, 6.0], 0.0)
     monkeypatch.setattr(BudgetGraphs, "at_start", lambda *_: [RoundSize(8, 16), RoundSize(8, 9)])
     with torch.inference_mode():
         executor.capture(False, num_top=wanted.num_top)
         num_whole = len(runner)
-        executor.capture_for_budget(wanted, times)
+        executor.capture_for_budget(wanted)
     captured = set(runner.functions)
     assert len(captured) == num_whole + 2
     real, real_run, real_begin, rounds = runner.replay, executor.run, Round.begin, list[RoundBatch]()
@@ -394,7 +412,7 @@ def test_rounds_take_graphs_of_larger_batches(
         return real(key)
 
     monkeypatch.setattr(runner, "replay", replay)
-    limits = [replace(params, max_tokens=count) for count in (4, 4, 4, 16, 16, 16, 24, 24)]
+    limits = [replace(params, max_tokens=count) for count in (4, 4, 4, 4, 16, 16, 24, 24)]
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         engine.submit(Request(i, prompt, limit, RngKey(0, i, 0)))
     found: dict[int, Completion] = {}

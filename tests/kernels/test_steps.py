@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, NUM_FIELDS, Committed, Field
+from specbatch.batch import LIKELY_COLUMNS, NO_TOKEN, NUM_FIELDS, Committed, Field
 from tests.kernels.batches import CUDA, DEVICE
 from tests.kernels.operations import Ops
 
@@ -122,6 +122,14 @@ def random_trees(batch: int, num_nodes: int, depth: int, rng: random.Random) -> 
     return tokens, parents, depths, choice
 
 
+def packed(scores: list[float]) -> list[int]:
+    """Pack the numbers of drafts with at least each probability: six numbers of five bits, and a bit, in a column."""
+    counts = [sum(score >= -0.1 * 1.4**k for score in scores[1:]) for k in range(12)]
+    return [
+        sum(min(count, 31) << 5 * i for i, count in enumerate(part)) + (1 << 30) for part in (counts[:6], counts[6:])
+    ]
+
+
 @pytest.mark.parametrize("keeps_tokens", [False, True])
 @pytest.mark.parametrize("case", ["root alone", "chain", "short chains", "drawn", "tree", "given path"])
 def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
@@ -143,7 +151,8 @@ def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
         sizes = [rng.randrange(1, num_nodes + 1) if case == "short chains" else num_nodes for _ in rows]
         paths = [walk(*row) for row in zip(tokens, parents, choice, sizes, strict=True)]
         drawn = [rng.choice([NO_TOKEN, rng.randrange(12), rng.randrange(12)]) for _ in rows]
-        broken, likely = ([rng.randrange(num_nodes) if case == "drawn" else 0 for _ in rows] for _ in range(2))
+        broken = [rng.randrange(num_nodes) if case == "drawn" else 0 for _ in rows]
+        scores = [[0.0, *sorted((-7.0 * rng.random() for _ in range(num_nodes - 1)), reverse=True)] for _ in rows]
         if case in ("drawn", "given path"):
             paths = [path[: rng.randrange(1, len(path) + 1)] for path in paths]
         new = [
@@ -162,7 +171,7 @@ def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
             options["path_BN"] = on_device([path + [7] * (num_nodes - len(path)) for path in paths])
         if case == "drawn":
             options |= {"next_token_B": on_device(drawn), "num_broken_B": on_device(broken)}
-            options["num_likely_B"] = on_device(likely)
+            options["scores_BN"] = torch.tensor(scores, dtype=torch.float32, device=DEVICE)
         margins = [[rng.random() for _ in range(num_nodes)] for _ in rows]
         if case != "short chains":
             options["margin_BN"] = on_device(margins)
@@ -185,7 +194,8 @@ def test_commit_round(ops: Ops, case: str, keeps_tokens: bool) -> None:
             assert found.path_BM[b].tolist() == path + pad
             assert found.tokens_BM[b].tolist() == [*new[b][:-1], max(new[b][-1], 0), *pad]
             depth = max(depths[b]) if is_tree else sizes[b] - 1
-            report = [len(path) if live else 0, sizes[b] - 1, depth, broken[b], likely[b], *new[b], *pad]
+            likely = packed(scores[b]) if case == "drawn" else [0] * LIKELY_COLUMNS
+            report = [len(path) if live else 0, sizes[b] - 1, depth, broken[b], *likely, *new[b], *pad]
             assert found.output_BZ[b, : len(report)].tolist() == report
             on_path = torch.full((max_path,), torch.inf)
             if case != "short chains":

@@ -11,7 +11,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specbatch.batch import NO_TOKEN, Committed, Field, PackedNodes, Spans, slots_of
+from specbatch.batch import (
+    LIKELY_BITS,
+    LIKELY_COLUMNS,
+    LIKELY_KNOWN,
+    LIKELY_PER_COLUMN,
+    LOG_BOUNDS_K,
+    NO_TOKEN,
+    Committed,
+    Field,
+    PackedNodes,
+    Spans,
+    slots_of,
+)
 from specbatch.kernels.torch.acceptance import accept_path
 
 
@@ -107,7 +119,7 @@ def commit_round(
     num_path_B: Tensor | None = None,
     next_token_B: Tensor | None = None,
     num_broken_B: Tensor | None = None,
-    num_likely_B: Tensor | None = None,
+    scores_BN: Tensor | None = None,
     margin_BN: Tensor | None = None,
 ) -> Committed:
     """Accept and commit a round: choose the path, advance the requests, make the round output, and list the slots that
@@ -121,9 +133,10 @@ def commit_round(
     Commit, for live requests only: `ints_SF` (in place) gets the new length and root. It is marked done if a new token
     within the limit is a stop token or one of `eos_K` (unless the request ignores these), or if the limit is reached.
     The new tokens are written after the root in `tokens_SL` (in place; L = 0: no tokens are kept). If the token after
-    the path is NO_TOKEN, the request is done, and later computations for it see token 0. `num_broken_B` and
-    `num_likely_B` go to the output, and so does `margin_BN` (float32, after each node) for the path's nodes. Without
-    it, and past the path, margins are infinite.
+    the path is NO_TOKEN, the request is done, and later computations for it see token 0. `num_broken_B`
+    goes to the output, and so do the numbers of nodes with scores (`scores_BN`, float32) of at least each of
+    LOG_BOUNDS_K, and `margin_BN` (float32, after each node) for the path's nodes. Without it, and past the path,
+    margins are infinite.
 
     All integers are int64, except tokens_SL and page_table_SP, which are int32. `req_idx_B`: each sequence's line of
     the tables; only a sequence that is done may repeat.
@@ -175,11 +188,13 @@ def commit_round(
 
     drafted = (num_nodes if num_nodes_B is None else num_nodes_B) - torch.ones_like(length)
     depth = drafted if depths_BN is None else depths_BN.amax(dim=1)
-    broken, likely = (torch.zeros_like(length) if x is None else x for x in (num_broken_B, num_likely_B))
+    broken = torch.zeros_like(length) if num_broken_B is None else num_broken_B
     if margin_BN is None:
         margin_BN = torch.full(tokens_BN.shape, torch.inf, device=tokens_BN.device)
     margins = torch.where(on_path, margin_BN.gather(1, path), torch.inf).view(torch.int32)
-    counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth, broken, likely), dim=1)
+    counts = torch.stack((torch.where(live, num_path_B, 0), drafted, depth, broken), dim=1)
+    likely_BC = _packed_counts(scores_BN, batch, counts.device)
+    shown = torch.where(last & failed[:, None], NO_TOKEN, tokens)
     table = page_table_SP[req_idx_B]
     moves = live[:, None] & on_path & (path != offset)
     target = torch.where(moves, slots_of(table, page_size, length[:, None] + offset), -1)
@@ -187,8 +202,18 @@ def commit_round(
         path,
         num_path_B,
         tokens,
-        torch.cat((counts.int(), torch.where(last & failed[:, None], NO_TOKEN, tokens).int(), margins), dim=1),
+        torch.cat((counts.int(), likely_BC, shown.int(), margins), dim=1),
         (torch.arange(batch, device=path.device)[:, None] * num_nodes + path).view(-1),
         slots_of(table, page_size, length[:, None] + path).view(-1),
         target.view(-1),
     )
+
+
+def _packed_counts(scores_BN: Tensor | None, batch: int, device: torch.device) -> Tensor:
+    """Return the columns of the output that say how probable drafts were, (B, LIKELY_COLUMNS) int32. None: 0."""
+    if scores_BN is None:
+        return torch.zeros(batch, LIKELY_COLUMNS, dtype=torch.int32, device=device)
+    bounds_K1 = torch.tensor(LOG_BOUNDS_K, dtype=torch.float32, device=device)[:, None]
+    counts_BK = (scores_BN[:, None, 1:] >= bounds_K1).sum(dim=2).clamp(max=(1 << LIKELY_BITS) - 1)
+    shifts = LIKELY_BITS * torch.arange(LIKELY_PER_COLUMN, device=device)
+    return ((counts_BK.view(batch, LIKELY_COLUMNS, -1) << shifts).sum(dim=2) | LIKELY_KNOWN).int()

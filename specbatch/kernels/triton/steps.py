@@ -11,12 +11,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.batch import MAX_STOP_IDS, NO_TOKEN, Committed, Field, Output, PackedNodes, Spans
+from specbatch.batch import (
+    LIKELY_BITS,
+    LIKELY_COLUMNS,
+    LIKELY_KNOWN,
+    LIKELY_PER_COLUMN,
+    LOG_BOUNDS_K,
+    MAX_STOP_IDS,
+    NO_TOKEN,
+    Committed,
+    Field,
+    Output,
+    PackedNodes,
+    Spans,
+)
 from specbatch.kernels.triton.parts.launch import launch
 
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _LAST_KEY = tl.constexpr(-(1 << 63))
-_NUM_NEW, _NUM_DRAFTED, _DEPTH, _NUM_BROKEN, _NUM_LIKELY, _TOKENS = (tl.constexpr(int(column)) for column in Output)
+_NUM_NEW, _NUM_DRAFTED, _DEPTH, _NUM_BROKEN, _LIKELY, _TOKENS = (tl.constexpr(int(column)) for column in Output)
+_FIRST_BOUND, _BOUND_RATIO = (tl.constexpr(float(x)) for x in (LOG_BOUNDS_K[0], LOG_BOUNDS_K[1] / LOG_BOUNDS_K[0]))
+_LIKELY_COLUMNS, _PER_COLUMN = tl.constexpr(LIKELY_COLUMNS), tl.constexpr(LIKELY_PER_COLUMN)
+_LIKELY_BITS, _LIKELY_KNOWN = tl.constexpr(LIKELY_BITS), tl.constexpr(LIKELY_KNOWN)
 
 
 @triton.jit
@@ -176,14 +192,14 @@ def pack_nodes(
 def _commit_round(
     ints_ptr, history_ptr, table_ptr, req_idx_ptr, eos_ptr,
     tokens_ptr, choice_ptr, parents_ptr, depths_ptr, num_nodes_ptr, given_path_ptr, given_num_path_ptr, given_next_ptr,
-    num_broken_ptr, num_likely_ptr, margin_ptr,
+    num_broken_ptr, scores_ptr, margin_ptr,
     path_ptr, num_path_ptr, new_tokens_ptr, output_ptr, accept_index_ptr, source_ptr, target_ptr,
     num_fields, max_length, stride_table, num_pages, num_eos, num_nodes, max_path,
     LENGTH: tl.constexpr, ROOT: tl.constexpr, LIMIT: tl.constexpr, DONE: tl.constexpr, IGNORE_EOS: tl.constexpr,
     STOP: tl.constexpr, NUM_STOPS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     HAS_PARENTS: tl.constexpr, HAS_DEPTHS: tl.constexpr, HAS_COUNTS: tl.constexpr,
     HAS_PATH: tl.constexpr, HAS_NUM_PATH: tl.constexpr, HAS_NEXT: tl.constexpr, HAS_BROKEN: tl.constexpr,
-    HAS_LIKELY: tl.constexpr, HAS_MARGIN: tl.constexpr,
+    HAS_SCORES: tl.constexpr, HAS_MARGIN: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
     req_idx = tl.load(req_idx_ptr + seq)
@@ -280,10 +296,19 @@ def _commit_round(
     if HAS_BROKEN:
         broken = tl.load(num_broken_ptr + seq).to(tl.int32)
     tl.store(output + _NUM_BROKEN, broken)
-    likely = tl.full((), 0, tl.int32)
-    if HAS_LIKELY:
-        likely = tl.load(num_likely_ptr + seq).to(tl.int32)
-    tl.store(output + _NUM_LIKELY, likely)
+    score = tl.full((BLOCK,), float("-inf"), tl.float32)
+    if HAS_SCORES:
+        score = tl.load(scores_ptr + first + offset, mask=in_tree & (offset > 0), other=float("-inf"))
+    bound = tl.full((), _FIRST_BOUND, tl.float32)
+    for column in tl.static_range(_LIKELY_COLUMNS):
+        likely = tl.full((), 0, tl.int32)
+        for i in tl.static_range(_PER_COLUMN):
+            number = tl.minimum(tl.sum((score >= bound).to(tl.int32)), (1 << _LIKELY_BITS) - 1)
+            likely |= number << (_LIKELY_BITS * i)
+            bound *= _BOUND_RATIO
+        if HAS_SCORES:
+            likely |= _LIKELY_KNOWN
+        tl.store(output + _LIKELY + column, likely)
     tl.store(output + _TOKENS + offset, sampled.to(tl.int32), mask=written)
     margin = tl.full((BLOCK,), float("inf"), tl.float32)
     if HAS_MARGIN:
@@ -316,7 +341,7 @@ def commit_round(
     num_path_B: Tensor | None = None,
     next_token_B: Tensor | None = None,
     num_broken_B: Tensor | None = None,
-    num_likely_B: Tensor | None = None,
+    scores_BN: Tensor | None = None,
     margin_BN: Tensor | None = None,
 ) -> Committed:
     """See `kernels/torch/steps.py`."""
@@ -336,7 +361,7 @@ def commit_round(
         _commit_round, (batch,),
         ints_SF, tokens_SL, page_table_SP, req_idx_B, eos_K,
         tokens_BN.contiguous(), given(choice_BN), given(parents_BN), given(depths_BN), given(num_nodes_B),
-        given(path_BN), given(num_path_B), given(next_token_B), given(num_broken_B), given(num_likely_B),
+        given(path_BN), given(num_path_B), given(next_token_B), given(num_broken_B), given(scores_BN),
         given(margin_BN),
         path, count, tokens, output, accept_index, source, target,
         ints_SF.shape[1], tokens_SL.shape[1], page_table_SP.stride(0), page_table_SP.shape[1], eos_K.shape[0],
@@ -347,6 +372,6 @@ def commit_round(
         HAS_PARENTS=parents_BN is not None, HAS_DEPTHS=depths_BN is not None,
         HAS_COUNTS=num_nodes_B is not None, HAS_PATH=path_BN is not None, HAS_NUM_PATH=num_path_B is not None,
         HAS_NEXT=next_token_B is not None, HAS_BROKEN=num_broken_B is not None,
-        HAS_LIKELY=num_likely_B is not None, HAS_MARGIN=margin_BN is not None, num_warps=1,
+        HAS_SCORES=scores_BN is not None, HAS_MARGIN=margin_BN is not None, num_warps=1,
     )  # fmt: skip
     return Committed(path, count, tokens, output, accept_index.view(-1), source.view(-1), target.view(-1))
