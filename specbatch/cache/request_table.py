@@ -59,7 +59,7 @@ class RequestTable:
         self.predicted_SL = torch.zeros(rows, num_predicted, dtype=torch.int32, device=device)
         self.host_trees_SZ = torch.zeros(rows, num_host_columns, dtype=torch.int32, device=device)
         # The drafts of the last round and their source, for draft methods that count these.
-        self.drafted_S2 = torch.zeros(rows, 2, dtype=torch.int64, device=device)
+        self.drafted_S3 = torch.zeros(rows, 3, dtype=torch.int64, device=device)
         # The groups of the next round's batch.
         self.groups = None if cascade is None else GroupTable(num_requests, cascade, device)
         self.rules: RuleTable | None = None

@@ -15,6 +15,10 @@ The drafts of all sources count, whether they were verified or not: the tokens t
 them were right. So a source that is not chosen can come back. Drafts that were drawn at random count only if they were
 verified (`hybrid.py`).
 
+Of several chains the one that is chosen is often one whose estimate is too high. So chosen chains are corrected once
+more, by how many of their verified drafts were accepted, in the buckets of their first drafts. Only the chains that are
+known before the choice are: texts, and not those of a network.
+
 No draft is accepted for its estimate, so texts are as likely as in plain decoding, whatever the estimates.
 
 Shape suffixes: B requests, C chains of a request, D drafts, M new tokens, Q buckets of all sources.
@@ -36,7 +40,9 @@ _PLACES = (1, 2, 4, 8, 16)  # the last place of all groups of places but the las
 _NUM_BUCKETS = 2 * (len(_EDGES) + 1) * (len(_PLACES) + 1)
 _PRIOR_WEIGHT = 32.0  # right drafts, as many as expected, with which each bucket begins
 _REMEMBERED = 1000.0  # expected right drafts of a bucket that are remembered
+_PRIOR_OF_CHOSEN, _REMEMBERED_OF_CHOSEN = 64.0, 400.0
 _MOST = 0.995  # the largest estimate
+NUM_TEXTS = 2  # The first chains of a request are from texts: its own, and those of all rows.
 
 
 class Chains(NamedTuple):
@@ -49,10 +55,20 @@ class Chains(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """Chains and the buckets of their drafts, of all sources."""
+    """Chains and the buckets of their drafts, of all sources. `corrections_Q`: the factors of chosen chains (float32)
+    by the bucket of their first draft."""
 
     chains: Chains
     buckets_BCD: Tensor  # int64
+    corrections_Q: Tensor
+
+
+class Choice(NamedTuple):
+    """What a round showed of the chains that it chose."""
+
+    scores_BN: Tensor  # float32, the logarithms of the probabilities of nodes
+    index_B: Tensor  # int64, the index of the chain
+    num_verified_B: Tensor  # int64, drafts
 
 
 class Calibration:
@@ -62,28 +78,48 @@ class Calibration:
         self._edges_E = torch.tensor(_EDGES, dtype=torch.float32, device=device)
         self._places_P = torch.tensor(_PLACES, device=device)
         num_buckets = num_sources * _NUM_BUCKETS
-        self.sums_2Q = torch.zeros(2, num_buckets, dtype=torch.float32, device=device)  # expected, right
-        self._new_Q2 = torch.zeros(num_buckets, 2, dtype=torch.int64, device=device)
-        self._units_21 = torch.tensor([[1.0 / ESTIMATE_UNIT], [1.0]], device=device)
+        # Expected and right drafts, of all chains and of chosen ones. All are updated together.
+        self._sums_22Q = torch.zeros(2, 2, num_buckets, dtype=torch.float32, device=device)
+        self.sums_2Q, self.chosen_2Q = self._sums_22Q.unbind(dim=1)
+        self._new_2Q2 = torch.zeros(2, num_buckets, 2, dtype=torch.int64, device=device)
+        self._priors_21, self._remembered_21 = (
+            torch.tensor(pair, device=device)[:, None]
+            for pair in ((_PRIOR_WEIGHT, _PRIOR_OF_CHOSEN), (_REMEMBERED, _REMEMBERED_OF_CHOSEN))
+        )
+        self._units_211 = torch.tensor([[[1.0 / ESTIMATE_UNIT]], [[1.0]]], device=device)
         self._ops = ops
 
     def judge(self, chains: Chains) -> tuple[Tensor, Judged]:
         """Return (B, C, D) float32, the probability that a draft and all before it are right (0: there is no draft),
         and what `learn` reads."""
-        expected_Q, right_Q = self.sums_2Q
-        factors_Q = (right_Q + _PRIOR_WEIGHT) / (expected_Q + _PRIOR_WEIGHT)
+        expected_2Q, right_2Q = self._sums_22Q
+        factors_2Q = (right_2Q + self._priors_21) / (expected_2Q + self._priors_21)
+        # The second factor is 1, but of buckets of first drafts: it multiplies all probabilities of a chain.
         probabilities_BCD, buckets_BCD = self._ops.judge_chains(
-            *chains, factors_Q, self._edges_E, self._places_P, _MOST
+            *chains, factors_2Q[0] * factors_2Q[1], self._edges_E, self._places_P, _MOST
         )
-        return probabilities_BCD, Judged(chains, buckets_BCD)
+        return probabilities_BCD, Judged(chains, buckets_BCD, factors_2Q[1])
 
-    def learn(self, judged: Judged, tokens_BM: Tensor, num_new_B: Tensor, num_drawn_B: Tensor | None = None) -> None:
+    def learn(
+        self,
+        judged: Judged,
+        choice: Choice,
+        tokens_BM: Tensor,
+        num_new_B: Tensor,
+        num_drawn_B: Tensor | None = None,
+    ) -> Tensor:
         """Take note of what a round committed: the first `num_new_B` of `tokens_BM`. 0: the request was done.
         `num_drawn_B`: the last two chains of each request were drawn at random, and these drafts of them count; None:
-        all drafts of all chains count."""
+        all drafts of all chains count. Return the largest probability of a draft that was not verified."""
         tokens_BCD, estimates_BCD, _ = judged.chains
-        new_Q2 = self._ops.count_right(
-            tokens_BCD, estimates_BCD, judged.buckets_BCD, tokens_BM, num_new_B, self._new_Q2.zero_(), num_drawn_B
+        of_all_Q2, of_chosen_Q2 = self._new_2Q2.zero_()
+        self._ops.count_right(
+            tokens_BCD, estimates_BCD, judged.buckets_BCD, tokens_BM, num_new_B, of_all_Q2, num_drawn_B
         )
-        sums_2Q = self.sums_2Q + new_Q2.t() * self._units_21
-        self.sums_2Q.copy_(sums_2Q * (_REMEMBERED / sums_2Q[:1]).clamp(max=1.0))
+        left: Tensor = self._ops.count_chosen(
+            choice.scores_BN, judged.buckets_BCD, choice.index_B, judged.corrections_Q, choice.num_verified_B,
+            num_new_B, of_chosen_Q2, NUM_TEXTS,
+        )  # fmt: skip
+        sums_22Q = self._sums_22Q + self._new_2Q2.permute(2, 0, 1) * self._units_211
+        self._sums_22Q.copy_(sums_22Q * (self._remembered_21 / sums_22Q[:1]).clamp(max=1.0))
+        return left

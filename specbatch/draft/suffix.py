@@ -23,7 +23,7 @@ from torch import Tensor
 from specbatch.batch import Committed, Field, Output
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import DraftSources, EngineStats
-from specbatch.draft.calibration import Calibration, Chains
+from specbatch.draft.calibration import Calibration, Chains, Choice
 from specbatch.draft.corpus import Corpus
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape
@@ -32,6 +32,7 @@ from specbatch.kernels.corpus import MAX_SIZE, match_estimates
 SOURCES = ("row", "job", "corpus", "network")  # the keys of `DraftSources`
 ROW, JOB, CORPUS, NETWORK = range(len(SOURCES))
 FORECAST = len(SOURCES)  # what is known of a drawn chain of the network before its first draft is drawn
+_NEW_PRICE = 0.2  # share that a round has in the price of a node
 _SLACK = 0.5  # The corpus is searched to this share of the least probability, because calibration may raise estimates.
 
 
@@ -45,6 +46,8 @@ class SharedTexts:
         self.corpus.load(texts)
         self.calibration = Calibration(len(SOURCES) + 1, device, ops)
         self._counts = torch.zeros(len(SOURCES), 2, dtype=torch.int64, device=device)  # drafted, accepted
+        # The probability from which on drafts were verified lately: what it takes to be worth a node.
+        self.price = torch.zeros(1, dtype=torch.float32, device=device)
 
     def count(self, drafted_B: Tensor, source_B: Tensor, num_new_B: Tensor) -> None:
         """Count the drafts that a round verified. `source_B`: an index of SOURCES. `num_new_B`: the tokens that it
@@ -83,7 +86,7 @@ class SuffixDraft(DraftMethod):
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         if self.num_nodes == 1:
-            table.drafted_S2.index_fill_(0, view.req_idx_B, 0)
+            table.drafted_S3.index_fill_(0, view.req_idx_B, 0)
             return DraftTrees(view.field(Field.ROOT)[:, None])
         return self.choose(view, table, self.chains(view, table))
 
@@ -121,16 +124,17 @@ class SuffixDraft(DraftMethod):
     def choose(
         self, view: BatchView, table: RequestTable, chains: Chains, known_BCD: Tensor | None = None
     ) -> DraftTrees:
-        """Choose the chain of each request with the largest expected number of right drafts. `known_BCD`: the last
+        """Choose the chain of each request whose drafts are worth most, by their probabilities and the price of a node.
+        `known_BCD`: the last
         chain was drawn at random, and the choice reads the one before it in its place, and these tokens in place of
         those of the chains; None: no chain was drawn."""
         read = chains if known_BCD is None else chains._replace(tokens_BCD=known_BCD)
         probabilities_BCD, judged = self.shared.calibration.judge(read)
-        tokens_BN, scores_BN, num_nodes_B, chosen_B2, is_given_B = self._ops.choose_chain(
-            view.field(Field.ROOT), chains.tokens_BCD, probabilities_BCD, chains.sources_BC, self._least,
-            known_BCD is not None,
+        tokens_BN, scores_BN, num_nodes_B, chosen_B3, is_given_B = self._ops.choose_chain(
+            view.field(Field.ROOT), chains.tokens_BCD, probabilities_BCD, chains.sources_BC, self.shared.price,
+            self._least, known_BCD is not None,
         )  # fmt: skip
-        table.drafted_S2.index_copy_(0, view.req_idx_B, chosen_B2)
+        table.drafted_S3.index_copy_(0, view.req_idx_B, chosen_B3)
         judged = judged._replace(chains=chains)
         return DraftTrees(tokens_BN, num_nodes_B, scores_BN=scores_BN, judged=judged, is_given_B=is_given_B)
 
@@ -139,12 +143,15 @@ class SuffixDraft(DraftMethod):
     ) -> None:
         output_BZ = committed.output_BZ
         num_new_B, verified_B = output_BZ[:, Output.NUM_NEW].long(), output_BZ[:, Output.NUM_DRAFTED].long()
-        drafted_B, source_B = table.drafted_S2[view.req_idx_B].unbind(dim=1)
+        drafted_B, source_B, index_B = table.drafted_S3[view.req_idx_B].unbind(dim=1)
         verified_B = torch.minimum(drafted_B, verified_B)  # without what a grammar has put in
         self.shared.count(verified_B, source_B, num_new_B)
         if trees.judged is not None:
             drawn_B = None if trees.is_given_B is None else verified_B * ~trees.is_given_B
-            self.shared.calibration.learn(trees.judged, committed.tokens_BM, num_new_B, drawn_B)
+            assert trees.scores_BN is not None
+            choice = Choice(trees.scores_BN, index_B, verified_B)
+            left = self.shared.calibration.learn(trees.judged, choice, committed.tokens_BM, num_new_B, drawn_B)
+            self.shared.price.lerp_(left, _NEW_PRICE)
         max_new = committed.path_BM.shape[1]
         self.shared.corpus.add(table.tokens_SL, view.req_idx_B, view.length_B + 1, num_new_B, max_new, eos_K)
 

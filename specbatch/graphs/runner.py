@@ -36,7 +36,7 @@ class GraphRunner:
     """A runner of captured functions, each with a key. A stream has one runner.
 
     `seconds` and `bytes` are the time and the memory of the captures. Torch allocated `pool_bytes` of the bytes, and
-    the driver the rest.
+    the driver the rest: `first_bytes` at the first capture, which are for all graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class GraphRunner:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[Any, ...], _Captured] = {}
         self.seconds = 0.0
-        self.bytes = self.pool_bytes = 0
+        self.bytes = self.pool_bytes = self.first_bytes = 0
 
     def __contains__(self, key: tuple[Any, ...]) -> bool:
         return key in self._captured
@@ -80,6 +80,8 @@ class GraphRunner:
         self._captured[key] = _Captured(graph, output)
         self.bytes += free - torch.cuda.mem_get_info(self.device)[0]
         self.pool_bytes += torch.cuda.memory_reserved(self.device) - reserved
+        if len(self) == 1:
+            self.first_bytes = max(0, self.bytes - self.pool_bytes)
         self.seconds += time.perf_counter() - began
         return output
 

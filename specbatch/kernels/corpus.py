@@ -34,6 +34,7 @@ _RIGHT = (
     (0.18, 0.92, 0.95, 0.96, 0.98, 0.98, 0.99, 0.99),
 )
 MATCH_POWER = 1.4  # This was found in the same way.
+LITTLE = 1.0 / 1024  # share of its probability that a draft is worth where it does not pay for its node
 ESTIMATE_UNIT = 1 << 20  # Sums of estimates are integers in units of 1 / this, which do not depend on the order.
 
 

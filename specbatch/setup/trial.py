@@ -24,6 +24,7 @@ from specbatch.models.pass_weights import PassWeights
 from specbatch.setup.round_parts import RoundParts, Rounds
 
 _PROMPT_GRAPHS = 16  # rough number of prompt graphs of a job
+_GRAPH_BYTES = 1 << 20  # The driver keeps at least these for a graph; some graphs find room in what it has.
 _SHORT_PROMPT = 32  # tokens
 
 
@@ -98,8 +99,8 @@ class TrialRunner:
 
     def _graph_bytes(self, made: Rounds, max_batch_size: int, num_sizes: int, padded_bytes: int) -> int:
         """Estimate the bytes of the graphs of rounds. All graphs share one pool, which is as large as the largest
-        needs: that one is captured here. In addition, the driver keeps some bytes for each graph. A quarter is added to
-        both, because pools are fragmented."""
+        needs: that one is captured here. In addition, the driver keeps some bytes for each graph, and some for all. A
+        quarter is added, because pools are fragmented."""
         if self.graphs == "none":
             return 0
         executor = RoundExecutor(
@@ -111,14 +112,15 @@ class TrialRunner:
         runner = executor.runner
         if not runner:
             raise torch.OutOfMemoryError("no CUDA graph fits")
-        of_driver = max(0, runner.bytes - runner.pool_bytes) // len(runner)
+        more = runner.bytes - runner.pool_bytes - runner.first_bytes
+        of_driver = max(_GRAPH_BYTES, more // max(1, len(runner) - 1))
         # Rows may ask for samples, for log-probabilities and for rules at any time: eight graphs of each size then. And
         # rounds may choose fewer nodes.
         num_graphs = num_sizes * (8 + max(len(round_.method.sizes) for round_ in made.items.items))
         if self.parts.budget is not None and self.parts.budget.changes:
             num_graphs += MAX_AT_START * len(made.items.items)
         num_graphs += _PROMPT_GRAPHS if padded_bytes else 0
-        kept = runner.pool_bytes + num_graphs * of_driver
+        kept = runner.pool_bytes + runner.first_bytes + num_graphs * of_driver
         del executor, runner
         gc.collect()
         # Prompts' graphs are captured as they come up. Where the small ones are first, each size doubles what the one

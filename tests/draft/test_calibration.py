@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specbatch.draft.calibration import Calibration, Chains
+from specbatch.draft.calibration import NUM_TEXTS, Calibration, Chains, Choice
 from specbatch.kernels import torch as ops
 from tests.tiny_models import CPU
 
@@ -19,9 +19,28 @@ def chains_of(*requests: list[tuple[int, list[int], list[float]]]) -> Chains:
     )
 
 
-def learn(calibration: Calibration, chains: Chains, new: list[list[int]], counts: list[int], times: int = 1) -> None:
+def learn(
+    calibration: Calibration,
+    chains: Chains,
+    new: list[list[int]],
+    counts: list[int],
+    times: int = 1,
+    chosen: int | None = None,
+    verified: int = 0,
+) -> None:
+    """Learn from rounds that commit the first `counts` of `new`. `chosen`: the index of the chain of which `verified`
+    drafts were verified."""
     for _ in range(times):
-        calibration.learn(calibration.judge(chains)[1], torch.tensor(new), torch.tensor(counts))
+        probabilities_BCD, judged = calibration.judge(chains)
+        index_B = torch.full((len(chains.tokens_BCD),), NUM_TEXTS)
+        if chosen is not None:
+            index_B[:] = chosen
+        probabilities_BD = probabilities_BCD[torch.arange(len(index_B)), index_B % probabilities_BCD.shape[1]]
+        scores_BN = torch.nn.functional.pad(probabilities_BD.log(), (1, 0))
+        choice = Choice(scores_BN, index_B % probabilities_BCD.shape[1], torch.tensor([verified] * len(index_B)))
+        if chosen is None:
+            choice = choice._replace(num_verified_B=torch.zeros_like(index_B))
+        calibration.learn(judged, choice, torch.tensor(new), torch.tensor(counts))
 
 
 def found(calibration: Calibration, chains: Chains) -> list[list[list[float]]]:
@@ -100,7 +119,49 @@ def test_sums_do_not_depend_on_the_order_of_requests() -> None:
     for lines in (torch.arange(50), order):
         calibration = Calibration(3, CPU, ops)
         chains = Chains(tokens[lines], estimates[lines], sources[lines])
-        calibration.learn(calibration.judge(chains)[1], new[lines], counts[lines])
-        sums.append(calibration.sums_2Q)
+        probabilities, judged = calibration.judge(chains)
+        scores = torch.nn.functional.pad(probabilities[:, 1].log(), (1, 0))
+        choice = Choice(scores, torch.ones_like(lines), lines % 5)
+        calibration.learn(judged, choice, new[lines], counts[lines])
+        sums.append(torch.cat((calibration.sums_2Q, calibration.chosen_2Q)))
     assert torch.equal(sums[0], sums[1])
     assert sums[0][1].sum() > 10
+
+
+def test_a_chosen_chain_whose_estimate_was_too_high_is_corrected() -> None:
+    """Half of the chains are wrong, and right ones make up for them: but only wrong ones are chosen."""
+    calibration = Calibration(2, CPU, ops)
+    chains = chains_of(*([(0, [3, 4], [0.5, 0.5]), (1, [5, 6], [0.5, 0.5])],) * 2)
+    before = found(calibration, chains)[0]
+    for _ in range(300):
+        learn(calibration, chains, [[3, 4], [7, 7]], [2, 2])
+    learn(calibration, chains, [[7, 7]] * 2, [1, 1], times=100, chosen=0, verified=2)
+    first, second = found(calibration, chains)[0]
+    assert first[0] < 0.5 * before[0][0], "chosen, and wrong"
+    calibration.sums_2Q.zero_()
+    first, second = found(calibration, chains)[0]
+    assert first[0] == pytest.approx(0.5 * 64 / (64 + 150), rel=0.1), "0.75 right drafts were expected each time"
+    assert first[1] / first[0] == pytest.approx(0.5), "all of the chain falls"
+    assert second[0] == pytest.approx(0.5)
+
+
+def test_a_correction_follows_what_is_verified() -> None:
+    """Chains that are accepted as often as expected stay as they are, whatever the correction was."""
+    calibration = Calibration(1, CPU, ops)
+    chains = chains_of(*([(0, [3], [0.5])],) * 4)
+    learn(calibration, chains, [[7]] * 4, [1] * 4, times=100, chosen=0, verified=1)
+    for _ in range(400):
+        learn(calibration, chains, [[3], [3], [7], [7]], [2, 2, 1, 1], chosen=0, verified=1)
+    assert calibration.judge(chains)[1].corrections_Q.min() == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_price_is_the_best_draft_that_was_left() -> None:
+    calibration = Calibration(1, CPU, ops)
+    chains = chains_of([(0, [3, 4, 5], [0.5, 0.5, 0.5])], [(0, [3, 4, 5], [0.9, 0.5, 0.5])])
+    probabilities, judged = calibration.judge(chains)
+    scores = torch.nn.functional.pad(probabilities[:, 0].log(), (1, 0))
+    cases = [([1, 1], [1, 1], 0.45), ([1, 2], [1, 1], 0.25), ([1, 0], [1, 0], 0.25), ([3, 3], [1, 1], 0.0)]
+    for verified, counts, price in cases:
+        choice = Choice(scores, torch.zeros(2, dtype=torch.int64), torch.tensor(verified))
+        left = calibration.learn(judged, choice, torch.tensor([[7]] * 2), torch.tensor(counts))
+        assert left.tolist() == pytest.approx([price])

@@ -265,7 +265,7 @@ def drafting(tokens_BL: torch.Tensor) -> tuple[Any, Any]:
         tokens_SL=tokens_BL.int(),
         predicted_SL=tokens_BL[:, :0].int(),
         ints_SF=fields,
-        drafted_S2=torch.zeros(count, 2, dtype=torch.int64),
+        drafted_S3=torch.zeros(count, 3, dtype=torch.int64),
     )
     lines = torch.arange(count)
     view = SimpleNamespace(req_idx_B=lines, length_B=fields[:, Field.LENGTH], field=lambda field: fields[:, field])
@@ -279,7 +279,7 @@ def test_scores_are_those_of_the_text_that_is_drafted() -> None:
     view, table = drafting(torch.stack((torch.arange(80, 120), torch.arange(40) % 8)))
     found = method.draft(view, table, sampled=False)
     assert found.scores_BN is not None
-    assert table.drafted_S2.tolist() == [[7, CORPUS], [7, ROW]]
+    assert table.drafted_S3.tolist() == [[7, CORPUS, 1], [7, ROW, 0]]
     assert found.tokens_BN[0].tolist() == list(range(119, 127))
     length_B, room_B = view.length_B + 1, view.field(Field.LIMIT)
     _, _, of_corpus_BD, _ = shared.corpus.search(table.tokens_SL, view.req_idx_B, length_B, room_B, 0.0, 7)
@@ -295,7 +295,7 @@ def test_drafts_of_the_rows_own_text_end_where_they_are_unlikely(least: float, c
     found = method.draft(view, table, sampled=False)
     assert found.num_nodes_B is not None
     assert found.num_nodes_B.tolist() == [count + 1]
-    assert table.drafted_S2.tolist() == [[count, ROW]]
+    assert table.drafted_S3.tolist() == [[count, ROW, 0]]
     assert found.tokens_BN[0, 1 : 1 + count].tolist() == [i % 10 for i in range(count)]
 
 

@@ -15,8 +15,10 @@ NUM_BUCKETS = NUM_SOURCES * 2 * 4 * 4
 
 
 @pytest.mark.parametrize(("chains", "drafts", "least"), [(2, 31, 0.0), (4, 7, 0.3), (4, 3, 0.0), (2, 1, 0.3)])
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_the_best_chain_is_chosen(ops: Ops, chains: int, drafts: int, least: float, is_drawn: bool) -> None:
+@pytest.mark.parametrize(("is_drawn", "price"), [(False, 0.0), (True, 0.0), (True, 0.375)])
+def test_the_best_chain_is_chosen(
+    ops: Ops, chains: int, drafts: int, least: float, is_drawn: bool, price: float
+) -> None:
     torch.manual_seed(drafts)
     batch = 24
     tokens, sources = torch.randint(0, 99, (batch, chains, drafts)), torch.randint(0, NUM_SOURCES, (batch, chains))
@@ -26,13 +28,14 @@ def test_the_best_chain_is_chosen(ops: Ops, chains: int, drafts: int, least: flo
     probabilities *= torch.arange(drafts) < lengths
     root = torch.arange(2 * batch)[::2]
     found, scores, num_nodes, chosen, is_given = ops.raw.choose_chain(
-        *(x.to(DEVICE) for x in (root, tokens, probabilities, sources)), least, is_drawn
+        *(x.to(DEVICE) for x in (root, tokens, probabilities, sources, torch.tensor([price]))), least, is_drawn
     )
     assert (is_given is not None) == is_drawn
     for b in range(batch):
         kept = [[p for p in line if p >= least and p > 0] for line in probabilities[b].tolist()]
         compared = kept[: chains - is_drawn]
-        best = max(range(len(compared)), key=lambda c: (sum(compared[c]), -c))
+        worth = [sum(max(p - price, 0.0) + p / 1024 for p in line) for line in compared]
+        best = max(range(len(compared)), key=lambda c: (worth[c], -c))
         if is_given is not None:
             assert bool(is_given[b]) == (best < chains - 2)
             best = best if is_given[b] else chains - 1
@@ -40,7 +43,36 @@ def test_the_best_chain_is_chosen(ops: Ops, chains: int, drafts: int, least: flo
         assert found[b].tolist() == [int(root[b]), *tokens[b, best].tolist()]
         assert scores[b, : 1 + count].exp().tolist() == pytest.approx([1.0, *kept[best]])
         assert scores[b, 1 + count :].isneginf().all()
-        assert (int(num_nodes[b]), chosen[b].tolist()) == (count + 1, [count, int(sources[b, best])])
+        assert (int(num_nodes[b]), chosen[b].tolist()) == (count + 1, [count, int(sources[b, best]), best])
+
+
+@pytest.mark.parametrize(("chains", "drafts"), [(2, 31), (4, 7), (3, 1)])
+def test_chosen_chains_are_counted(ops: Ops, chains: int, drafts: int) -> None:
+    torch.manual_seed(drafts)
+    batch, num_counted = 24, 2
+    probabilities = torch.rand(batch, drafts).sort(dim=1, descending=True).values
+    probabilities *= torch.arange(drafts) < torch.randint(0, drafts + 1, (batch, 1))
+    scores = torch.nn.functional.pad(probabilities.log(), (1, 0))
+    buckets, corrections = torch.randint(0, 5, (batch, chains, drafts)), 0.5 + torch.rand(5)
+    chosen, verified = torch.randint(0, chains, (batch,)), torch.randint(0, drafts + 1, (batch,))
+    new = torch.minimum(torch.randint(0, drafts + 2, (batch,)), verified + 1)
+    sums = torch.full((5, 2), 7, dtype=torch.int64)
+    columns = torch.stack((chosen, chosen), dim=1).to(DEVICE)
+    on_device = [x.to(DEVICE) for x in (corrections, verified, new, sums)]
+    price = ops.raw.count_chosen(scores.to(DEVICE), buckets.to(DEVICE), columns[:, 1], *on_device, num_counted)
+    expected, left = [[7.0, 7.0] for _ in range(5)], 0.0
+    for b in range(batch):
+        if new[b] > 0:
+            left = max([left, *probabilities[b, int(verified[b]) :].tolist()])
+            if chosen[b] < num_counted:
+                bucket = int(buckets[b, chosen[b], 0])
+                total = float(probabilities[b, : int(verified[b])].sum() / corrections[bucket])
+                expected[bucket][0] += total * ESTIMATE_UNIT
+                expected[bucket][1] += min(int(new[b]) - 1, int(verified[b]))
+    assert price.tolist() == pytest.approx([left])
+    assert on_device[3].cpu().float().flatten().tolist() == pytest.approx(
+        [x for pair in expected for x in pair], rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])

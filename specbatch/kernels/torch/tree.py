@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specbatch.kernels.corpus import ESTIMATE_UNIT
+from specbatch.kernels.corpus import ESTIMATE_UNIT, LITTLE
 from specbatch.kernels.torch.sampling import argmax
 
 
@@ -129,18 +129,27 @@ def judge_chains(
 
 
 def choose_chain(
-    root_B: Tensor, tokens_BCD: Tensor, probabilities_BCD: Tensor, sources_BC: Tensor, least: float, is_drawn: bool
+    root_B: Tensor,
+    tokens_BCD: Tensor,
+    probabilities_BCD: Tensor,
+    sources_BC: Tensor,
+    price: Tensor,
+    least: float,
+    is_drawn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Choose the chain of each sequence whose probabilities have the largest sum, the first of equal ones. A chain ends
-    where they fall below `least`. `is_drawn`: the last chain is chosen where the one before it has the largest sum of
+    """Choose the chain of each sequence that is worth most, the first of equal ones: a draft is worth what its
+    probability is above the `price` of a node (float32, one number), and LITTLE of it in any case. A chain ends where
+    probabilities fall below `least`. `is_drawn`: the last chain is chosen where the one before it is worth most of
     those before the last one.
 
-    Return (tokens_BN, scores_BN, num_nodes_B, chosen_B2, is_given_B), N = D + 1: int64, the root and the drafts;
-    float32, 0 and the logarithms of their probabilities; int64, the number of nodes; int64, the number of drafts and
-    the source; bool, whether a chain before the last two was chosen (None: `is_drawn` is False)."""
+    Return (tokens_BN, scores_BN, num_nodes_B, chosen_B3, is_given_B), N = D + 1: int64, the root and the drafts;
+    float32, 0 and the logarithms of their probabilities; int64, the number of nodes; int64, the number of drafts, the
+    source and the index of the chain; bool, whether a chain before the last two was chosen (None: `is_drawn` is
+    False)."""
     batch, num_chains, _ = tokens_BCD.shape
     probabilities_BCD = torch.where(probabilities_BCD >= least, probabilities_BCD, 0.0)
-    best_B, is_given_B = probabilities_BCD[:, : num_chains - is_drawn].sum(dim=2).argmax(dim=1), None
+    worth_BCD = (probabilities_BCD - price).clamp(min=0.0) + LITTLE * probabilities_BCD
+    best_B, is_given_B = worth_BCD[:, : num_chains - is_drawn].sum(dim=2).argmax(dim=1), None
     if is_drawn:
         is_given_B = best_B < num_chains - 2
         best_B = best_B + ~is_given_B
@@ -149,8 +158,37 @@ def choose_chain(
     counts_B = (probabilities_BD > 0).sum(dim=1)
     tokens_BN = torch.cat((root_B[:, None], tokens_BCD[lines_B, best_B]), dim=1)
     scores_BN = torch.nn.functional.pad(probabilities_BD.log(), (1, 0))
-    chosen_B2 = torch.stack((counts_B, sources_BC[lines_B, best_B]), dim=1)
-    return tokens_BN, scores_BN, counts_B + 1, chosen_B2, is_given_B
+    chosen_B3 = torch.stack((counts_B, sources_BC[lines_B, best_B], best_B), dim=1)
+    return tokens_BN, scores_BN, counts_B + 1, chosen_B3, is_given_B
+
+
+def count_chosen(
+    scores_BN: Tensor,
+    buckets_BCD: Tensor,
+    chosen_B: Tensor,
+    corrections_Q: Tensor,
+    num_verified_B: Tensor,
+    num_new_B: Tensor,
+    sums_Q2: Tensor,
+    num_counted: int,
+) -> Tensor:
+    """Count what a round showed about the chains that it chose, and return the price of a node: the largest probability
+    of a draft that was not verified (float32, one number).
+
+    `chosen_B`: the index of each sequence's chain. If it is below `num_counted`, the bucket of its first draft in
+    `sums_Q2` (int64, in place) gets the sum of the probabilities of the `num_verified_B` drafts that were verified,
+    divided by that bucket of `corrections_Q` and in units of 1 / ESTIMATE_UNIT, and the number of those that were
+    accepted. `num_new_B`: the tokens that were committed; 0: the sequence was done."""
+    probabilities_BD, is_live_B = scores_BN[:, 1:].exp(), num_new_B > 0
+    num_drafts = probabilities_BD.shape[1]
+    is_verified_BD = (torch.arange(num_drafts, device=num_new_B.device) < num_verified_B[:, None]) & is_live_B[:, None]
+    bucket_B = buckets_BCD[torch.arange(len(chosen_B), device=num_new_B.device), chosen_B, 0]
+    expected_B = (probabilities_BD * is_verified_BD).sum(dim=1) / corrections_Q[bucket_B]
+    accepted_B = torch.minimum(num_new_B - 1, num_verified_B) * is_live_B
+    found_B2 = torch.stack(((expected_B * ESTIMATE_UNIT).long(), accepted_B), dim=1)
+    sums_Q2.index_add_(0, bucket_B, found_B2 * (chosen_B < num_counted)[:, None])
+    is_left_BD = (torch.arange(num_drafts, device=num_new_B.device) >= num_verified_B[:, None]) & is_live_B[:, None]
+    return (probabilities_BD * is_left_BD).amax().view(1)
 
 
 def count_right(

@@ -31,6 +31,7 @@ from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distrib
 from specbatch.kernels.triton.steps import commit_round, pack_nodes, share_budget, span_layout
 from specbatch.kernels.triton.tree import (
     choose_chain,
+    count_chosen,
     count_right,
     draft_topk,
     judge_chains,
@@ -58,6 +59,7 @@ __all__ = [
     "commit_round",
     "corpus_drafts",
     "corpus_updates",
+    "count_chosen",
     "count_right",
     "delta_prompts",
     "delta_rounds",

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specbatch.kernels.corpus import ESTIMATE_UNIT
+from specbatch.kernels.corpus import ESTIMATE_UNIT, LITTLE
 from specbatch.kernels.triton.parts.launch import await_former, dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.ordering import LOWEST, ordered, pack, packed_index, packed_number
 
@@ -217,7 +217,7 @@ def tree_mask_bits(mask_TW: Tensor, mask_starts_B: Tensor, starts_B: Tensor, num
 
 # Chains of drafts by how likely they are, and how many of them were right, see `draft/calibration.py`
 
-_ESTIMATE_UNIT = tl.constexpr(ESTIMATE_UNIT)
+_ESTIMATE_UNIT, _LITTLE = tl.constexpr(ESTIMATE_UNIT), tl.constexpr(LITTLE)
 
 
 @triton.jit
@@ -282,17 +282,19 @@ def judge_chains(
 
 @triton.jit
 def _choose_chain(
-    root_ptr, tokens_ptr, probabilities_ptr, sources_ptr, out_ptr, scores_ptr, num_nodes_ptr, chosen_ptr, given_ptr,
-    root_stride, num_drafts, least, CHAINS: tl.constexpr, IS_DRAWN: tl.constexpr, BLOCK_D: tl.constexpr,
+    root_ptr, tokens_ptr, probabilities_ptr, sources_ptr, price_ptr, out_ptr, scores_ptr, num_nodes_ptr, chosen_ptr,
+    given_ptr, root_stride, num_drafts, least, CHAINS: tl.constexpr, IS_DRAWN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
     draft = tl.arange(0, BLOCK_D)
     real = draft < num_drafts
     best, largest = tl.full((), 0, tl.int64), tl.full((), -1.0, tl.float32)
+    price = tl.load(price_ptr)
     for chain in tl.static_range(CHAINS - IS_DRAWN):
         line = seq * CHAINS + chain
         p = tl.load(probabilities_ptr + line * num_drafts + draft, mask=real, other=0.0)
-        total = tl.sum(tl.where(p >= least, p, 0.0))
+        p = tl.where(p >= least, p, 0.0)
+        total = tl.sum(tl.maximum(p - price, 0.0) + _LITTLE * p)
         best = tl.where(total > largest, chain, best)
         largest = tl.maximum(total, largest)
     if IS_DRAWN:
@@ -310,27 +312,80 @@ def _choose_chain(
     scores = tl.where(is_draft, tl.log(tl.where(is_draft, p, 1.0)), float("-inf"))
     tl.store(scores_ptr + first + 1 + draft, scores, mask=real)
     tl.store(num_nodes_ptr + seq, count + 1)
-    tl.store(chosen_ptr + 2 * seq, count)
-    tl.store(chosen_ptr + 2 * seq + 1, tl.load(sources_ptr + line))
+    tl.store(chosen_ptr + 3 * seq, count)
+    tl.store(chosen_ptr + 3 * seq + 1, tl.load(sources_ptr + line))
+    tl.store(chosen_ptr + 3 * seq + 2, best)
 
 
 def choose_chain(
-    root_B: Tensor, tokens_BCD: Tensor, probabilities_BCD: Tensor, sources_BC: Tensor, least: float, is_drawn: bool
+    root_B: Tensor,
+    tokens_BCD: Tensor,
+    probabilities_BCD: Tensor,
+    sources_BC: Tensor,
+    price: Tensor,
+    least: float,
+    is_drawn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """See `kernels/torch/tree.py`."""
     (batch, chains, num_drafts), device = tokens_BCD.shape, tokens_BCD.device
     tokens_BN = torch.empty((batch, num_drafts + 1), dtype=torch.int64, device=device)
     scores_BN = torch.empty((batch, num_drafts + 1), dtype=torch.float32, device=device)
     num_nodes_B = torch.empty(batch, dtype=torch.int64, device=device)
-    chosen_B2 = torch.empty((batch, 2), dtype=torch.int64, device=device)
+    chosen_B3 = torch.empty((batch, 3), dtype=torch.int64, device=device)
     is_given_B = torch.empty(batch, dtype=torch.bool, device=device) if is_drawn else None
     launch(
         _choose_chain, (batch,),
-        root_B, tokens_BCD.contiguous(), probabilities_BCD.contiguous(), sources_BC.contiguous(), tokens_BN, scores_BN,
-        num_nodes_B, chosen_B2, num_nodes_B if is_given_B is None else is_given_B, root_B.stride(0), num_drafts, least,
+        root_B, tokens_BCD.contiguous(), probabilities_BCD.contiguous(), sources_BC.contiguous(), price, tokens_BN,
+        scores_BN, num_nodes_B, chosen_B3, num_nodes_B if is_given_B is None else is_given_B, root_B.stride(0),
+        num_drafts, least,
         CHAINS=chains, IS_DRAWN=is_drawn, BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
     )  # fmt: skip
-    return tokens_BN, scores_BN, num_nodes_B, chosen_B2, is_given_B
+    return tokens_BN, scores_BN, num_nodes_B, chosen_B3, is_given_B
+
+
+@triton.jit
+def _count_chosen(
+    scores_ptr, buckets_ptr, chosen_ptr, corrections_ptr, num_verified_ptr, num_new_ptr, sums_ptr, price_ptr,
+    chosen_stride, num_drafts, num_counted, CHAINS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(0).to(tl.int64)
+    draft = tl.arange(0, BLOCK_D)
+    real = (draft < num_drafts) & (tl.load(num_new_ptr + seq) > 0)
+    num_verified = tl.load(num_verified_ptr + seq)
+    scores = tl.load(scores_ptr + seq * (num_drafts + 1) + 1 + draft, mask=real, other=float("-inf"))
+    p = tl.where(real, tl.exp(scores), 0.0)
+    verified = draft < num_verified
+    chosen = tl.load(chosen_ptr + seq * chosen_stride)
+    bucket = tl.load(buckets_ptr + (seq * CHAINS + chosen) * num_drafts)
+    expected = tl.sum(tl.where(verified, p, 0.0)) / tl.load(corrections_ptr + bucket)
+    accepted = tl.minimum(tl.load(num_new_ptr + seq) - 1, num_verified)
+    counts = (chosen < num_counted) & (tl.load(num_new_ptr + seq) > 0)
+    tl.atomic_add(sums_ptr + 2 * bucket, tl.where(counts, expected * _ESTIMATE_UNIT, 0.0).to(tl.int64))
+    tl.atomic_add(sums_ptr + 2 * bucket + 1, tl.where(counts, accepted, 0))
+    left = tl.max(tl.where(verified, 0.0, p))
+    tl.atomic_max(price_ptr, left)  # positive numbers are ordered as their bits are
+
+
+def count_chosen(
+    scores_BN: Tensor,
+    buckets_BCD: Tensor,
+    chosen_B: Tensor,
+    corrections_Q: Tensor,
+    num_verified_B: Tensor,
+    num_new_B: Tensor,
+    sums_Q2: Tensor,
+    num_counted: int,
+) -> Tensor:
+    """See `kernels/torch/tree.py`."""
+    batch, chains, num_drafts = buckets_BCD.shape
+    price = torch.zeros(1, dtype=torch.float32, device=scores_BN.device)
+    launch(
+        _count_chosen, (batch,),
+        scores_BN.contiguous(), buckets_BCD.contiguous(), chosen_B, corrections_Q, num_verified_B.contiguous(),
+        num_new_B.contiguous(), sums_Q2, price, chosen_B.stride(0), num_drafts, num_counted,
+        CHAINS=chains, BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
+    )  # fmt: skip
+    return price
 
 
 @triton.jit
