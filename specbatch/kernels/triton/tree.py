@@ -345,7 +345,7 @@ def choose_chain(
 
 @triton.jit
 def _count_chosen(
-    scores_ptr, buckets_ptr, chosen_ptr, corrections_ptr, num_verified_ptr, num_new_ptr, sums_ptr, price_ptr,
+    scores_ptr, buckets_ptr, chosen_ptr, corrections_ptr, num_verified_ptr, num_new_ptr, sums_ptr, left_ptr,
     chosen_stride, num_drafts, num_counted, CHAINS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
@@ -363,7 +363,7 @@ def _count_chosen(
     tl.atomic_add(sums_ptr + 2 * bucket, tl.where(counts, expected * _ESTIMATE_UNIT, 0.0).to(tl.int64))
     tl.atomic_add(sums_ptr + 2 * bucket + 1, tl.where(counts, accepted, 0))
     left = tl.max(tl.where(verified, 0.0, p))
-    tl.atomic_max(price_ptr, left)  # positive numbers are ordered as their bits are
+    tl.store(left_ptr + seq, left)
 
 
 def count_chosen(
@@ -378,14 +378,14 @@ def count_chosen(
 ) -> Tensor:
     """See `kernels/torch/tree.py`."""
     batch, chains, num_drafts = buckets_BCD.shape
-    price = torch.zeros(1, dtype=torch.float32, device=scores_BN.device)
+    left_B = torch.empty(batch, dtype=torch.float32, device=scores_BN.device)
     launch(
         _count_chosen, (batch,),
         scores_BN.contiguous(), buckets_BCD.contiguous(), chosen_B, corrections_Q, num_verified_B.contiguous(),
-        num_new_B.contiguous(), sums_Q2, price, chosen_B.stride(0), num_drafts, num_counted,
+        num_new_B.contiguous(), sums_Q2, left_B, chosen_B.stride(0), num_drafts, num_counted,
         CHAINS=chains, BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
     )  # fmt: skip
-    return price
+    return left_B.amax().view(1)
 
 
 @triton.jit
