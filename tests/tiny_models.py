@@ -498,7 +498,7 @@ def tiny_device_engine(
             scale=scale, attention=paged, spoil=spoil_draft, group=None if has_own_requests else group,
             whole=config, **traits,
         )  # fmt: skip
-    shared, scored = SharedTexts(4096, [], device, ops), budget is not None
+    shared, scored = SharedTexts(4096, [], device, ops, with_network=method == "hybrid"), budget is not None
     parts = DraftParts(device, ops, net, (1, 3), coupled, config.delta is not None, shared, scored=scored)
     methods = schedule.map(lambda one: make_method(method, one, parts))
     assert max(one.num_lookahead for one in methods.items) == lookahead or config.delta is not None

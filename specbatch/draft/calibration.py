@@ -15,9 +15,9 @@ The drafts of all sources count, whether they were verified or not: the tokens t
 them were right. So a source that is not chosen can come back. Drafts that were drawn at random count only if they were
 verified (`hybrid.py`).
 
-Of several chains the one that is chosen is often one whose estimate is too high. So chosen chains are corrected once
-more, by how many of their verified drafts were accepted, in the buckets of their first drafts. Only the chains that are
-known before the choice are: texts, and not those of a network.
+Of several chains the one that is chosen is often one whose estimate is too high. So chains of texts are corrected once
+more, by how often the drafts of those that were chosen were right. Chains of a network, the usual alternative, are not:
+those that were drawn at random would be known only if they were verified.
 
 No draft is accepted for its estimate, so texts are as likely as in plain decoding, whatever the estimates.
 
@@ -41,6 +41,7 @@ _NUM_BUCKETS = 2 * (len(_EDGES) + 1) * (len(_PLACES) + 1)
 _PRIOR_WEIGHT = 32.0  # right drafts, as many as expected, with which each bucket begins
 _REMEMBERED = 1000.0  # expected right drafts of a bucket that are remembered
 _PRIOR_OF_CHOSEN, _REMEMBERED_OF_CHOSEN = 64.0, 400.0
+_CHOSEN_AT_FIRST = 0.6  # This and both above were found by replays of sampled and greedy texts.
 _MOST = 0.995  # the largest estimate
 NUM_TEXTS = 2  # The first chains of a request are from texts: its own, and those of all rows.
 
@@ -55,26 +56,19 @@ class Chains(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """Chains and the buckets of their drafts, of all sources. `corrections_Q`: the factors of chosen chains (float32)
-    by the bucket of their first draft."""
+    """Chains and the buckets of their drafts, of all sources. `factors_Q`: how often drafts of all chains were right,
+    against how often they were expected to be (float32)."""
 
     chains: Chains
     buckets_BCD: Tensor  # int64
-    corrections_Q: Tensor
-
-
-class Choice(NamedTuple):
-    """What a round showed of the chains that it chose."""
-
-    scores_BN: Tensor  # float32, the logarithms of the probabilities of nodes
-    index_B: Tensor  # int64, the index of the chain
-    num_verified_B: Tensor  # int64, drafts
+    factors_Q: Tensor
 
 
 class Calibration:
     """The buckets of all sources. They live as long as the engine: graphs hold their addresses."""
 
-    def __init__(self, num_sources: int, device: torch.device, ops: ModuleType) -> None:
+    def __init__(self, num_sources: int, num_texts: int, device: torch.device, ops: ModuleType) -> None:
+        """`num_texts`: the number of sources of texts, which come first, if there are others; 0: there are none."""
         self._edges_E = torch.tensor(_EDGES, dtype=torch.float32, device=device)
         self._places_P = torch.tensor(_PLACES, device=device)
         num_buckets = num_sources * _NUM_BUCKETS
@@ -82,44 +76,41 @@ class Calibration:
         self._sums_22Q = torch.zeros(2, 2, num_buckets, dtype=torch.float32, device=device)
         self.sums_2Q, self.chosen_2Q = self._sums_22Q.unbind(dim=1)
         self._new_2Q2 = torch.zeros(2, num_buckets, 2, dtype=torch.int64, device=device)
-        self._priors_21, self._remembered_21 = (
-            torch.tensor(pair, device=device)[:, None]
-            for pair in ((_PRIOR_WEIGHT, _PRIOR_OF_CHOSEN), (_REMEMBERED, _REMEMBERED_OF_CHOSEN))
-        )
+        # Each bucket begins with these. First drafts of texts are taken to be right less often, if they are chosen.
+        self._priors_22Q = torch.full_like(self._sums_22Q, _PRIOR_WEIGHT)
+        self._priors_22Q[:, 1] = _PRIOR_OF_CHOSEN
+        of_first = torch.arange(num_buckets, device=device) % (len(_PLACES) + 1) == 0
+        of_text = torch.arange(num_buckets, device=device) < num_texts * _NUM_BUCKETS
+        self._priors_22Q[1, 1, of_first & of_text] *= _CHOSEN_AT_FIRST
+        self._remembered_21 = torch.tensor([[_REMEMBERED], [_REMEMBERED_OF_CHOSEN]], device=device)
         self._units_211 = torch.tensor([[[1.0 / ESTIMATE_UNIT]], [[1.0]]], device=device)
         self._ops = ops
 
     def judge(self, chains: Chains) -> tuple[Tensor, Judged]:
         """Return (B, C, D) float32, the probability that a draft and all before it are right (0: there is no draft),
         and what `learn` reads."""
-        expected_2Q, right_2Q = self._sums_22Q
-        factors_2Q = (right_2Q + self._priors_21) / (expected_2Q + self._priors_21)
-        # The second factor is 1, but of buckets of first drafts: it multiplies all probabilities of a chain.
+        expected_2Q, right_2Q = self._sums_22Q + self._priors_22Q
+        factors_2Q = right_2Q / expected_2Q
         probabilities_BCD, buckets_BCD = self._ops.judge_chains(
-            *chains, factors_2Q[0] * factors_2Q[1], self._edges_E, self._places_P, _MOST
+            *chains, factors_2Q.prod(dim=0), self._edges_E, self._places_P, _MOST
         )
-        return probabilities_BCD, Judged(chains, buckets_BCD, factors_2Q[1])
+        return probabilities_BCD, Judged(chains, buckets_BCD, factors_2Q[0])
 
     def learn(
         self,
         judged: Judged,
-        choice: Choice,
+        chosen_B: Tensor,
         tokens_BM: Tensor,
         num_new_B: Tensor,
         num_drawn_B: Tensor | None = None,
-    ) -> Tensor:
+    ) -> None:
         """Take note of what a round committed: the first `num_new_B` of `tokens_BM`. 0: the request was done.
-        `num_drawn_B`: the last two chains of each request were drawn at random, and these drafts of them count; None:
-        all drafts of all chains count. Return the largest probability of a draft that was not verified."""
+        `chosen_B`: the index of each request's chain. `num_drawn_B`: the last two chains of each request were drawn at
+        random, and these drafts of them count; None: all drafts of all chains count."""
         tokens_BCD, estimates_BCD, _ = judged.chains
-        of_all_Q2, of_chosen_Q2 = self._new_2Q2.zero_()
-        self._ops.count_right(
-            tokens_BCD, estimates_BCD, judged.buckets_BCD, tokens_BM, num_new_B, of_all_Q2, num_drawn_B
-        )
-        left: Tensor = self._ops.count_chosen(
-            choice.scores_BN, judged.buckets_BCD, choice.index_B, judged.corrections_Q, choice.num_verified_B,
-            num_new_B, of_chosen_Q2, NUM_TEXTS,
+        new_2Q2 = self._ops.count_right(
+            tokens_BCD, estimates_BCD, judged.buckets_BCD, judged.factors_Q, chosen_B, tokens_BM, num_new_B,
+            self._new_2Q2.zero_(), NUM_TEXTS, num_drawn_B,
         )  # fmt: skip
-        sums_22Q = self._sums_22Q + self._new_2Q2.permute(2, 0, 1) * self._units_211
+        sums_22Q = self._sums_22Q + new_2Q2.permute(2, 0, 1) * self._units_211
         self._sums_22Q.copy_(sums_22Q * (self._remembered_21 / sums_22Q[:1]).clamp(max=1.0))
-        return left

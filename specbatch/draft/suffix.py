@@ -23,7 +23,7 @@ from torch import Tensor
 from specbatch.batch import Committed, Field, Output
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import DraftSources, EngineStats
-from specbatch.draft.calibration import Calibration, Chains, Choice
+from specbatch.draft.calibration import Calibration, Chains
 from specbatch.draft.corpus import Corpus
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape
@@ -40,11 +40,20 @@ class SharedTexts:
     """The corpus of an engine, the counts of drafts by source, and their calibration. All draft shapes share these.
     It lives as long as the engine: graphs hold the addresses of its buffers."""
 
-    def __init__(self, max_tokens: int, texts: Sequence[list[int]], device: torch.device, ops: ModuleType) -> None:
-        """Make a corpus with earlier results. `texts`: their tokens, the newest last."""
+    def __init__(
+        self,
+        max_tokens: int,
+        texts: Sequence[list[int]],
+        device: torch.device,
+        ops: ModuleType,
+        *,
+        with_network: bool = False,
+    ) -> None:
+        """Make a corpus with earlier results. `texts`: their tokens, the newest last. `with_network`: a network drafts,
+        too."""
         self.corpus = Corpus(max_tokens, device, ops)
         self.corpus.load(texts)
-        self.calibration = Calibration(len(SOURCES) + 1, device, ops)
+        self.calibration = Calibration(len(SOURCES) + 1, NETWORK if with_network else 0, device, ops)
         self._counts = torch.zeros(len(SOURCES), 2, dtype=torch.int64, device=device)  # drafted, accepted
         # The probability from which on drafts were verified lately: what it takes to be worth a node.
         self.price = torch.zeros(1, dtype=torch.float32, device=device)
@@ -148,10 +157,9 @@ class SuffixDraft(DraftMethod):
         self.shared.count(verified_B, source_B, num_new_B)
         if trees.judged is not None:
             drawn_B = None if trees.is_given_B is None else verified_B * ~trees.is_given_B
+            self.shared.calibration.learn(trees.judged, index_B, committed.tokens_BM, num_new_B, drawn_B)
             assert trees.scores_BN is not None
-            choice = Choice(trees.scores_BN, index_B, verified_B)
-            left = self.shared.calibration.learn(trees.judged, choice, committed.tokens_BM, num_new_B, drawn_B)
-            self.shared.price.lerp_(left, _NEW_PRICE)
+            self.shared.price.lerp_(self._ops.largest_left(trees.scores_BN, verified_B, num_new_B), _NEW_PRICE)
         max_new = committed.path_BM.shape[1]
         self.shared.corpus.add(table.tokens_SL, view.req_idx_B, view.length_B + 1, num_new_B, max_new, eos_K)
 

@@ -241,7 +241,8 @@ def read_models(run: ResolvedRun, group: Group | None = None) -> tuple[DraftPart
     if speculation.method in CORPUS_METHODS:
         _check_corpus(speculation.suffix.corpus_tokens, available_memory(run.device))
         ops = ops_for(run.device, run.dtype)
-        shared = SharedTexts(speculation.suffix.corpus_tokens, run.corpus, run.device, ops)
+        with_network = run.speculation.method == "hybrid"
+        shared = SharedTexts(speculation.suffix.corpus_tokens, run.corpus, run.device, ops, with_network=with_network)
     parts = DraftParts(
         run.device,
         ops_for(run.device, run.dtype),

@@ -46,33 +46,16 @@ def test_the_best_chain_is_chosen(
         assert (int(num_nodes[b]), chosen[b].tolist()) == (count + 1, [count, int(sources[b, best]), best])
 
 
-@pytest.mark.parametrize(("chains", "drafts"), [(2, 31), (4, 7), (3, 1)])
-def test_chosen_chains_are_counted(ops: Ops, chains: int, drafts: int) -> None:
-    torch.manual_seed(drafts)
-    batch, num_counted = 24, 2
-    probabilities = torch.rand(batch, drafts).sort(dim=1, descending=True).values
-    probabilities *= torch.arange(drafts) < torch.randint(0, drafts + 1, (batch, 1))
+def test_the_price_is_the_best_draft_that_was_left(ops: Ops) -> None:
+    torch.manual_seed(0)
+    probabilities = torch.rand(24, 7) * (torch.arange(7) < torch.randint(0, 8, (24, 1)))
     scores = torch.nn.functional.pad(probabilities.log(), (1, 0))
-    buckets, corrections = torch.randint(0, 5, (batch, chains, drafts)), 0.5 + torch.rand(5)
-    chosen, verified = torch.randint(0, chains, (batch,)), torch.randint(0, drafts + 1, (batch,))
-    new = torch.minimum(torch.randint(0, drafts + 2, (batch,)), verified + 1)
-    sums = torch.full((5, 2), 7, dtype=torch.int64)
-    columns = torch.stack((chosen, chosen), dim=1).to(DEVICE)
-    on_device = [x.to(DEVICE) for x in (corrections, verified, new, sums)]
-    price = ops.raw.count_chosen(scores.to(DEVICE), buckets.to(DEVICE), columns[:, 1], *on_device, num_counted)
-    expected, left = [[7.0, 7.0] for _ in range(5)], 0.0
-    for b in range(batch):
-        if new[b] > 0:
-            left = max([left, *probabilities[b, int(verified[b]) :].tolist()])
-            if chosen[b] < num_counted:
-                bucket = int(buckets[b, chosen[b], 0])
-                total = float(probabilities[b, : int(verified[b])].sum() / corrections[bucket])
-                expected[bucket][0] += total * ESTIMATE_UNIT
-                expected[bucket][1] += min(int(new[b]) - 1, int(verified[b]))
-    assert price.tolist() == pytest.approx([left])
-    assert on_device[3].cpu().float().flatten().tolist() == pytest.approx(
-        [x for pair in expected for x in pair], rel=1e-4
-    )
+    verified, new = torch.randint(3, 8, (24,)), torch.randint(0, 3, (24,))
+    left = [p for b in range(24) if new[b] for p in probabilities[b, verified[b] :].tolist()]
+    found = ops.raw.largest_left(*(x.to(DEVICE) for x in (scores, verified, new)))
+    assert found.tolist() == pytest.approx([max(left)])
+    found = ops.raw.largest_left(*(x.to(DEVICE) for x in (scores, torch.full_like(verified, 7), new)))
+    assert found.tolist() == [0.0]
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
@@ -92,9 +75,10 @@ def test_chains_are_judged_and_counted(ops: Ops, chains: int, drafts: int, is_dr
         tokens, estimates, sources, factors, torch.tensor(EDGES), torch.tensor(PLACES), MOST
     )
     num_drawn = torch.randint(0, drafts + 1, (batch,))
+    chosen, num_texts = torch.randint(0, chains, (batch,)), 2
     sums = ops.count_right(
-        tokens, estimates, buckets, new, num_new, torch.zeros(NUM_BUCKETS, 2, dtype=torch.int64),
-        num_drawn if is_drawn else None,
+        tokens, estimates, buckets, factors, chosen, new, num_new, torch.zeros(2, NUM_BUCKETS, 2, dtype=torch.int64),
+        num_texts, num_drawn if is_drawn else None,
     )  # fmt: skip
     expected_sums, num_agreeing = torch.zeros_like(sums), 0
     for b in range(batch):
@@ -116,11 +100,14 @@ def test_chains_are_judged_and_counted(ops: Ops, chains: int, drafts: int, is_dr
                 counts = not is_drawn or c < chains - 2 or d < int(num_drawn[b])
                 if is_right and counts and d < min(int(num_new[b]), columns):
                     is_right = bool(tokens[b, c, d] == new[b, d])
-                    expected_sums[bucket, 0] += int(estimates[b, c, d] * ESTIMATE_UNIT)
-                    expected_sums[bucket, 1] += is_right
+                    expected_sums[0, bucket, 0] += int(estimates[b, c, d] * ESTIMATE_UNIT)
+                    expected_sums[0, bucket, 1] += is_right
+                    if c == chosen[b] and c < num_texts:
+                        expected_sums[1, bucket, 0] += int(estimates[b, c, d] * factors[bucket] * ESTIMATE_UNIT)
+                        expected_sums[1, bucket, 1] += is_right
                 else:
                     is_right = False
             assert not probabilities[b, c, int(lengths[b, c]) :].any()
     assert torch.equal(sums, expected_sums)
     assert num_agreeing > 0
-    assert 0 < sums[:, 1].sum() < (sums[:, 0] > 0).sum() * batch
+    assert 0 < sums[1, :, 1].sum() < sums[0, :, 1].sum() < (sums[0, :, 0] > 0).sum() * batch

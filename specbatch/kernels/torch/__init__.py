@@ -31,10 +31,10 @@ from specbatch.kernels.torch.sampling import argmax, argmax_and_margin, distribu
 from specbatch.kernels.torch.steps import commit_round, pack_nodes, share_budget, span_layout
 from specbatch.kernels.torch.tree import (
     choose_chain,
-    count_chosen,
     count_right,
     draft_topk,
     judge_chains,
+    largest_left,
     select_nodes,
     tree_mask_bits,
 )
@@ -59,7 +59,6 @@ __all__ = [
     "commit_round",
     "corpus_drafts",
     "corpus_updates",
-    "count_chosen",
     "count_right",
     "delta_prompts",
     "delta_rounds",
@@ -76,6 +75,7 @@ __all__ = [
     "integer_gated_linear",
     "integer_linear",
     "judge_chains",
+    "largest_left",
     "layer_norm",
     "linear",
     "logprobs",

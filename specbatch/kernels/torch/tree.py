@@ -162,48 +162,34 @@ def choose_chain(
     return tokens_BN, scores_BN, counts_B + 1, chosen_B3, is_given_B
 
 
-def count_chosen(
-    scores_BN: Tensor,
-    buckets_BCD: Tensor,
-    chosen_B: Tensor,
-    corrections_Q: Tensor,
-    num_verified_B: Tensor,
-    num_new_B: Tensor,
-    sums_Q2: Tensor,
-    num_counted: int,
-) -> Tensor:
-    """Count what a round showed about the chains that it chose, and return the price of a node: the largest probability
-    of a draft that was not verified (float32, one number).
-
-    `chosen_B`: the index of each sequence's chain. If it is below `num_counted`, the bucket of its first draft in
-    `sums_Q2` (int64, in place) gets the sum of the probabilities of the `num_verified_B` drafts that were verified,
-    divided by that bucket of `corrections_Q` and in units of 1 / ESTIMATE_UNIT, and the number of those that were
-    accepted. `num_new_B`: the tokens that were committed; 0: the sequence was done."""
-    probabilities_BD, is_live_B = scores_BN[:, 1:].exp(), num_new_B > 0
-    num_drafts = probabilities_BD.shape[1]
-    is_verified_BD = (torch.arange(num_drafts, device=num_new_B.device) < num_verified_B[:, None]) & is_live_B[:, None]
-    bucket_B = buckets_BCD[torch.arange(len(chosen_B), device=num_new_B.device), chosen_B, 0]
-    expected_B = (probabilities_BD * is_verified_BD).sum(dim=1) / corrections_Q[bucket_B]
-    accepted_B = torch.minimum(num_new_B - 1, num_verified_B) * is_live_B
-    found_B2 = torch.stack(((expected_B * ESTIMATE_UNIT).long(), accepted_B), dim=1)
-    sums_Q2.index_add_(0, bucket_B, found_B2 * (chosen_B < num_counted)[:, None])
-    is_left_BD = (torch.arange(num_drafts, device=num_new_B.device) >= num_verified_B[:, None]) & is_live_B[:, None]
-    return (probabilities_BD * is_left_BD).amax().view(1)
+def largest_left(scores_BN: Tensor, num_verified_B: Tensor, num_new_B: Tensor) -> Tensor:
+    """Return the largest probability of a draft that was not verified, float32, one number; 0: there is none.
+    `scores_BN`: the logarithms of the probabilities of nodes. The first `num_verified_B` drafts were verified.
+    `num_new_B`: the tokens that were committed; 0: the sequence was done."""
+    draft = torch.arange(scores_BN.shape[1] - 1, device=scores_BN.device)
+    is_left_BD = (draft >= num_verified_B[:, None]) & (num_new_B > 0)[:, None]
+    return (scores_BN[:, 1:].exp() * is_left_BD).amax().view(1)
 
 
 def count_right(
     tokens_BCD: Tensor,
     estimates_BCD: Tensor,
     buckets_BCD: Tensor,
+    factors_Q: Tensor,
+    chosen_B: Tensor,
     new_BM: Tensor,
     num_new_B: Tensor,
-    sums_Q2: Tensor,
+    sums_2Q2: Tensor,
+    num_texts: int,
     num_drawn_B: Tensor | None = None,
 ) -> Tensor:
-    """Return `sums_Q2` after adding to its buckets what a round showed about drafts: the estimates of those that were
+    """Return `sums_2Q2` after adding to its buckets what a round showed about drafts: the estimates of those that were
     tried, in units of 1 / ESTIMATE_UNIT, and the number of those that were right. A draft is tried if all before it
     were right, and the token in its place is known: one of the first `num_new_B` of `new_BM`. All integers are int64.
-    `num_drawn_B`: the drafts of the last two chains that count; None: all do."""
+    `num_drawn_B`: the drafts of the last two chains that count; None: all do.
+
+    The second half of the sums is of chosen chains alone, whose indices are `chosen_B`, if these are below `num_texts`.
+    Their estimates are multiplied by `factors_Q` (float32) before they are added."""
     width = min(tokens_BCD.shape[2], new_BM.shape[1])
     estimates_BCW = estimates_BCD[:, :, :width]
     index = torch.arange(width, device=num_new_B.device)
@@ -214,5 +200,14 @@ def count_right(
     is_right_BCW = (tokens_BCD[:, :, :width] == new_BM[:, None, :width]) & (estimates_BCW > 0)
     right_BCW = (is_right_BCW & is_known_BCW).long().cumprod(dim=2)
     tried_BCW = torch.nn.functional.pad(right_BCW, (1, 0), value=1)[:, :, :-1] * is_known_BCW
-    found = torch.stack(((estimates_BCW * ESTIMATE_UNIT).long() * tried_BCW, right_BCW), dim=3).view(-1, 2)
-    return sums_Q2.index_add_(0, buckets_BCD[:, :, :width].reshape(-1), found)
+    buckets_BCW = buckets_BCD[:, :, :width]
+    chain = torch.arange(tokens_BCD.shape[1], device=num_new_B.device)
+    is_chosen_BC1 = ((chain == chosen_B[:, None]) & (chain < num_texts))[:, :, None]
+    for sums_Q2, estimates, counts in (
+        (sums_2Q2[0], estimates_BCW, True),
+        (sums_2Q2[1], estimates_BCW * factors_Q[buckets_BCW], is_chosen_BC1),
+    ):
+        expected_BCW = (estimates * ESTIMATE_UNIT).long() * tried_BCW * counts
+        found = torch.stack((expected_BCW, right_BCW * counts), dim=3).view(-1, 2)
+        sums_Q2.index_add_(0, buckets_BCW.reshape(-1), found)
+    return sums_2Q2

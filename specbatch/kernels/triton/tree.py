@@ -344,53 +344,31 @@ def choose_chain(
 
 
 @triton.jit
-def _count_chosen(
-    scores_ptr, buckets_ptr, chosen_ptr, corrections_ptr, num_verified_ptr, num_new_ptr, sums_ptr, left_ptr,
-    chosen_stride, num_drafts, num_counted, CHAINS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+def _largest_left(scores_ptr, num_verified_ptr, num_new_ptr, left_ptr, num_drafts, BLOCK_D: tl.constexpr):
     seq = tl.program_id(0).to(tl.int64)
     draft = tl.arange(0, BLOCK_D)
-    real = (draft < num_drafts) & (tl.load(num_new_ptr + seq) > 0)
-    num_verified = tl.load(num_verified_ptr + seq)
-    scores = tl.load(scores_ptr + seq * (num_drafts + 1) + 1 + draft, mask=real, other=float("-inf"))
-    p = tl.where(real, tl.exp(scores), 0.0)
-    verified = draft < num_verified
-    chosen = tl.load(chosen_ptr + seq * chosen_stride)
-    bucket = tl.load(buckets_ptr + (seq * CHAINS + chosen) * num_drafts)
-    expected = tl.sum(tl.where(verified, p, 0.0)) / tl.load(corrections_ptr + bucket)
-    accepted = tl.minimum(tl.load(num_new_ptr + seq) - 1, num_verified)
-    counts = (chosen < num_counted) & (tl.load(num_new_ptr + seq) > 0)
-    tl.atomic_add(sums_ptr + 2 * bucket, tl.where(counts, expected * _ESTIMATE_UNIT, 0.0).to(tl.int64))
-    tl.atomic_add(sums_ptr + 2 * bucket + 1, tl.where(counts, accepted, 0))
-    left = tl.max(tl.where(verified, 0.0, p))
-    tl.store(left_ptr + seq, left)
+    num_drafts_if_live = tl.where(tl.load(num_new_ptr + seq) > 0, num_drafts, 0)
+    is_left = (draft < num_drafts_if_live) & (draft >= tl.load(num_verified_ptr + seq))
+    scores = tl.load(scores_ptr + seq * (num_drafts + 1) + 1 + draft, mask=is_left, other=float("-inf"))
+    tl.store(left_ptr + seq, tl.max(tl.exp(scores)))
 
 
-def count_chosen(
-    scores_BN: Tensor,
-    buckets_BCD: Tensor,
-    chosen_B: Tensor,
-    corrections_Q: Tensor,
-    num_verified_B: Tensor,
-    num_new_B: Tensor,
-    sums_Q2: Tensor,
-    num_counted: int,
-) -> Tensor:
+def largest_left(scores_BN: Tensor, num_verified_B: Tensor, num_new_B: Tensor) -> Tensor:
     """See `kernels/torch/tree.py`."""
-    batch, chains, num_drafts = buckets_BCD.shape
+    batch, num_drafts = scores_BN.shape[0], scores_BN.shape[1] - 1
     left_B = torch.empty(batch, dtype=torch.float32, device=scores_BN.device)
     launch(
-        _count_chosen, (batch,),
-        scores_BN.contiguous(), buckets_BCD.contiguous(), chosen_B, corrections_Q, num_verified_B.contiguous(),
-        num_new_B.contiguous(), sums_Q2, left_B, chosen_B.stride(0), num_drafts, num_counted,
-        CHAINS=chains, BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
+        _largest_left, (batch,),
+        scores_BN.contiguous(), num_verified_B.contiguous(), num_new_B.contiguous(), left_B, num_drafts,
+        BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
     )  # fmt: skip
     return left_B.amax().view(1)
 
 
 @triton.jit
 def _count_right(
-    tokens_ptr, estimates_ptr, buckets_ptr, new_ptr, num_new_ptr, num_drawn_ptr, sums_ptr, num_drafts, num_columns,
+    tokens_ptr, estimates_ptr, buckets_ptr, factors_ptr, chosen_ptr, new_ptr, num_new_ptr, num_drawn_ptr, sums_ptr,
+    chosen_stride, num_drafts, num_columns, num_buckets, num_texts,
     CHAINS: tl.constexpr, HAS_DRAWN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
@@ -409,24 +387,37 @@ def _count_right(
     num_wrong = tl.cumsum(is_wrong, 0)
     tried = known & (num_wrong - is_wrong == 0) & (estimates > 0)
     tl.atomic_add(sums_ptr + 2 * bucket, (estimates * _ESTIMATE_UNIT).to(tl.int64), mask=tried)
-    tl.atomic_add(sums_ptr + 2 * bucket + 1, (num_wrong == 0).to(tl.int64), mask=tried)
+    right = (num_wrong == 0).to(tl.int64)
+    tl.atomic_add(sums_ptr + 2 * bucket + 1, right, mask=tried)
+    chain = line - seq * CHAINS
+    num_chosen = tl.where(chain == tl.load(chosen_ptr + seq * chosen_stride), num_drafts, 0)
+    counts = tried & (draft < tl.where(chain < num_texts, num_chosen, 0))
+    estimates *= tl.load(factors_ptr + bucket, mask=counts, other=0.0)
+    bucket += num_buckets
+    tl.atomic_add(sums_ptr + 2 * bucket, (estimates * _ESTIMATE_UNIT).to(tl.int64), mask=counts)
+    tl.atomic_add(sums_ptr + 2 * bucket + 1, right, mask=counts)
 
 
 def count_right(
     tokens_BCD: Tensor,
     estimates_BCD: Tensor,
     buckets_BCD: Tensor,
+    factors_Q: Tensor,
+    chosen_B: Tensor,
     new_BM: Tensor,
     num_new_B: Tensor,
-    sums_Q2: Tensor,
+    sums_2Q2: Tensor,
+    num_texts: int,
     num_drawn_B: Tensor | None = None,
 ) -> Tensor:
     """See `kernels/torch/tree.py`."""
     batch, chains, num_drafts = tokens_BCD.shape
     launch(
         _count_right, (batch * chains,),
-        tokens_BCD.contiguous(), estimates_BCD.contiguous(), buckets_BCD, new_BM.contiguous(), num_new_B.contiguous(),
-        num_new_B if num_drawn_B is None else num_drawn_B, sums_Q2, num_drafts, new_BM.shape[1], CHAINS=chains,
-        HAS_DRAWN=num_drawn_B is not None, BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
+        tokens_BCD.contiguous(), estimates_BCD.contiguous(), buckets_BCD, factors_Q, chosen_B, new_BM.contiguous(),
+        num_new_B.contiguous(), num_new_B if num_drawn_B is None else num_drawn_B, sums_2Q2, chosen_B.stride(0),
+        num_drafts, new_BM.shape[1], sums_2Q2.shape[1], num_texts,
+        CHAINS=chains, HAS_DRAWN=num_drawn_B is not None,
+        BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
     )  # fmt: skip
-    return sums_Q2
+    return sums_2Q2
