@@ -139,10 +139,11 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     wanted_method, coupled = config.speculation, config.engine.deterministic
     # The target's checkpoint decides if `auto` has no head of its own: it is opened first.
     is_open = wanted_method.method == "auto" and wanted_method.draft is None
-    is_open = is_open and builtin_head(config.model.target, "eagle3") is None
+    is_open = is_open and builtin_head(config.model.target, "block") is None
     earlier: list[tuple[str, bool]] = []
     if not is_open:
-        speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled)
+        attention = config.engine.attention
+        speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled, attention=attention)
         earlier = _earlier_texts(speculation.section)
     device = resolve_device(config.engine.device, notes)
     dtype = resolve_dtype(config.model.dtype, device, notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specbatch.config import ScheduleSection, SpeculationSection
+from specbatch.config import MethodName, ScheduleSection, SpeculationSection
 from specbatch.draft import METHODS, MethodEntry
 from specbatch.draft.none import MAX_ROOM
 from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
@@ -13,7 +13,7 @@ from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.errors import ConfigError
 from specbatch.kernels.corpus import MAX_SIZE
 from specbatch.models.blocks.config import BlockConfig
-from specbatch.models.catalog import builtin_head, random_name
+from specbatch.models.catalog import builtin_head, builtin_steps, random_name
 from specbatch.models.formats.eagle_files import EagleCheckpoint, next_layers
 
 DEFAULT_TREE_TOKENS = 8
@@ -58,35 +58,43 @@ class Speculation:
 
 
 def decide_method(
-    section: SpeculationSection, target: str, notes: list[str], *, has_mtp: bool = False
+    section: SpeculationSection, target: str, notes: list[str], *, has_mtp: bool = False, attention: str = "auto"
 ) -> SpeculationSection:
     """`section` with method auto decided: the head that comes with specbatch for this target, the layer for multi-token
-    prediction if its checkpoint has one, else `ngram`, which needs no network. A line of `notes` names it."""
+    prediction if its checkpoint has one, else `ngram`, which needs no network. A line of `notes` names it.
+    `attention`: the value of engine.attention."""
     if section.method != "auto":
         return section
     if section.draft is not None:
         raise ConfigError(
             "speculation.draft is set, and speculation.method is auto, which uses built-in draft heads only",
-            hint="set speculation.method to draft_model, eagle or eagle3",
+            hint="set speculation.method to draft_model, eagle, eagle3 or block",
         )
-    head = builtin_head(target, "eagle3")
+    method: MethodName = "eagle3" if attention == "flashinfer" else "block"  # FlashInfer runs no block drafters
+    head = builtin_head(target, method)
     if head is None and has_mtp:
         notes.append("speculation.method: mtp (the target's checkpoint has a layer for multi-token prediction)")
         return replace(section, method="mtp")
     if head is None:
         notes.append("speculation.method: ngram (no draft head for this target comes with specbatch)")
         return replace(section, method="ngram")
-    notes.append(f"speculation.method: eagle3 with {head} (it comes with specbatch)")
-    return replace(section, method="eagle3", draft=head)
+    notes.append(f"speculation.method: {method} with {head} (it comes with specbatch)")
+    return replace(section, method=method, draft=head)
 
 
 def resolve_speculation(
-    section: SpeculationSection, target: str, notes: list[str], coupled: bool = False, *, has_mtp: bool = False
+    section: SpeculationSection,
+    target: str,
+    notes: list[str],
+    coupled: bool = False,
+    *,
+    has_mtp: bool = False,
+    attention: str = "auto",
 ) -> Speculation:
     """Decide the method and the draft shapes, and check them. `target`: the value of model.target. Decisions are added
-    to `notes`. `coupled`: see `DraftParts`. `has_mtp`: the target's checkpoint has a layer for multi-token
-    prediction."""
-    section = decide_method(section, target, notes, has_mtp=has_mtp)
+    to `notes`. `coupled`: see `DraftParts`. `has_mtp`: the target's checkpoint has a layer for multi-token prediction.
+    `attention`: the value of engine.attention."""
+    section = decide_method(section, target, notes, has_mtp=has_mtp, attention=attention)
     if section.corpus is not None and section.method not in CORPUS_METHODS:
         raise ConfigError(
             f"speculation.corpus is searched by speculation.method suffix and hybrid only, and the method is "
@@ -141,11 +149,12 @@ def with_block(speculation: Speculation, given: SpeculationSection, block: Block
     """Return the speculation for a block drafter, whose number of drafts is known when its files are open. `given`: the
     section of the configuration."""
     section, most = speculation.section, block.max_drafts
+    default_steps = builtin_steps(section.draft) or most
     if given.schedule is not None:
-        schedule = _resolve_schedule(section, given.schedule, most)
+        schedule = _resolve_schedule(section, given.schedule, default_steps)
         section = replace(section, schedule=tuple(map(_schedule_section, schedule.bounds, schedule.items)))
     else:
-        shape = _resolve_shape(section, given, most)
+        shape = _resolve_shape(section, given, default_steps)
         section = replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens)
         schedule = ByBatch.always(shape)
     for shape in shapes_of(schedule):

@@ -1,4 +1,4 @@
-"""speculation.method: auto: the head that comes with specbatch, for its target only; else n-grams."""
+"""speculation.method: auto: the drafter that comes with specbatch, for its target only; else n-grams."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from specbatch.cli import app
 from specbatch.config_load import load_config
+from specbatch.draft.shape import DraftShape
 from specbatch.errors import ConfigError, ModelError
 from specbatch.models.catalog import cached_path
 from specbatch.models.formats.block_files import BlockCheckpoint
@@ -21,11 +22,47 @@ TARGET = "builtin:smollm2-135m-instruct"
 HEAD, DRAFTER = f"{TARGET}-eagle3", f"{TARGET}-block"
 
 
-def test_the_default_drafts_with_the_head_of_the_default_target() -> None:
+@pytest.mark.parametrize(
+    ("attention", "method", "draft"),
+    [("auto", "block", DRAFTER), ("triton", "block", DRAFTER), ("flashinfer", "eagle3", HEAD)],
+)
+def test_the_default_drafts_with_a_head_of_the_default_target(attention: str, method: str, draft: str) -> None:
+    """FlashInfer runs no block drafters."""
     config, notes = load_config(None, []), list[str]()
-    decided = decide_method(config.speculation, config.model.target, notes)
-    assert (config.model.target, decided.method, decided.draft) == (TARGET, "eagle3", HEAD)
-    assert HEAD in notes[0]
+    decided = decide_method(config.speculation, config.model.target, notes, attention=attention)
+    assert (config.model.target, decided.method, decided.draft) == (TARGET, method, draft)
+    assert f"{method} with {draft}" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ([], (5, 1, 6)),
+        (["num_steps=8"], (8, 1, 9)),
+        (["num_draft_tokens=4"], (3, 1, 4)),
+        (["topk=4"], (5, 4, 8)),
+        (["topk=4", "num_steps=7", "num_draft_tokens=16"], (7, 4, 16)),
+        (["schedule=[{max_batch: 8}]"], (5, 1, 6)),
+    ],
+)
+@pytest.mark.parametrize("method", ["auto", "block"])
+def test_the_built_in_drafter_drafts_5_tokens_by_default(
+    method: str, options: list[str], shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks have 8. The target is of the built-in one's geometry, whose file need not be there."""
+    target = "random:smollm2-135m"
+    monkeypatch.setattr("specbatch.setup.speculation.builtin_head", lambda target, method: DRAFTER)
+    sets = [f"model.target={target}", *(f"speculation.{option}" for option in options)]
+    sets += [f"speculation.method={method}", *([f"speculation.draft={DRAFTER}"] if method == "block" else [])]
+    run = resolve(load_config(None, sets))
+    section = run.config.speculation
+    assert (section.method, section.draft, run.speculation.shapes) == ("block", DRAFTER, [DraftShape(*shape)])
+
+
+def test_a_block_has_at_most_its_drafts() -> None:
+    sets = ["model.target=random:smollm2-135m", "speculation.method=block", f"speculation.draft={DRAFTER}"]
+    with pytest.raises(ConfigError, match="num_steps is 9, and a block of this drafter has 8 drafts"):
+        resolve(load_config(None, [*sets, "speculation.num_steps=9"]))
 
 
 def test_other_targets_draft_with_ngrams() -> None:
@@ -45,7 +82,7 @@ def test_what_is_named_is_left_alone(method: str) -> None:
 def test_a_draft_wants_its_method_named() -> None:
     with pytest.raises(ConfigError, match=r"speculation\.draft is set") as caught:
         resolve(load_config(None, ["model.target=random:tiny", "speculation.draft=somewhere"]))
-    assert "eagle3" in str(caught.value.hint)
+    assert "eagle3 or block" in str(caught.value.hint)
 
 
 def test_the_head_fits_the_geometry_of_its_target() -> None:

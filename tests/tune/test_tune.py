@@ -525,15 +525,15 @@ def test_three_options_at_most_and_all_traced_rows_run_live() -> None:
 
 
 def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a target of which a head comes along."""
+    """As for a target of which a drafter comes along. All drafts of its block are compared, not only the default's."""
     sets = [*CPU, "model.target=random:smollm2-135m", "speculation.method=auto"]
     run, widest = _resolve_widest(load_config(None, sets), resolve)
     assert (run.config.speculation.method, widest.depth) == ("ngram", 0)
-    head = "builtin:smollm2-135m-instruct-eagle3"
-    monkeypatch.setattr(resolve_speculation, "builtin_head", lambda target, method: head)
+    drafter = "builtin:smollm2-135m-instruct-block"
+    monkeypatch.setattr(resolve_speculation, "builtin_head", lambda target, method: drafter)
     run, widest = _resolve_widest(load_config(None, sets), resolve)
-    assert (run.config.speculation.method, run.config.speculation.draft) == ("eagle3", head)
-    assert widest.depth > 1
+    assert (run.config.speculation.method, run.config.speculation.draft) == ("block", drafter)
+    assert (widest.depth, widest.topk) == (8, 1)
 
 
 def test_what_is_tuned_on_a_gpu_are_rounds_in_graphs() -> None:
