@@ -94,9 +94,6 @@ def tune_file(
     config, source = opened.config, opened.source
     run, search_limits = _resolve_widest(config, resolve)
     print_notes(run.notes, console)
-    if config.speculation.topk > 1 and search_limits.topk == 1:
-        method = run.config.speculation.method
-        log(f"speculation.topk: {config.speculation.topk} is not compared: tune compares chains of {method} alone")
     texts = TextProcessor(run.tokenizer, run.config.data)
     with console.status("loading the models") as status:
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
