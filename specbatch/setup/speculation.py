@@ -13,7 +13,7 @@ from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.errors import ConfigError
 from specbatch.kernels.corpus import MAX_SIZE
 from specbatch.models.blocks.config import BlockConfig
-from specbatch.models.catalog import builtin_head, builtin_steps, random_name
+from specbatch.models.catalog import builtin_draft, builtin_head, random_name
 from specbatch.models.formats.eagle_files import EagleCheckpoint, next_layers
 
 DEFAULT_TREE_TOKENS = 8
@@ -58,11 +58,12 @@ class Speculation:
 
 
 def decide_method(
-    section: SpeculationSection, target: str, notes: list[str], *, has_mtp: bool = False, attention: str = "auto"
+    section: SpeculationSection, target: str, notes: list[str], *, has_mtp: bool = False, takes_block: bool = False
 ) -> SpeculationSection:
     """`section` with method auto decided: the head that comes with specbatch for this target, the layer for multi-token
     prediction if its checkpoint has one, else `ngram`, which needs no network. A line of `notes` names it.
-    `attention`: the value of engine.attention."""
+    `takes_block`: of the heads, take the block drafter. It is faster on CUDA, slower on a CPU, and FlashInfer has
+    none."""
     if section.method != "auto":
         return section
     if section.draft is not None:
@@ -70,7 +71,7 @@ def decide_method(
             "speculation.draft is set, and speculation.method is auto, which uses built-in draft heads only",
             hint="set speculation.method to draft_model, eagle, eagle3 or block",
         )
-    method: MethodName = "eagle3" if attention == "flashinfer" else "block"  # FlashInfer runs no block drafters
+    method: MethodName = "block" if takes_block else "eagle3"
     head = builtin_head(target, method)
     if head is None and has_mtp:
         notes.append("speculation.method: mtp (the target's checkpoint has a layer for multi-token prediction)")
@@ -89,12 +90,12 @@ def resolve_speculation(
     coupled: bool = False,
     *,
     has_mtp: bool = False,
-    attention: str = "auto",
+    takes_block: bool = False,
 ) -> Speculation:
     """Decide the method and the draft shapes, and check them. `target`: the value of model.target. Decisions are added
     to `notes`. `coupled`: see `DraftParts`. `has_mtp`: the target's checkpoint has a layer for multi-token prediction.
-    `attention`: the value of engine.attention."""
-    section = decide_method(section, target, notes, has_mtp=has_mtp, attention=attention)
+    `takes_block`: see `decide_method`."""
+    section = decide_method(section, target, notes, has_mtp=has_mtp, takes_block=takes_block)
     if section.corpus is not None and section.method not in CORPUS_METHODS:
         raise ConfigError(
             f"speculation.corpus is searched by speculation.method suffix and hybrid only, and the method is "
@@ -145,14 +146,29 @@ def resolve_speculation(
     return Speculation(section, ByBatch.always(shape))
 
 
-def with_block(speculation: Speculation, given: SpeculationSection, block: BlockConfig) -> Speculation:
+def with_block(
+    speculation: Speculation,
+    given: SpeculationSection,
+    block: BlockConfig,
+    notes: list[str],
+    coupled: bool = False,
+    *,
+    on_cuda: bool = False,
+) -> Speculation:
     """Return the speculation for a block drafter, whose number of drafts is known when its files are open. `given`: the
-    section of the configuration."""
+    section of the configuration. `notes`, `coupled`: see `resolve_speculation`."""
     section, most = speculation.section, block.max_drafts
-    default_steps = builtin_steps(section.draft) or most
+    builtin = builtin_draft(section.draft)
+    default_steps = (None if builtin is None else builtin.num_steps) or most
     if given.schedule is not None:
         schedule = _resolve_schedule(section, given.schedule, default_steps)
         section = replace(section, schedule=tuple(map(_schedule_section, schedule.bounds, schedule.items)))
+    elif on_cuda and builtin is not None and builtin.cuda_schedule and _takes_schedule(given):
+        filled = tuple(ScheduleSection(*entry) for entry in builtin.cuda_schedule)
+        section = replace(section, num_steps=None, num_draft_tokens=None, schedule=filled)
+        schedule = _resolve_schedule(section, filled)
+        if not coupled:
+            _note_chains(schedule, METHODS[section.method], notes)
     else:
         shape = _resolve_shape(section, given, default_steps)
         section = replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens)
@@ -164,6 +180,12 @@ def with_block(speculation: Speculation, given: SpeculationSection, block: Block
                 hint=f"set speculation.num_steps to at most {most}, or leave it out",
             )
     return Speculation(section, schedule, block.block_size)
+
+
+def _takes_schedule(given: SpeculationSection) -> bool:
+    """Return whether a default may be a schedule with trees: no shape is given, nor an option that refuses them."""
+    has_shape = (given.num_steps, given.topk, given.num_draft_tokens) != (None, 1, None)
+    return not has_shape and given.verify_budget in (None, "none") and given.simulate_acceptance is None
 
 
 def with_sizes_of_batches(speculation: Speculation, given: SpeculationSection) -> Speculation:

@@ -525,14 +525,22 @@ def test_three_options_at_most_and_all_traced_rows_run_live() -> None:
 
 
 def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a target of which a drafter comes along. All drafts of its block are compared, not the default alone."""
+    """As for a target of which a head comes along."""
     sets = [*CPU, "model.target=random:smollm2-135m", "speculation.method=auto"]
     run, widest = _resolve_widest(load_config(None, sets), resolve)
     assert (run.config.speculation.method, widest.depth) == ("ngram", 0)
-    drafter = "builtin:smollm2-135m-instruct-block"
-    monkeypatch.setattr(resolve_speculation, "builtin_head", lambda target, method: drafter)
+    head = "builtin:smollm2-135m-instruct-eagle3"
+    monkeypatch.setattr(resolve_speculation, "builtin_head", lambda target, method: head)
     run, widest = _resolve_widest(load_config(None, sets), resolve)
-    assert (run.config.speculation.method, run.config.speculation.draft) == ("block", drafter)
+    assert (run.config.speculation.method, run.config.speculation.draft) == ("eagle3", head)
+    assert widest.depth > 1
+
+
+def test_all_drafts_of_a_block_are_compared() -> None:
+    """By default the built-in drafter has fewer."""
+    sets = [*CPU, "model.target=random:smollm2-135m", "speculation.method=block"]
+    sets += ["speculation.draft=builtin:smollm2-135m-instruct-block"]
+    _, widest = _resolve_widest(load_config(None, sets), resolve)
     assert (widest.depth, widest.topk) == (8, 4)
 
 
