@@ -151,9 +151,10 @@ class SpeculationSection:
         "`suffix` or of an EAGLE-3 head, whichever is expected to be accepted further. `draft_model`: a smaller model "
         "with the same tokenizer. `eagle`, `eagle3`, `peagle`: a head that was trained for the target. `block`: a "
         "drafter that was trained for the target and drafts a block at once (DFlash, DSpark and others). `mtp`: the "
-        "layer for multi-token prediction in the checkpoint of a hybrid (Qwen3.5). `auto`: `eagle3` if a head for the "
-        "target comes with specbatch (the built-in target), else `mtp` if its checkpoint has one, else `ngram`; also "
-        "`ngram` if most of the first rows of a file have a `prediction`.",
+        "layer for multi-token prediction in the checkpoint of a hybrid (Qwen3.5). `auto`: if heads for the target "
+        "come with specbatch (the built-in target), `block` on CUDA, and `eagle3` on a CPU and with `engine.attention: "
+        "flashinfer`; else `mtp` if its checkpoint has such a layer, else `ngram`; also `ngram` if most of the first "
+        "rows of a file have a `prediction`.",
     )
     draft: str | None = option(
         None,
@@ -169,7 +170,7 @@ class SpeculationSection:
     num_steps: int | None = option(
         None,
         "Depth of drafting. null: decided together with `num_draft_tokens` (neural methods: 3, `peagle`: 7, `mtp`: 1, "
-        "`block`: the whole block).",
+        "`block`: the whole block, with the built-in drafter 5, or its `schedule`).",
         AT_LEAST_1,
     )
     topk: int = option(1, "Branches kept at each draft step. 1 drafts a chain, more a tree.", AT_LEAST_1)
@@ -185,7 +186,8 @@ class SpeculationSection:
         None,
         "The three options above by batch size; `specbatch tune` writes it. A list of {max_batch, num_steps, topk, "
         "num_draft_tokens} by rising max_batch. `num_steps: 0` is plain decoding. The last entry is for larger "
-        "batches, too. null: one shape for all.",
+        "batches, too. null: one shape for all; on CUDA the built-in block drafter has a schedule with trees, if the "
+        "three options, `verify_budget` and `simulate_acceptance` are left out.",
     )
     verify_budget: float | Literal["auto", "none"] | None = option(
         None,

@@ -56,7 +56,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "none": {"speculation.method": "none"},
     "ngram": {"speculation.method": "ngram"},
     "budget": {"speculation.method": "ngram", "speculation.verify_budget": "auto"},
-    "head": {"speculation.method": "auto"},  # the built-in model's own head
+    "head": {"speculation.method": "eagle3", "speculation.draft": "builtin:smollm2-135m-instruct-eagle3"},
+    "block": {"speculation.method": "block", "speculation.draft": "builtin:smollm2-135m-instruct-block"},
     "suffix": {"speculation.method": "suffix"},
     "hybrid": {"speculation.method": "hybrid"},
     "suffix-whole": {"speculation.method": "suffix", "speculation.verify_budget": "none"},
@@ -191,10 +192,7 @@ class Cells:
         options = {"engine.max_batch_size": batch, "sampling.max_tokens": args.max_tokens}
         options |= {"model.generation_config": "none", "model.max_model_len": 2048, **METHODS[method]}
         if args.head is not None and method in ("head", "hybrid", "hybrid-whole"):
-            options |= {
-                "speculation.method": "eagle3" if method == "head" else "hybrid",
-                "speculation.draft": args.head,
-            }
+            options["speculation.draft"] = args.head
         options |= {name: load_yaml(value) for name, _, value in (item.partition("=") for item in args.set)}
         began = time.perf_counter()
         with LLM(args.target, **options) as llm:

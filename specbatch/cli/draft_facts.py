@@ -97,8 +97,6 @@ def inspected_draft(path: Path, method: str) -> Facts:
         )
         if c.draft_vocab_size != c.decoder.vocab_size:
             facts.append(("vocabulary", f"drafts only {c.draft_vocab_size} of {c.decoder.vocab_size} tokens"))
-        if method in ("block", "peagle"):
-            facts.append(("does not", "draft trees in specbatch tune"))
         notes = [note for note in head.notes if "ignores" in note]
         return [*facts, *(("note", note.partition(": ")[2]) for note in notes)]
     finally:

@@ -14,13 +14,14 @@ from types import ModuleType
 
 from torch import Tensor
 
-from specbatch.batch import Beam, Field
+from specbatch.batch import Beam, Candidates, Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.chain import drawn_chain
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import BlockNet
 from specbatch.draft.shape import DraftShape
 from specbatch.draft.tree import beam_candidates, likely_tree
+from specbatch.models.blocks.heads import BlockOutput
 
 
 class BlockDraft(DraftMethod):
@@ -37,24 +38,29 @@ class BlockDraft(DraftMethod):
         self.reads_tokens = net.model.head.reads_before
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
-        model, target_ids = self._net.model, self._net.target_ids
-        root_B, before_B = view.field(Field.ROOT), None
+        model, shape = self._net.model, self._shape
+        if not shape.is_chain:
+            return likely_tree(self._ops, view, shape, self.candidates(view, table))
+        block = self._block(view, table)
+        confidence = model.confidence.steps(block) if self.scored and model.confidence is not None else None
+        return drawn_chain(
+            self._ops, view, shape.num_steps, model.head.steps(block), self._net.target_ids,
+            sampled=sampled, coupled=self._coupled, scored=self.scored, confidence=confidence,
+        )  # fmt: skip
+
+    def candidates(self, view: BatchView, table: RequestTable) -> Candidates:
+        steps = self._net.model.head.steps(self._block(view, table))
+
+        def logits(step: int, beam: Beam, parents_R: Tensor) -> Tensor:
+            return steps(step, beam.tokens_BK.reshape(-1), parents_R)
+
+        first_BW = steps(0, view.field(Field.ROOT))
+        return beam_candidates(self._ops, self._shape, first_BW, logits, self._net.target_ids)
+
+    def _block(self, view: BatchView, table: RequestTable) -> BlockOutput:
+        model, before_B = self._net.model, None
         if self.reads_tokens:
             before_B = table.tokens_SL[view.req_idx_B, (view.length_B - 1).clamp(min=0)].long()
         feature_BE = table.features_SE[view.req_idx_B] if self._net.feature_size else None
-        layout = view.layout(model.block.block_size)
-        shape = self._shape
-        block = model.block_output(root_B, before_B, feature_BE, layout, self._net.cache, shape.num_steps)
-        steps = model.head.steps(block)
-        if not shape.is_chain:
-
-            def logits(step: int, beam: Beam, parents_R: Tensor) -> Tensor:
-                return steps(step, beam.tokens_BK.reshape(-1), parents_R)
-
-            candidates = beam_candidates(self._ops, shape, steps(0, root_B), logits, target_ids)
-            return likely_tree(self._ops, view, shape, candidates)
-        confidence = model.confidence.steps(block) if self.scored and model.confidence is not None else None
-        return drawn_chain(
-            self._ops, view, shape.num_steps, steps, target_ids,
-            sampled=sampled, coupled=self._coupled, scored=self.scored, confidence=confidence,
-        )  # fmt: skip
+        layout, num_steps = view.layout(model.block.block_size), self._shape.num_steps
+        return model.block_output(view.field(Field.ROOT), before_B, feature_BE, layout, self._net.cache, num_steps)

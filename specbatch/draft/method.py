@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specbatch.batch import Committed
+from specbatch.batch import Candidates, Committed
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import EngineStats
 from specbatch.draft.calibration import Judged
@@ -86,6 +86,10 @@ class DraftMethod(ABC):
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         """Return the draft trees of one batch. Shapes are fixed and the host reads no tensor, so that a CUDA graph can
         hold this. `sampled`: some request may have a positive temperature."""
+
+    def candidates(self, view: BatchView, table: RequestTable) -> Candidates:
+        """Draft the candidates of the method's trees, of which `draft` takes the most likely ones."""
+        raise NotImplementedError
 
     def follow(  # noqa: B027
         self, view: BatchView, table: RequestTable, trees: DraftTrees, committed: Committed, eos_K: Tensor

@@ -12,8 +12,9 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
-from specbatch.batch import Field
+from specbatch.batch import Candidates, Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.chain import drawn_chain
 from specbatch.draft.method import DraftMethod, DraftTrees
@@ -33,20 +34,27 @@ class ParallelEagleDraft(DraftMethod):
         self.num_lookahead = num_lookahead(shape, net.draft_kv_offset)
 
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
-        net, shape, num_masks = self._net, self._shape, self._shape.num_steps - 1
+        shape = self._shape
+        if not shape.is_chain:
+            return likely_tree(self._ops, view, shape, self.candidates(view, table))
+        logits_SBW = self._logits(view, table)
+        return drawn_chain(
+            self._ops, view, shape.num_steps, lambda step, _: logits_SBW[step], self._net.target_ids,
+            sampled=sampled, coupled=self._coupled, scored=self.scored,
+        )  # fmt: skip
+
+    def candidates(self, view: BatchView, table: RequestTable) -> Candidates:
+        logits_SBW = self._logits(view, table)
+        return beam_candidates(
+            self._ops, self._shape, logits_SBW[0], lambda step, beam, parents_R: logits_SBW[step], self._net.target_ids
+        )
+
+    def _logits(self, view: BatchView, table: RequestTable) -> Tensor:
+        net, num_masks = self._net, self._shape.num_steps - 1
         root_B, hidden_BE = view.field(Field.ROOT), table.features_SE[view.req_idx_B]
         hidden_SBE = hidden_BE[None]
         if num_masks:
             tokens_T, features_TE = net.masks(len(root_B) * num_masks)
             masked_TE = net.forward(tokens_T, features_TE, view.layout(num_masks))
             hidden_SBE = torch.cat((hidden_SBE, masked_TE.view(len(root_B), num_masks, -1).transpose(0, 1)))
-        logits_SBW = net.raw_logits(hidden_SBE.flatten(0, 1)).view(shape.num_steps, len(root_B), -1)
-        if not shape.is_chain:
-            candidates = beam_candidates(
-                self._ops, shape, logits_SBW[0], lambda step, beam, parents_R: logits_SBW[step], net.target_ids
-            )
-            return likely_tree(self._ops, view, shape, candidates)
-        return drawn_chain(
-            self._ops, view, shape.num_steps, lambda step, _: logits_SBW[step], net.target_ids,
-            sampled=sampled, coupled=self._coupled, scored=self.scored,
-        )  # fmt: skip
+        return net.raw_logits(hidden_SBE.flatten(0, 1)).view(1 + num_masks, len(root_B), -1)

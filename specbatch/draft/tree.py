@@ -33,7 +33,6 @@ class TreeDraft(DraftMethod):
         return likely_tree(self._ops, view, self._shape, self.candidates(view, table))
 
     def candidates(self, view: BatchView, table: RequestTable) -> Candidates:
-        """Draft the candidates, see `beam_candidates`."""
         net, k = self._net, self._shape.topk
         hidden_RE = table.features_SE[view.req_idx_B]
 

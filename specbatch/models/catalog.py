@@ -32,6 +32,10 @@ class CatalogEntry:
     hub_file: tuple[str, str, str] | None = None  # the same file on the hub: repository, revision, name
     draft_for: str | None = None  # the built-in model that this is a draft head for
     method: str | None = None  # the speculation.method that drafts with it
+    num_steps: int | None = None  # the speculation.num_steps where none is given; None: that of the method
+    # The speculation.schedule on CUDA where no draft shape is given: (max_batch, num_steps, topk, num_draft_tokens) of
+    # each entry. Empty: one shape for all batches, as elsewhere.
+    cuda_schedule: tuple[tuple[int, int, int, int], ...] = ()
 
 
 def catalog() -> dict[str, CatalogEntry]:
@@ -53,7 +57,7 @@ def catalog() -> dict[str, CatalogEntry]:
         ),
         CatalogEntry(
             name="smollm2-135m-instruct-eagle3",
-            description="EAGLE-3 draft head for it, the default's draft",
+            description="EAGLE-3 draft head for it, the default's draft on a CPU",
             licence="Apache-2.0",
             upstream="HuggingFaceTB/SmolLM2-135M-Instruct",
             sha256="66845aa2aac2d77362333f290e83f2168df728021e7ddb6be63481fe0b0efeff",
@@ -63,13 +67,15 @@ def catalog() -> dict[str, CatalogEntry]:
         ),
         CatalogEntry(
             name="smollm2-135m-instruct-block",
-            description="block drafter for it, more of whose drafts are accepted",
+            description="block drafter for it, the default's draft on CUDA",
             licence="Apache-2.0",
             upstream="HuggingFaceTB/SmolLM2-135M-Instruct",
             sha256="9843e97f284b2f3cf1ee1b6c6c22c42344c65edeabed11fe2c9864c5d6b271bb",
             size_bytes=15_724_760,
             draft_for="smollm2-135m-instruct",
             method="block",
+            num_steps=5,
+            cuda_schedule=((2, 7, 4, 10), (64, 8, 1, 9), (2048, 3, 1, 4)),  # the last is for more requests, too
         ),
     ]
     return {entry.name: entry for entry in entries}
@@ -82,6 +88,12 @@ def builtin_head(target: str, method: str) -> str | None:
         if entry.draft_for is not None and (BUILTIN_PREFIX + entry.draft_for, entry.method) == (target, method):
             return BUILTIN_PREFIX + entry.name
     return None
+
+
+def builtin_draft(ref: str | None) -> CatalogEntry | None:
+    """Return the entry of the draft head that speculation.draft names; None: it is no built-in one."""
+    entries = (entry for entry in catalog().values() if entry.draft_for is not None)
+    return next((entry for entry in entries if BUILTIN_PREFIX + entry.name == ref), None)
 
 
 def random_name(ref: str | None) -> str | None:

@@ -52,8 +52,8 @@ class CacheRequest:
     # On a GPU, whose memory is measured when the engine is built: (nodes of a request in a round, tokens of a prompt
     # chunk). None: on a CPU, where the size is decided here.
     measured: tuple[int, int] | None
-    # Nodes of a request by the batch size, if they depend on it; rounds choose fewer nodes then. None: see `measured`.
-    nodes: ByBatch[int] | None = None
+    nodes: ByBatch[int] | None = None  # nodes of a request by the batch size; None: see `measured`
+    chooses_nodes: bool = False  # rounds choose fewer nodes
     num_ranks: int = 1  # processes that each hold such a part of the target
     saved: int = 0  # bytes that the weights take less, where layers are quantised
     state_bytes: int = 0  # bytes of the state of one request of a hybrid; 0: it has none
@@ -111,7 +111,7 @@ def default_batch_size(wanted: CacheRequest, available: int, max_tokens: int) ->
     most = _MAX_VERIFY_TOKENS_OF_SMALL if is_small else _MAX_VERIFY_TOKENS
     for batch in (*(_LARGE_BATCHES_OF_SMALL if is_small else ()), *_LARGE_BATCHES):
         num_nodes = wanted.num_nodes(batch)
-        num_nodes = num_nodes if wanted.nodes is None else min(_USUAL_NODES, num_nodes)
+        num_nodes = min(_USUAL_NODES, num_nodes) if wanted.chooses_nodes else num_nodes
         tokens = wanted.given_tokens
         if tokens is None:
             plan, _ = _likely(wanted.of_batch(batch), available)

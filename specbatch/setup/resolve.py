@@ -141,16 +141,19 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
     is_open = wanted_method.method == "auto" and wanted_method.draft is None
     is_open = is_open and builtin_head(config.model.target, "eagle3") is None
     earlier: list[tuple[str, bool]] = []
+    notes_of_device: list[str] = []
+    device = resolve_device(config.engine.device, notes_of_device)
+    on_cuda = device.type == "cuda"
     if not is_open:
-        speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled)
+        takes_block = on_cuda and config.engine.attention != "flashinfer"
+        speculation = resolve_speculation(wanted_method, config.model.target, notes, coupled, takes_block=takes_block)
         earlier = _earlier_texts(speculation.section)
-    device = resolve_device(config.engine.device, notes)
+    notes += notes_of_device
     dtype = resolve_dtype(config.model.dtype, device, notes)
     engine = resolve_engine(config, device, dtype, notes)
     kv_dtype = resolve_kv_dtype(config.engine.kv_dtype, engine.attention, device, dtype, notes)
     if config.engine.deterministic:
         check_kv_dtype(device, kv_dtype)
-    on_cuda = device.type == "cuda"
     if not is_open:
         check_simulation(speculation, on_cuda)
     backend = config.model.backend
@@ -207,7 +210,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         section = replace(speculation.section, aux_layers=draft.config.aux_layers or None)
         speculation = replace(speculation, section=section)
     elif isinstance(draft, BlockCheckpoint):
-        speculation = with_block(speculation, wanted_method, draft.config)
+        speculation = with_block(speculation, wanted_method, draft.config, notes, coupled, on_cuda=on_cuda)
         check_simulation(speculation, on_cuda)
         if engine.attention == "flashinfer":
             raise ConfigError(
@@ -269,11 +272,21 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         max_nodes = max((shape.num_draft_tokens for shape in shapes), default=1) + (0 if on_cuda else MAX_FORCED)
         state_bytes = delta.state_sizes(max_nodes).line_bytes(dtype)
     keeps_states = config.engine.prefix_cache
-    nodes = None
-    if on_cuda and speculation.method in CORPUS_METHODS:
-        nodes = speculation.schedule.map(lambda shape: 1 if shape is None else shape.num_draft_tokens)
+    nodes = speculation.schedule.map(lambda shape: 1 if shape is None else shape.num_draft_tokens)
     wanted = CacheRequest(
-        models, rows, dtype, device, given, fraction, measured, nodes, num_ranks, saved, state_bytes, keeps_states
+        models,
+        rows,
+        dtype,
+        device,
+        given,
+        fraction,
+        measured,
+        nodes if on_cuda else None,
+        speculation.method in CORPUS_METHODS,
+        num_ranks,
+        saved,
+        state_bytes,
+        keeps_states,
     )
     # FlashInfer's masks grow with the batch, and rounds that are no graphs are bound by the host.
     if engine.attention == "triton" and "max_batch_size" in engine.left_open:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from specbatch.config import ScheduleSection, SpeculationSection
+from specbatch.config import MethodName, ScheduleSection, SpeculationSection
 from specbatch.draft import METHODS, MethodEntry
 from specbatch.draft.none import MAX_ROOM
 from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
@@ -13,7 +13,7 @@ from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.errors import ConfigError
 from specbatch.kernels.corpus import MAX_SIZE
 from specbatch.models.blocks.config import BlockConfig
-from specbatch.models.catalog import builtin_head, random_name
+from specbatch.models.catalog import builtin_draft, builtin_head, random_name
 from specbatch.models.formats.eagle_files import EagleCheckpoint, next_layers
 
 DEFAULT_TREE_TOKENS = 8
@@ -58,35 +58,44 @@ class Speculation:
 
 
 def decide_method(
-    section: SpeculationSection, target: str, notes: list[str], *, has_mtp: bool = False
+    section: SpeculationSection, target: str, notes: list[str], *, has_mtp: bool = False, takes_block: bool = False
 ) -> SpeculationSection:
     """`section` with method auto decided: the head that comes with specbatch for this target, the layer for multi-token
-    prediction if its checkpoint has one, else `ngram`, which needs no network. A line of `notes` names it."""
+    prediction if its checkpoint has one, else `ngram`, which needs no network. A line of `notes` names it.
+    `takes_block`: of the heads, take the block drafter. It is faster on CUDA, slower on a CPU, and FlashInfer has
+    none."""
     if section.method != "auto":
         return section
     if section.draft is not None:
         raise ConfigError(
             "speculation.draft is set, and speculation.method is auto, which uses built-in draft heads only",
-            hint="set speculation.method to draft_model, eagle or eagle3",
+            hint="set speculation.method to draft_model, eagle, eagle3 or block",
         )
-    head = builtin_head(target, "eagle3")
+    method: MethodName = "block" if takes_block else "eagle3"
+    head = builtin_head(target, method)
     if head is None and has_mtp:
         notes.append("speculation.method: mtp (the target's checkpoint has a layer for multi-token prediction)")
         return replace(section, method="mtp")
     if head is None:
         notes.append("speculation.method: ngram (no draft head for this target comes with specbatch)")
         return replace(section, method="ngram")
-    notes.append(f"speculation.method: eagle3 with {head} (it comes with specbatch)")
-    return replace(section, method="eagle3", draft=head)
+    notes.append(f"speculation.method: {method} with {head} (it comes with specbatch)")
+    return replace(section, method=method, draft=head)
 
 
 def resolve_speculation(
-    section: SpeculationSection, target: str, notes: list[str], coupled: bool = False, *, has_mtp: bool = False
+    section: SpeculationSection,
+    target: str,
+    notes: list[str],
+    coupled: bool = False,
+    *,
+    has_mtp: bool = False,
+    takes_block: bool = False,
 ) -> Speculation:
     """Decide the method and the draft shapes, and check them. `target`: the value of model.target. Decisions are added
-    to `notes`. `coupled`: see `DraftParts`. `has_mtp`: the target's checkpoint has a layer for multi-token
-    prediction."""
-    section = decide_method(section, target, notes, has_mtp=has_mtp)
+    to `notes`. `coupled`: see `DraftParts`. `has_mtp`: the target's checkpoint has a layer for multi-token prediction.
+    `takes_block`: see `decide_method`."""
+    section = decide_method(section, target, notes, has_mtp=has_mtp, takes_block=takes_block)
     if section.corpus is not None and section.method not in CORPUS_METHODS:
         raise ConfigError(
             f"speculation.corpus is searched by speculation.method suffix and hybrid only, and the method is "
@@ -137,15 +146,31 @@ def resolve_speculation(
     return Speculation(section, ByBatch.always(shape))
 
 
-def with_block(speculation: Speculation, given: SpeculationSection, block: BlockConfig) -> Speculation:
+def with_block(
+    speculation: Speculation,
+    given: SpeculationSection,
+    block: BlockConfig,
+    notes: list[str],
+    coupled: bool = False,
+    *,
+    on_cuda: bool = False,
+) -> Speculation:
     """Return the speculation for a block drafter, whose number of drafts is known when its files are open. `given`: the
-    section of the configuration."""
+    section of the configuration. `notes`, `coupled`: see `resolve_speculation`."""
     section, most = speculation.section, block.max_drafts
+    builtin = builtin_draft(section.draft)
+    default_steps = (None if builtin is None else builtin.num_steps) or most
     if given.schedule is not None:
-        schedule = _resolve_schedule(section, given.schedule, most)
+        schedule = _resolve_schedule(section, given.schedule, default_steps)
         section = replace(section, schedule=tuple(map(_schedule_section, schedule.bounds, schedule.items)))
+    elif on_cuda and builtin is not None and builtin.cuda_schedule and _takes_schedule(given):
+        filled = tuple(ScheduleSection(*entry) for entry in builtin.cuda_schedule)
+        section = replace(section, num_steps=None, num_draft_tokens=None, schedule=filled)
+        schedule = _resolve_schedule(section, filled)
+        if not coupled:
+            _note_chains(schedule, METHODS[section.method], notes)
     else:
-        shape = _resolve_shape(section, given, most)
+        shape = _resolve_shape(section, given, default_steps)
         section = replace(section, num_steps=shape.num_steps, num_draft_tokens=shape.num_draft_tokens)
         schedule = ByBatch.always(shape)
     for shape in shapes_of(schedule):
@@ -155,6 +180,12 @@ def with_block(speculation: Speculation, given: SpeculationSection, block: Block
                 hint=f"set speculation.num_steps to at most {most}, or leave it out",
             )
     return Speculation(section, schedule, block.block_size)
+
+
+def _takes_schedule(given: SpeculationSection) -> bool:
+    """Return whether a default may be a schedule with trees: no shape is given, nor an option that refuses them."""
+    has_shape = (given.num_steps, given.topk, given.num_draft_tokens) != (None, 1, None)
+    return not has_shape and given.verify_budget in (None, "none") and given.simulate_acceptance is None
 
 
 def with_sizes_of_batches(speculation: Speculation, given: SpeculationSection) -> Speculation:

@@ -18,6 +18,7 @@ from specbatch.errors import ConfigError
 from specbatch.graphs.runner import ladder
 from specbatch.job.terminal import print_notes
 from specbatch.models.config import MoeConfig
+from specbatch.models.formats.block_files import BlockCheckpoint
 from specbatch.models.pass_weights import ExpertCurve, measured_curve
 from specbatch.results.fingerprint import ModelFiles, job_fingerprint
 from specbatch.results.stats import device_name, versions
@@ -93,9 +94,6 @@ def tune_file(
     config, source = opened.config, opened.source
     run, search_limits = _resolve_widest(config, resolve)
     print_notes(run.notes, console)
-    if config.speculation.topk > 1 and search_limits.topk == 1:
-        method = run.config.speculation.method
-        log(f"speculation.topk: {config.speculation.topk} is not compared: tune compares chains of {method} alone")
     texts = TextProcessor(run.tokenizer, run.config.data)
     with console.status("loading the models") as status:
         built = build(run, lambda doing: status.update(f"loading: {doing}"))
@@ -264,8 +262,7 @@ def _resolve_widest(config: Config, resolve: Callable[[Config], ResolvedRun]) ->
     # What is measured is for batches of these sizes: they are not to be lowered where memory is short.
     batch, chunk = first.engine.max_batch_size, first.engine.prefill_chunk_tokens
     engine = replace(engine, max_batch_size=batch, prefill_chunk_tokens=chunk)
-    # Without options, the shape is a whole block.
-    max_drafts = first.speculation.shapes[0].num_steps if first.speculation.block_size else None
+    max_drafts = first.draft.config.max_drafts if isinstance(first.draft, BlockCheckpoint) else None
     limits = SearchLimits.of(method, on_cuda, max_drafts)
     schedule = tuple(ScheduleSection(*entry) for entry in limits.schedule(batch))
     if on_cuda and engine.kv_cache_tokens is None:  # room for graphs that are captured later

@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 KINDS = {
     "verify": "nodes of a request's chain, num_draft_tokens",
     "verify_tree": "the same of trees with branches, which need masks; as chains where not measured",
-    "draft_start": "topk; the first draft step, which has its hidden states already",
+    "draft_start": "topk; the first draft step, which has its hidden states already, or is one pass for all steps",
     "draft_step": "branches of a request, topk; every later draft step",
     "draft_pass": "num_steps; all drafts of a chain, where one pass of the draft network makes them",
     "extend": "tokens of a request, the longest path",
@@ -203,7 +203,7 @@ class CostModel:
         return self._live(batch, self._draft_ms(batch, shape) + verify + self.part_ms("extend", batch, shape.max_path))
 
     def _draft_ms(self, batch: int, shape: DraftShape) -> float:
-        if "draft_pass" in self.surfaces:
+        if shape.is_chain and "draft_pass" in self.surfaces:
             return self.part_ms("draft_pass", batch, shape.num_steps)
         draft = self.part_ms("draft_start", batch, shape.topk)
         if shape.num_steps > 1:

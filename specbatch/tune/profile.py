@@ -74,7 +74,9 @@ class Limits:
 
     def lookahead_of(self, shape: DraftShape | None) -> int:
         """Return the slots past the committed ones that a round of this shape may write."""
-        return max(num_lookahead(shape, self.draft_kv_offset), 0 if shape is None else self.block_size)
+        # The branches of a block drafter's trees have no slots in its cache.
+        offset = None if self.block_size else self.draft_kv_offset
+        return max(num_lookahead(shape, offset), 0 if shape is None else self.block_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

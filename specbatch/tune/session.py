@@ -21,10 +21,8 @@ from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import SpeculationCounts
 from specbatch.draft import DraftMethod, DraftParts, NoDraft, make_method
 from specbatch.draft.method import DraftTrees
-from specbatch.draft.network import EagleNet, ModelNet
 from specbatch.draft.schedule import ByBatch, Schedule, shapes_of
 from specbatch.draft.shape import DraftShape
-from specbatch.draft.tree import TreeDraft
 from specbatch.engine.engine import Engine, check_finite
 from specbatch.engine.executor import GraphMode
 from specbatch.tune.trace import RowTrace, Trace
@@ -185,10 +183,7 @@ class TracingDraft(DraftMethod):
     def __init__(self, method: str, wide: DraftShape, parts: DraftParts) -> None:
         assert parts.net is not None, "without a draft network nothing is traced"
         self.wide = wide
-        self._tree = None
-        if not wide.is_chain:
-            assert isinstance(parts.net, ModelNet | EagleNet), "other networks draft chains in a trace"
-            self._tree = TreeDraft(parts.net, wide, parts.ops)
+        self._tree = None if wide.is_chain else make_method(method, wide, parts)
         self._chain = make_method(method, DraftShape(wide.num_steps, 1, wide.num_steps + 1), parts)
         self._coupled = parts.coupled
         self._last: list[Tensor] | None = None  # whether each request goes on, then the record

@@ -129,18 +129,20 @@ def _medians(marks: list[list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in spans.items()}
 
 
-def probes(depth: int, topk: int, *, every: bool = False) -> list[DraftShape]:
-    """Shapes that show every part: chains up to `depth`, and trees of 1 and 2 steps by branches up to `topk`, which
-    give the costs of a later step. `every`: chains of every length, and more sizes of trees. What verification takes
-    rises by leaps with the tokens of the batch, which a line between a few sizes passes over."""
+def probes(depth: int, topk: int, *, every: bool = False, tree_depth: int = 2) -> list[DraftShape]:
+    """Shapes that show every part: chains up to `depth`, and trees of 1 and `tree_depth` steps by branches up to
+    `topk`, which give the costs of a later step. `every`: chains of every length, and more sizes of trees. What
+    verification takes rises by leaps with the tokens of the batch, which a line between a few sizes passes over."""
     lengths = range(1, depth + 1) if every else sorted({1, 2, max(1, depth // 2), depth})
     shapes = [DraftShape(steps, 1, steps + 1) for steps in lengths]
     branches = [k for k in (2, 4, 8, 16) if k <= topk]
     for k, nodes in zip(branches, (6, 16, 32, 64), strict=False):
-        shapes += [DraftShape(1, k, k + 1), DraftShape(2, k, min(nodes, 1 + k + k * k))]
+        most = DraftShape(tree_depth, k, 2).num_candidates + 1
+        shapes += [DraftShape(1, k, k + 1), DraftShape(tree_depth, k, min(nodes, most))]
     if every and branches:
         k = branches[-1]
-        shapes += [DraftShape(2, k, nodes) for nodes in (12, 24, 48, 64) if k + 1 < nodes <= 1 + k + k * k]
+        most = DraftShape(tree_depth, k, 2).num_candidates + 1
+        shapes += [DraftShape(tree_depth, k, nodes) for nodes in (12, 24, 48, 64) if k + 1 < nodes <= most]
     return list(dict.fromkeys(shapes))
 
 
@@ -168,7 +170,9 @@ def time_batch(session: Session, batch: int, context: int, depth: int, topk: int
     if session.parts.net is None:
         shapes = [DraftShape(n - 1, 1, n) for n in _NGRAM_NODES if n <= session.engine.num_lookahead]
     else:
-        shapes = probes(depth, topk, every=session.on_cuda)
+        # A step after one pass takes little of its time: the mean of many steps shows it.
+        tree_depth = depth if METHODS[session.method].one_pass else 2
+        shapes = probes(depth, topk, every=session.on_cuda, tree_depth=tree_depth)
     fitting = [shape for shape in shapes if batch * shape.num_draft_tokens <= max_nodes]
     if not fitting or not fits(session.engine, batch, context):
         return []
@@ -202,7 +206,7 @@ def _parts(
         if session.parts.net is None:
             continue
         yield Measurement("extend", batch, shape.max_path, parts["extend"], noise)
-        if METHODS[session.method].one_pass:
+        if shape.is_chain and METHODS[session.method].one_pass:
             yield Measurement("draft_pass", batch, shape.num_steps, parts["draft"], noise)
             continue
         if shape.num_steps == 1:

@@ -26,7 +26,8 @@ from specbatch.tune.timing import time_batch, time_plain, time_prompts
 from specbatch.tune.trace import RowTrace, Trace
 
 _TRACED_AT_ONCE = 64  # rows, at most
-_MAX_POSITIONS = 2**17  # positions of a trace: those of 8 branches and 8 steps take 4.6 KB each
+_MAX_CANDIDATES = 456  # candidates of a position: 8 branches and 8 steps, which take 4.6 KB
+_MAX_POSITIONS = 2**17  # positions of a trace
 _SAVED_EVERY = 10.0  # seconds
 _PASS_DEPTH = 15  # drafts of a head that makes all of them in one pass
 _LITTLE_TIME = 60.0  # seconds for the trace; with less a CPU begins with few rows
@@ -48,11 +49,15 @@ class SearchLimits:
             return SearchLimits(0, 0, 33, 8192 if on_cuda else 512)
         limits = SearchLimits(8, 8, 64, 4096) if on_cuda else SearchLimits(6, 4, 24, 256)
         entry = METHODS[method]
-        if not entry.chains_only and not entry.one_pass:
+        if entry.chains_only:
+            return replace(limits, topk=1, nodes=limits.depth + 1)
+        if not entry.one_pass:
             return limits
-        # Chains alone are compared, so they can be longer.
-        depth = max_drafts or (_PASS_DEPTH if entry.one_pass else limits.depth)
-        return SearchLimits(depth, 1, depth + 1, 8192 if on_cuda else 512)
+        # All drafts cost about what one does. Deep trees are narrow, because a trace has all of their candidates.
+        depth, topk = max_drafts or _PASS_DEPTH, limits.topk
+        while topk > 2 and DraftShape(depth, topk, 2).num_candidates > _MAX_CANDIDATES:
+            topk //= 2
+        return SearchLimits(depth, topk, max(limits.nodes, depth + 1), 8192 if on_cuda else 512)
 
     def schedule(self, max_batch_size: int) -> list[tuple[int, int, int, int]]:
         """Return the schedule with which the engine is built: (max_batch, num_steps, topk, num_draft_tokens), with

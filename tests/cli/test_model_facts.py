@@ -98,7 +98,7 @@ def test_facts_of_draft_heads(tmp_path: Path) -> None:
     assert facts["mode"] == "its README.md says: Trained with thinking disabled."
     assert facts["block"] == "5 positions in one pass, up to 5 drafts a round"
     assert facts["vocabulary"] == "drafts only 8 of 12 tokens"
-    assert facts["does not"] == "draft trees in specbatch tune"
+    assert "does not" not in facts, "tune tries its trees, too"
     assert facts["confidence"] == "a head that says how likely drafts are, for speculation.verify_budget"
     eagle = facts_of(write_head(tmp_path / "eagle", head_tensors("eagle3")))
     assert eagle["draft"] == f"EAGLE-3 head, 1 layer of {E}"

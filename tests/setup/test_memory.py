@@ -105,10 +105,16 @@ def test_as_many_rows_run_at_once_as_the_cache_of_a_gpu_holds(
 
 def test_rounds_that_choose_their_nodes_have_as_many_rows_as_rounds_of_few_nodes() -> None:
     nodes = ByBatch((256, 512, 1024, 2048), (32, 16, 8, 4))
-    wanted = dataclasses.replace(cache_request(MODELS["smollm2-135m"], (32, 8192)), nodes=nodes)
-    assert default_batch_size(wanted, 139 * GIB, 256) == 2048
-    wanted = dataclasses.replace(cache_request(MODELS["llama-3.1-8b"], (32, 8192)), nodes=nodes)
-    assert default_batch_size(wanted, 139 * GIB, 256) == 512
+    for name, batch in (("smollm2-135m", 2048), ("llama-3.1-8b", 512)):
+        wanted = dataclasses.replace(cache_request(MODELS[name], (32, 8192)), nodes=nodes, chooses_nodes=True)
+        assert default_batch_size(wanted, 139 * GIB, 256) == batch
+
+
+@pytest.mark.parametrize(("nodes", "batch"), [((10, 4), 2048), ((10, 6), 2048), ((4, 10), 1024), ((10, 10), 1024)])
+def test_of_a_schedule_the_nodes_of_a_large_batch_count(nodes: tuple[int, int], batch: int) -> None:
+    request = cache_request(MODELS["smollm2-135m"], (max(nodes), 8192))
+    wanted = dataclasses.replace(request, nodes=ByBatch((8, 64), nodes))
+    assert default_batch_size(wanted, 139 * GIB, 256) == batch
 
 
 def test_a_cpu_runs_16_rows_at_once_however_large_its_memory() -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from specbatch.cli import app
 from specbatch.config_load import load_config
-from specbatch.draft import DraftParts
+from specbatch.draft import DraftMethod, DraftParts
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
@@ -27,6 +27,7 @@ from specbatch.setup.resolve import resolve
 from specbatch.train.block.export import config_json
 from specbatch.tune import command as command_module
 from specbatch.tune import live as live_module
+from specbatch.tune import timing
 from specbatch.tune.command import _resolve_widest
 from specbatch.tune.costs import CostModel, Measurement
 from specbatch.tune.profile import Limits
@@ -58,15 +59,15 @@ def depth_of(case: str) -> int:
     return BLOCK_SIZE - CASES[case][1].get("first", 1)
 
 
-def session(case: str, *, on_device: bool = False, coupled: bool = False) -> Session:
+def session(case: str, *, on_device: bool = False, coupled: bool = False, topk: int = 1) -> Session:
     method, traits = CASES[case]
     make = tiny_device_engine if on_device else tiny_engine
-    engine: Engine = make(method, whole(case), **SETTINGS, **traits)
+    engine: Engine = make(method, whole(case, topk), **SETTINGS, **traits)
     return Session(engine, method, DraftParts(CPU, OPS, net_of(engine), (1, 3), coupled), "none")
 
 
-def whole(case: str) -> DraftShape:
-    return DraftShape(depth_of(case), 1, depth_of(case) + 1)
+def whole(case: str, topk: int = 1) -> DraftShape:
+    return DraftShape(depth_of(case), topk, depth_of(case) + 1 if topk == 1 else 16)
 
 
 @pytest.mark.parametrize(("params", "on_device"), [(GREEDY, False), (GREEDY, True), (SAMPLED, True)])
@@ -88,21 +89,50 @@ def test_every_number_of_steps_is_replayed_exactly(case: str, params: SamplingPa
         assert sum(c.accepted for c in counts) > 0, "nothing was accepted: this proves little"
 
 
+TREES = [DraftShape(2, 2, 5), DraftShape(2, 3, 6), DraftShape(4, 2, 6), DraftShape(4, 3, 8)]
+
+
+@pytest.mark.parametrize(
+    ("params", "on_device"), [(GREEDY, False), pytest.param(SAMPLED, True, marks=pytest.mark.wide)]
+)
+@pytest.mark.parametrize("case", CASES)
+def test_trees_are_replayed_exactly(case: str, params: SamplingParams, on_device: bool) -> None:
+    """Smaller ones are parts of the wide one, but for some rounds that are counted. Choices of nodes are not drawn."""
+    tuned = session(case, on_device=on_device, topk=3)
+    replayer = Replayer(tuned.trace(requests(params), 3, 4))
+    shares = replayer.rank_shares()
+    assert shares is not None
+    assert shares[0, :3].sum() > 0.3
+    for shape, found in zip(TREES, replayer.replay_all(TREES), strict=True):
+        tuned.use(ByBatch.always(shape))
+        counts = [c.speculation for c in tuned.run(requests(params)).completions]
+        assert sum(c.accepted for c in counts) > 0, "nothing was accepted: this proves little"
+        for rounds, unknown, live in zip(found.rounds_R, found.unknown_R, counts, strict=True):
+            assert unknown or rounds == live.rounds
+        assert found.tokens_R.tolist() == [c.committed for c in counts]
+        if shape.topk == 3:
+            assert found.num_unknown == 0
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", ["none", "refiner", "lattice", "P-EAGLE"])
-def test_graphs_record_the_same(case: str) -> None:
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("case", ["none", "domino", "refiner", "lattice", "P-EAGLE"])
+def test_graphs_record_the_same(case: str, topk: int) -> None:
     """Graphs are captured when the first batch of a size comes up, in the middle of a run."""
     method, traits = CASES[case]
-    expected = session(case).trace(requests(GREEDY), 1, depth_of(case))
+    expected = session(case, topk=topk).trace(requests(GREEDY), topk, depth_of(case))
     modes: list[GraphMode] = ["none", "round"]
     for graphs in modes:
-        engine = tiny_device_engine(method, whole(case), device=CUDA, **SETTINGS, **traits)
+        engine = tiny_device_engine(method, whole(case, topk), device=CUDA, **SETTINGS, **traits)
         parts = DraftParts(CUDA, ops_for(CUDA, torch.float64), net_of(engine), (1, 3))
-        found = Session(engine, method, parts, graphs).trace(requests(GREEDY), 1, depth_of(case))
+        found = Session(engine, method, parts, graphs).trace(requests(GREEDY), topk, depth_of(case))
         assert (engine.executor.num_graphs > 0) == (graphs == "round")
         for mine, theirs in zip(expected.rows, found.rows, strict=True):
             assert mine.tokens.tolist() == theirs.tokens.tolist()
             assert chains_of(mine) == chains_of(theirs)
+            if mine.tokens_PC is not None and theirs.tokens_PC is not None:
+                rounds = slice(0, mine.num_output - 1)
+                assert mine.tokens_PC[rounds].tolist() == theirs.tokens_PC[rounds].tolist()
 
 
 def chains_of(row: RowTrace) -> list[list[int]]:
@@ -133,6 +163,41 @@ def test_a_pass_is_timed_by_the_number_of_its_drafts(case: str) -> None:
         assert 0 < model.round_ms(batch, DraftShape(steps, 1, steps + 1)) < 10_000
 
 
+@pytest.mark.parametrize("case", ["domino", "P-EAGLE"])
+def test_steps_of_trees_are_timed_after_the_pass(case: str) -> None:
+    tuned, depth = session(case, topk=4), depth_of(case)
+    found = [m for batch in (1, 3) for m in time_batch(tuned, batch, 20, depth, 4, 512)]
+    widths = {kind: {m.width for m in found if m.kind == kind} for kind in ("draft_pass", "draft_start", "draft_step")}
+    assert widths == {"draft_pass": {1, 2, depth // 2, depth}, "draft_start": {2, 4}, "draft_step": {2, 4}}
+    model = CostModel.fit(found)
+    for shape in (DraftShape(1, 4, 5), DraftShape(2, 3, 6), DraftShape(depth, 2, 7), DraftShape(depth, 1, depth + 1)):
+        assert 0 < model.round_ms(2, shape) < 10_000
+
+
+def test_the_cost_of_a_tree_has_one_pass_and_the_steps_after_it() -> None:
+    kinds = {"verify": 10.0, "extend": 1.0, "plain": 9.0, "draft_pass": 3.0}
+    found = [Measurement(kind, 1, 1, ms) for kind, ms in kinds.items()]
+    found += [Measurement("draft_start", 1, 4, 4.0), Measurement("draft_step", 1, 4, 0.25)]
+    model = CostModel.fit(found)
+    times = [model.round_ms(1, shape) for shape in (DraftShape(5, 1, 6), DraftShape(1, 4, 5), DraftShape(7, 4, 10))]
+    assert times == pytest.approx([14.0, 15.0, 16.5])
+
+
+def test_later_steps_of_deep_trees_show_what_a_step_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned, depth = session("domino", topk=4), depth_of("domino")
+
+    def time_methods(engine: Any, methods: list[DraftMethod]) -> list[dict[str, float]]:
+        drafts = [3.0 + 0.5 * getattr(method, "_shape", DraftShape(1, 1, 2)).num_steps for method in methods]
+        return [{"draft": draft, "verify": 2.0, "extend": 1.0, "round": 3.0 + draft} for draft in drafts]
+
+    monkeypatch.setattr(timing, "time_methods", time_methods)
+    found = time_batch(tuned, 2, 20, depth, 4, 512)
+    assert {m.milliseconds for m in found if m.kind == "draft_start"} == {3.5}
+    assert {round(m.milliseconds, 6) for m in found if m.kind == "draft_step"} == {0.5}
+    trees = [shape for shape in timing.probes(depth, 4, tree_depth=depth) if not shape.is_chain]
+    assert {shape.num_steps for shape in trees} == {1, depth}
+
+
 def test_the_cost_of_a_pass_is_not_one_for_each_step() -> None:
     kinds = {"verify": 10.0, "extend": 1.0, "plain": 9.0}
     fixed = [Measurement(kind, 1, 1, ms) for kind, ms in kinds.items()]
@@ -146,6 +211,7 @@ def test_a_round_writes_the_slots_of_a_whole_block() -> None:
     limits, short = Limits(4, 256, 32, draft_kv_offset=0, block_size=16), DraftShape(2, 1, 3)
     assert limits.lookahead(ByBatch.always(short)) == 16
     assert limits.lookahead(ByBatch.always(DraftShape(16, 1, 17))) == 17
+    assert limits.lookahead_of(DraftShape(15, 4, 24)) == 24, "branches of its trees have no slots"
     assert limits.lookahead_of(None) == 1
     assert replace(limits, block_size=0).lookahead(ByBatch.always(short)) == 3
 
@@ -154,21 +220,32 @@ def test_a_round_writes_the_slots_of_a_whole_block() -> None:
     ("method", "draft", "depth", "block_size"),
     [("block", "random:dflash", 15, 16), ("block", "random:dspark", 16, 16), ("peagle", "random:peagle", 15, 0)],
 )
-def test_chains_are_as_long_as_the_drafter_makes_them(method: str, draft: str, depth: int, block_size: int) -> None:
+def test_drafts_are_as_deep_as_the_drafter_makes_them(method: str, draft: str, depth: int, block_size: int) -> None:
     sets = ["model.target=random:tiny", "engine.device=cpu", f"speculation.method={method}"]
     run, widest = _resolve_widest(load_config(None, [*sets, f"speculation.draft={draft}"]), resolve)
-    assert (widest.depth, widest.topk, widest.nodes) == (depth, 1, depth + 1)
+    assert (widest.depth, widest.topk, widest.nodes) == (depth, 4, 24)
     assert [shape.num_steps for shape in run.speculation.shapes] == [depth]
     assert run.speculation.block_size == block_size
 
 
-def test_chains_of_many_requests_are_shorter() -> None:
+@pytest.mark.parametrize(
+    ("max_drafts", "on_cuda", "expected"),
+    [(8, True, (8, 8, 64)), (8, False, (8, 4, 24)), (15, True, (15, 4, 64)), (63, False, (63, 2, 64)), (1, True, None)],
+)
+def test_deep_trees_are_narrow(max_drafts: int, on_cuda: bool, expected: tuple[int, int, int] | None) -> None:
+    """A trace holds all candidates of each position."""
+    limits = SearchLimits.of("block", on_cuda, max_drafts)
+    assert (limits.depth, limits.topk, limits.nodes) == (expected or (1, 8, 64))
+    assert DraftShape(limits.depth, limits.topk, 2).num_candidates <= 456
+
+
+def test_drafts_of_many_requests_have_fewer_nodes() -> None:
     """The engine is built for them, and a round verifies a bounded number of tokens."""
     sets = ["model.target=random:tiny", "engine.device=cpu", "engine.max_batch_size=64", "speculation.method=block"]
     run, widest = _resolve_widest(load_config(None, [*sets, "speculation.draft=random:dflash"]), resolve)
     assert widest.verify_tokens == 512
     entries = [(bound, str(shape)) for bound, shape in run.speculation.schedule.entries]
-    assert entries == [(32, "15/1/16"), (64, "7/1/8")]
+    assert entries == [(21, "15/4/24"), (64, "15/4/8")]
 
 
 def test_methods_with_chains_only_are_not_searched_for_trees() -> None:
@@ -234,15 +311,17 @@ def test_a_block_drafter_is_tuned_end_to_end(tmp_path: Path, monkeypatch: pytest
         assert found.exit_code == 0, found.output
         return found.output
 
-    said = run("tune", rows, "-o", output, "--rows", "8", "--budget", "30s", *options, "--set", "speculation.topk=2")
-    assert "speculation.topk: 2 is not compared: tune compares chains of block alone" in said
+    run("tune", rows, "-o", output, "--rows", "8", "--budget", "30s", *options)
     report = json.loads(output.with_suffix(".report.json").read_text())
-    replays = {one["candidate"]["num_steps"]: one["tokens_per_round"] for one in report["replays"]}
-    assert sorted(replays) == [*range(1, BLOCK + 1)], "chains of every length, and no tree"
-    assert replays[1] > 1.3
-    assert replays[BLOCK] > replays[1] + 0.2
-    assert {"draft_pass", "verify", "extend", "plain"} <= {one["kind"] for one in report["costs"]}
-    assert not {"draft_start", "draft_step"} & {one["kind"] for one in report["costs"]}
+    keys = "num_steps", "topk", "num_draft_tokens"
+    replays = {tuple(one["candidate"][key] for key in keys): one["tokens_per_round"] for one in report["replays"]}
+    assert sorted(shape for shape in replays if shape[1] == 1) == [(n, 1, n + 1) for n in range(1, BLOCK + 1)]
+    assert {topk for _, topk, _ in replays} == {1, 2, 3, 4}
+    assert replays[1, 1, 2] > 1.3
+    assert replays[BLOCK, 1, BLOCK + 1] > replays[1, 1, 2] + 0.2
+    assert replays[BLOCK, 4, 24] > replays[BLOCK, 1, BLOCK + 1]
+    parts = {"draft_pass", "draft_start", "draft_step", "verify", "verify_tree", "extend", "plain"}
+    assert parts <= {one["kind"] for one in report["costs"]}
     assert report["plain"]["seconds"] > 0
     for one in report["live_runs"][:-1]:
         assert one["tokens_per_round"] > 1.2
@@ -251,28 +330,20 @@ def test_a_block_drafter_is_tuned_end_to_end(tmp_path: Path, monkeypatch: pytest
     assert (config.speculation.method, config.speculation.draft) == ("block", str(drafter))
     schedule = config.speculation.schedule
     assert schedule
-    assert {entry.topk for entry in schedule} == {1}
     run("generate", rows, "-c", output, "-o", results)
     tuned = acceptance_length(results)
-    steps = {entry.num_steps for entry in schedule if entry.num_steps}
-    assert min(replays[one] for one in steps) - 1e-4 <= tuned <= max(replays[one] for one in steps) + 1e-4
+    of_entries = [replays[one.num_steps, one.topk, one.num_draft_tokens] for one in schedule if one.num_steps]
+    assert min(of_entries) - 1e-4 <= tuned <= max(of_entries) + 1e-4
     # One shape for all batches: the same rows, so the same number to the last digit.
-    one_shape = ["--set", "speculation.schedule=null", "--set", "speculation.num_steps=3"]
-    run("generate", rows, "-c", output, "-o", tmp_path / "three.jsonl", *one_shape)
-    assert acceptance_length(tmp_path / "three.jsonl") == pytest.approx(replays[3], abs=1e-3)
-    texts = [json.loads(line)["text"] for line in results.read_text().splitlines()]
-    run(
-        "generate",
-        rows,
-        "-c",
-        output,
-        "-o",
-        tmp_path / "plain.jsonl",
-        "--set",
-        "speculation.method=none",
-        *one_shape[:2],
-    )
-    assert texts == [json.loads(line)["text"] for line in (tmp_path / "plain.jsonl").read_text().splitlines()]
+    no_schedule = ["--set", "speculation.schedule=null"]
+    for shape in ((3, 1, 4), (BLOCK, 4, 24)):
+        sizes = zip(keys, shape, strict=True)
+        options = [part for key, size in sizes for part in ("--set", f"speculation.{key}={size}")]
+        run("generate", rows, "-c", output, "-o", tmp_path / f"{shape[1]}.jsonl", *no_schedule, *options)
+        assert acceptance_length(tmp_path / f"{shape[1]}.jsonl") == pytest.approx(replays[shape], abs=1e-3)
+    plain = tmp_path / "plain.jsonl"
+    run("generate", rows, "-c", output, "-o", plain, "--set", "speculation.method=none", *no_schedule)
+    assert texts(results) == texts(plain)
 
 
 def acceptance_length(results: Path) -> float:

@@ -536,6 +536,14 @@ def test_method_auto_is_tuned_as_what_it_stands_for(monkeypatch: pytest.MonkeyPa
     assert widest.depth > 1
 
 
+def test_all_drafts_of_a_block_are_compared() -> None:
+    """By default the built-in drafter has fewer."""
+    sets = [*CPU, "model.target=random:smollm2-135m", "speculation.method=block"]
+    sets += ["speculation.draft=builtin:smollm2-135m-instruct-block"]
+    _, widest = _resolve_widest(load_config(None, sets), resolve)
+    assert (widest.depth, widest.topk) == (8, 4)
+
+
 def test_what_is_tuned_on_a_gpu_are_rounds_in_graphs() -> None:
     """The session captures them itself, and computes prompts as the job does."""
 
