@@ -21,7 +21,7 @@ from specbatch.draft.network import BlockNet, DraftNet, EagleNet, ModelNet
 from specbatch.draft.none import MAX_ROOM
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape, num_lookahead
-from specbatch.draft.suffix import FORECAST, NETWORK, SharedTexts
+from specbatch.draft.suffix import SharedTexts
 from specbatch.engine.cpu_threads import ThreadGovernor
 from specbatch.engine.engine import Engine, EngineSizes
 from specbatch.engine.executor import GraphMode, RoundExecutor
@@ -33,6 +33,7 @@ from specbatch.engine.prefill.models import EAGER, PromptPieces, piecewise_trunk
 from specbatch.engine.round import Round
 from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.kernels import ops_for
+from specbatch.kernels.chains import FORECAST, NETWORK
 from specbatch.models.blocks.config import BlockConfig, expected_block_tensors
 from specbatch.models.blocks.drafter import BlockDrafter
 from specbatch.models.config import DeltaConfig, ModelConfig, MoeConfig, QueryGrowth

@@ -70,12 +70,12 @@ class Corpus:
         tokens_SL: Tensor,
         req_idx_B: Tensor,
         lengths_B: Tensor,
-        room_B: Tensor,
+        limit_B: Tensor,
         least: float,
         num_drafts: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draft for the lines `req_idx_B`, see `corpus_drafts` of the kernels."""
         found: tuple[Tensor, Tensor, Tensor, Tensor] = self._ops.corpus_drafts(
-            self.words_H, self._estimates_OS, tokens_SL, req_idx_B, lengths_B, room_B, least, num_drafts
+            self.words_H, self._estimates_OS, tokens_SL, req_idx_B, lengths_B, limit_B, least, num_drafts
         )
         return found

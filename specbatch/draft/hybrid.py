@@ -20,22 +20,18 @@ from copy import copy
 from dataclasses import replace
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from specbatch.batch import Committed, Field
 from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.counts import EngineStats
-from specbatch.draft.calibration import Chains
 from specbatch.draft.chain import ChainDraft
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.network import SteppedNet
 from specbatch.draft.shape import DraftShape, num_lookahead
-from specbatch.draft.suffix import FORECAST, NETWORK, SuffixDraft, steps_of
+from specbatch.draft.suffix import SuffixDraft
 
 NUM_STEPS = 3  # drafts of the network
-# These take the place of tokens that a choice may not read. No draft equals either.
-_UNKNOWN, _OF_NETWORK = -1, -2
 
 
 class HybridDraft(DraftMethod):
@@ -66,23 +62,17 @@ class HybridDraft(DraftMethod):
     def draft(self, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
         if self.num_nodes == 1:
             return self._suffix.draft(view, table, sampled)
-        found, drawn = self._suffix.chains(view, table), self._chain.draft(view, table, sampled)
-        assert drawn.scores_BN is not None
-        steps = drawn.tokens_BN.shape[1] - 1
-        room_B1 = (view.field(Field.LIMIT) - view.length_B - 1)[:, None]
-        has_room_BS = torch.arange(steps, device=room_B1.device) < room_B1
-        of_network_BS = steps_of(drawn.scores_BN[:, 1:].exp() * has_room_BS)
-        tokens_BS, probs_BSW = drawn.tokens_BN[:, 1:], drawn.probs_BDW
-        if probs_BSW is None:
-            chains = _with_chain(found, tokens_BS, of_network_BS, NETWORK)
-            return self._suffix.choose(view, table, chains)
-        chains = _with_chain(found, tokens_BS, of_network_BS[:, :1] * has_room_BS, FORECAST)
-        chains = _with_chain(chains, tokens_BS, of_network_BS, NETWORK)
-        known_BCD = chains.tokens_BCD.clone()
-        known_BCD[:, -2, 1:], known_BCD[:, -1] = _UNKNOWN, _OF_NETWORK
-        likely_B = self._ops.argmax(probs_BSW[:, 0])
-        known_BCD[:, -2, 0] = likely_B if self._net.target_ids is None else self._net.target_ids[likely_B]
+        drawn = self._chain.draft(view, table, sampled)
+        probs_BSW, likely_B = drawn.probs_BDW, None
+        if probs_BSW is not None:
+            likely_B = self._ops.argmax(probs_BSW[:, 0])
+        chains, known_BCD = self._suffix.chains(
+            view, table, drawn.tokens_BN, drawn.scores_BN, view.length_B, view.field(Field.LIMIT), likely_B,
+            self._net.target_ids,
+        )  # fmt: skip
         trees = self._suffix.choose(view, table, chains, known_BCD)
+        if probs_BSW is None:
+            return trees
         assert trees.num_nodes_B is not None
         return replace(trees, probs_BDW=probs_BSW, num_drafts_B=trees.num_nodes_B - 1)
 
@@ -93,17 +83,3 @@ class HybridDraft(DraftMethod):
 
     def record(self, stats: EngineStats) -> None:
         self._suffix.record(stats)
-
-
-def _with_chain(chains: Chains, tokens_BS: Tensor, estimates_BS: Tensor, source: int) -> Chains:
-    """Return the chains and one more, which is padded with 0."""
-
-    def joined(chains_BCD: Tensor, chain_BS: Tensor) -> Tensor:
-        more = chains_BCD.shape[2] - chain_BS.shape[1]
-        return torch.cat((chains_BCD, torch.nn.functional.pad(chain_BS, (0, more))[:, None]), dim=1)
-
-    return Chains(
-        joined(chains.tokens_BCD, tokens_BS),
-        joined(chains.estimates_BCD, estimates_BS),
-        torch.nn.functional.pad(chains.sources_BC, (0, 1), value=source),
-    )

@@ -29,9 +29,7 @@ from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape
 from specbatch.kernels.corpus import MAX_SIZE, match_estimates
 
-SOURCES = ("row", "job", "corpus", "network")  # the keys of `DraftSources`
-ROW, JOB, CORPUS, NETWORK = range(len(SOURCES))
-FORECAST = len(SOURCES)  # what is known of a drawn chain of the network before its first draft is drawn
+SOURCES = ("row", "job", "corpus", "network")  # the keys of `DraftSources`, see `kernels/chains.py`
 _NEW_PRICE = 0.2  # share that a round has in the price of a node
 _SLACK = 0.5  # The corpus is searched to this share of the least probability, because calibration may raise estimates.
 
@@ -84,9 +82,7 @@ class SuffixDraft(DraftMethod):
         self.num_nodes = self.max_path = self.num_lookahead = shape.num_draft_tokens
         self.sizes = sizes_up_to(self.num_nodes)
         self._min_match, self._least, self.shared, self._ops = min_match, min_probability, shared, ops
-        estimates_MD = match_estimates(MAX_SIZE, self.num_nodes - 1, shared.corpus.words_H.device)
-        # [m, d]: the estimate that draft d after a match of m tokens is right if those before it are.
-        self._estimates_MD = steps_of(estimates_MD)
+        self._estimates_MD = match_estimates(MAX_SIZE, self.num_nodes - 1, shared.corpus.words_H.device)
 
     def narrowed(self, num_nodes: int) -> SuffixDraft:
         other = copy(self)
@@ -97,38 +93,23 @@ class SuffixDraft(DraftMethod):
         if self.num_nodes == 1:
             table.drafted_S3.index_fill_(0, view.req_idx_B, 0)
             return DraftTrees(view.field(Field.ROOT)[:, None])
-        return self.choose(view, table, self.chains(view, table))
+        return self.choose(view, table, *self.chains(view, table))
 
-    def chains(self, view: BatchView, table: RequestTable) -> Chains:
-        """Return the chains from the row's text and from the corpus."""
-        num_drafts, limit_S = self.num_nodes - 1, table.ints_SF[:, Field.LIMIT]
-        of_row_BD, row_B, matched_B = self._ops.ngram_lookup(
-            table.tokens_SL,
-            table.predicted_SL,
-            view.req_idx_B,
-            table.ints_SF[:, Field.LENGTH] + 1,
-            table.ints_SF[:, Field.NUM_PREDICTED],
-            limit_S,
-            self._min_match,
-            MAX_SIZE,
-            num_drafts,
-        )
-        is_draft_BD = torch.arange(num_drafts, device=row_B.device) < row_B[:, None]
-        length_B = view.length_B + 1
+    def chains(self, view: BatchView, table: RequestTable, *of_network: Tensor | None) -> tuple[Chains, Tensor | None]:
+        """Return the chains from the row's text, from the corpus and from a network, and their tokens without what was
+        drawn (None: nothing was). `of_network`: the last arguments of `join_chains`; nothing: there is no network."""
+        num_drafts, length_B, limit_B = self.num_nodes - 1, view.length_B + 1, view.field(Field.LIMIT)
+        of_row_BD, num_row_B, matched_B = self._ops.ngram_lookup(
+            table.tokens_SL, table.predicted_SL, view.req_idx_B, length_B, view.field(Field.NUM_PREDICTED), limit_B,
+            self._min_match, MAX_SIZE, num_drafts,
+        )  # fmt: skip
         of_job_BD, _, probabilities_BD, is_loaded_B = self.shared.corpus.search(
-            table.tokens_SL,
-            view.req_idx_B,
-            length_B,
-            view.field(Field.LIMIT) - length_B,
-            self._least * _SLACK,
-            num_drafts,
+            table.tokens_SL, view.req_idx_B, length_B, limit_B, self._least * _SLACK, num_drafts
         )
-        source_B = torch.where(is_loaded_B, CORPUS, JOB)
-        return Chains(
-            torch.stack((of_row_BD, of_job_BD), dim=1),
-            torch.stack((self._estimates_MD[matched_B, :num_drafts] * is_draft_BD, steps_of(probabilities_BD)), dim=1),
-            torch.stack((torch.full_like(source_B, ROW), source_B), dim=1),
+        *chains, known_BCD = self._ops.join_chains(
+            of_row_BD, num_row_B, matched_B, self._estimates_MD, of_job_BD, probabilities_BD, is_loaded_B, *of_network
         )
+        return Chains(*chains), known_BCD
 
     def choose(
         self, view: BatchView, table: RequestTable, chains: Chains, known_BCD: Tensor | None = None
@@ -165,13 +146,6 @@ class SuffixDraft(DraftMethod):
 
     def record(self, stats: EngineStats) -> None:
         stats.draft_sources = self.shared.read()
-
-
-def steps_of(probabilities_BD: Tensor) -> Tensor:
-    """Return the probability of each step of chains, of which `probabilities_BD` are those of all steps up to each. A
-    chain ends at a probability of 0."""
-    before_BD = torch.nn.functional.pad(probabilities_BD, (1, 0), value=1.0)[:, :-1]
-    return torch.where(probabilities_BD > 0, probabilities_BD / before_BD, 0.0)
 
 
 def sizes_up_to(num_nodes: int) -> tuple[int, ...]:

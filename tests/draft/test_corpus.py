@@ -17,7 +17,7 @@ SMALL = 1024  # tokens of a small corpus
 
 def search(corpus: Corpus, tokens: list[int], count: int = 8, least: float = 0.01) -> tuple[list[int], float, bool]:
     line, one = torch.tensor([tokens], dtype=torch.int32), torch.ones(1, dtype=torch.int64)
-    drafts, counts, probabilities, loaded = corpus.search(line, one - 1, one * len(tokens), one * 99, least, count)
+    drafts, counts, probabilities, loaded = corpus.search(line, one - 1, one * len(tokens), one * 200, least, count)
     assert not drafts[0, int(counts) :].any(), "padded with 0"
     return drafts[0, : int(counts)].tolist(), float(probabilities.sum()), bool(loaded)
 
@@ -151,7 +151,7 @@ def test_tokens_that_a_word_cannot_hold_are_not_predicted() -> None:
 def test_each_request_has_its_own_room() -> None:
     corpus = corpus_of(list(range(10, 60)))
     tokens = torch.tensor([[10, 11, 12], [20, 21, 22]], dtype=torch.int32)
-    room, lengths = torch.tensor([0, 3]), torch.tensor([2, 3])
-    found: tuple[Tensor, ...] = corpus.search(tokens, torch.tensor([1, 0]), lengths, room, 0.0, 5)
+    limits, lengths = torch.tensor([2, 6]), torch.tensor([2, 3])
+    found: tuple[Tensor, ...] = corpus.search(tokens, torch.tensor([1, 0]), lengths, limits, 0.0, 5)
     assert found[0].tolist() == [[0] * 5, [13, 14, 15, 0, 0]]
     assert found[1].tolist() == [0, 3]

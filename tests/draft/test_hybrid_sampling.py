@@ -13,9 +13,10 @@ from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.calibration import Chains
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.shape import DraftShape
-from specbatch.draft.suffix import FORECAST, JOB, NETWORK, ROW, SuffixDraft
+from specbatch.draft.suffix import SuffixDraft
 from specbatch.engine.engine import Engine
 from specbatch.engine.verify_budget import VerifyBudget
+from specbatch.kernels.chains import FORECAST, JOB, NETWORK, ROW
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_chi_square import ALPHA, p_value

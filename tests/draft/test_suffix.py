@@ -17,11 +17,12 @@ from specbatch.batch import Field
 from specbatch.cache.prefix_groups import GroupLimits
 from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
-from specbatch.draft.suffix import CORPUS, ROW, SharedTexts, SuffixDraft
+from specbatch.draft.suffix import SharedTexts, SuffixDraft
 from specbatch.engine.engine import Engine
 from specbatch.engine.node_chooser import RoundCosts
 from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
 from specbatch.kernels import torch as ops
+from specbatch.kernels.chains import CORPUS, ROW
 from specbatch.types import Completion, SamplingParams
 from tests.engine.graphs import Replays
 from tests.engine.test_combinations import decided, requests_of
@@ -245,7 +246,7 @@ def test_the_tokens_of_the_last_round_are_added(prompts: list[list[int]]) -> Non
     [first] = run(engine, prompts[:1], GREEDY)
     tokens = torch.tensor([first.token_ids], dtype=torch.int32)
     one, length = torch.ones(1, dtype=torch.int64), torch.tensor([len(first.token_ids) - 1])
-    drafts, counts, *_ = shared_by(engine).corpus.search(tokens, one - 1, length, one, 0.01, 1)
+    drafts, counts, *_ = shared_by(engine).corpus.search(tokens, one - 1, length, length + 1, 0.01, 1)
     assert counts.tolist() == [1]
     assert drafts.tolist() == [[first.token_ids[-1]]]
 
@@ -281,8 +282,8 @@ def test_scores_are_those_of_the_text_that_is_drafted() -> None:
     assert found.scores_BN is not None
     assert table.drafted_S3.tolist() == [[7, CORPUS, 1], [7, ROW, 0]]
     assert found.tokens_BN[0].tolist() == list(range(119, 127))
-    length_B, room_B = view.length_B + 1, view.field(Field.LIMIT)
-    _, _, of_corpus_BD, _ = shared.corpus.search(table.tokens_SL, view.req_idx_B, length_B, room_B, 0.0, 7)
+    length_B, limit_B = view.length_B + 1, view.field(Field.LIMIT)
+    _, _, of_corpus_BD, _ = shared.corpus.search(table.tokens_SL, view.req_idx_B, length_B, limit_B, 0.0, 7)
     assert found.scores_BN[0, 1:].exp().tolist() == pytest.approx(of_corpus_BD[0].tolist())
     assert found.scores_BN[1, 1:].exp().tolist() == pytest.approx([(12 / (12 + d)) ** 1.4 for d in range(1, 8)])
 

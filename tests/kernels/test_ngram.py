@@ -42,6 +42,7 @@ def test_ngram_lookup(ops: Ops, sizes: tuple[int, int]) -> None:
         tokens[slot, : len(text)] = torch.tensor(text)
     table = torch.tensor([[0, len(t), limit] for t, limit in zip(texts, limits, strict=True)])
     predicted = torch.ones(len(texts), 7, dtype=torch.int32)  # none of it counts
+    table = table[order]  # The columns of a wider table are read.
     args = (tokens, predicted, torch.tensor(order), table[:, 1], table[:, 0], table[:, 2])
     drafts, counts, matched = ops.ngram_lookup(*args, *sizes, 6)
     sequences = []
@@ -109,7 +110,7 @@ def test_large_ngram_lookup(triton_ops: Ops) -> None:
     predicted = torch.randint(0, 6, (9, 2100), generator=generator).int()
     num_predicted = torch.tensor([0, 1, 1023, 1024, 1025, 2048, 2049, 2099, 2100])
     lines = torch.tensor([8, 3, 4, 0, 1, 2, 5, 6, 7])
-    args = (tokens, predicted, lines, lengths, num_predicted, lengths + 3, 2, 9, 5)
+    args = (tokens, predicted, lines, lengths[lines], num_predicted[lines], lengths[lines] + 3, 2, 9, 5)
     for found, expected in zip(triton_ops.ngram_lookup(*args), reference.ngram_lookup(*args), strict=True):
         assert torch.equal(found, expected)
 
@@ -151,7 +152,7 @@ def test_corpus_drafts(ops: Ops, num_drafts: int, least: float) -> None:
     lengths = torch.randint(1, 60, (40,), generator=generator)
     room = torch.randint(-1, max(12, num_drafts + 3), (40,), generator=generator)
     estimates = word_estimates(torch.device("cpu"))
-    args = (corpus.words_H, estimates, tokens, lines, lengths, room, least, num_drafts)
+    args = (corpus.words_H, estimates, tokens, lines, lengths, lengths + room, least, num_drafts)
     found, expected = ops.corpus_drafts(*args), reference.corpus_drafts(*args)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
@@ -179,7 +180,9 @@ def test_a_cpu_reads_no_more_than_the_texts() -> None:
     lines, lengths, none = torch.arange(2), torch.tensor([40, 30, 90]), torch.zeros(3, dtype=torch.int64)
     words = torch.zeros(4097, dtype=torch.int64)
     with _Largest() as largest:
-        reference.ngram_lookup(tokens, predicted, lines, lengths, none, lengths + 50, 2, 12, 31)
+        reference.ngram_lookup(tokens, predicted, lines, lengths[:2], none[:2], lengths[:2] + 50, 2, 12, 31)
         reference.corpus_updates(words, tokens, lines, lengths[:2], lengths[:2] // 10, 4, none[:1], False)
-        reference.corpus_drafts(words, word_estimates(tokens.device), tokens, lines, lengths[:2], lengths[:2], 0.3, 31)
+        reference.corpus_drafts(
+            words, word_estimates(tokens.device), tokens, lines, lengths[:2], 2 * lengths[:2], 0.3, 31
+        )
     assert 0 < largest.numel < 1000

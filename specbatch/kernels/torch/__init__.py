@@ -4,6 +4,7 @@ from specbatch.kernels.torch.acceptance import accept_chain
 from specbatch.kernels.torch.attention import attend
 from specbatch.kernels.torch.beam import beam_expand, beam_start
 from specbatch.kernels.torch.block_heads import add_bottleneck, gru_step
+from specbatch.kernels.torch.chains import join_chains
 from specbatch.kernels.torch.delta import delta_prompts, delta_rounds, gated_norm, sigmoid_mul
 from specbatch.kernels.torch.edits import edit_logits
 from specbatch.kernels.torch.fp8 import act_mul_quantised, quantise, rms_norm_quantised, scaled_linear
@@ -74,6 +75,7 @@ __all__ = [
     "gru_step",
     "integer_gated_linear",
     "integer_linear",
+    "join_chains",
     "judge_chains",
     "largest_left",
     "layer_norm",

@@ -30,9 +30,9 @@ def ngram_lookup(
     tokens_SL: Tensor,
     predicted_SL: Tensor,
     req_idx_B: Tensor,
-    num_tokens_S: Tensor,
-    num_predicted_S: Tensor,
-    limit_S: Tensor,
+    num_tokens_B: Tensor,
+    num_predicted_B: Tensor,
+    limit_B: Tensor,
     min_match: int,
     max_match: int,
     num_drafts: int,
@@ -41,22 +41,22 @@ def ngram_lookup(
     the longest suffix of min_match to max_match tokens. At the end of the text they go on with the drafts themselves.
     An occurrence in the prediction comes after all occurrences in the text.
 
-    `tokens_SL`: int32, the tokens of each request, of which the first `num_tokens_S` count. `predicted_SL`: the same of
-    predictions, of which the first `num_predicted_S` count. `req_idx_B`: the request index of each sequence. `limit_S`:
-    the maximum length of each text, which limits the drafts.
+    `tokens_SL`, `predicted_SL`: int32, the tokens and predictions of all requests. `req_idx_B`: the request index of
+    each sequence, of whose tokens the first `num_tokens_B` count, and of whose prediction the first `num_predicted_B`.
+    `limit_B`: the maximum length of each text, which limits the drafts.
 
     Return (drafts_BD, num_drafts_B, matched_B), int64, D = num_drafts: drafts padded with 0, and none if there is no
     occurrence; the number of tokens that the suffix has, or 0.
     """
     if tokens_SL.device.type == "cpu":
         # The search reads all columns, and those past the longest text hold nothing.
-        tokens_SL = tokens_SL[:, : int(num_tokens_S[req_idx_B].amax())]
-        predicted_SL = predicted_SL[:, : int(num_predicted_S[req_idx_B].amax())]
+        tokens_SL = tokens_SL[:, : int(num_tokens_B.amax())]
+        predicted_SL = predicted_SL[:, : int(num_predicted_B.amax())]
     # The text and the prediction after it.
     history = torch.cat((tokens_SL[req_idx_B], predicted_SL[req_idx_B]), dim=1)
-    length_B1 = num_tokens_S[req_idx_B].long()[:, None]
+    length_B1 = num_tokens_B.long()[:, None]
     width, text_width = history.shape[1], tokens_SL.shape[1]
-    predicted_end_B1 = text_width + num_predicted_S[req_idx_B].long()[:, None]
+    predicted_end_B1 = text_width + num_predicted_B.long()[:, None]
     ends = torch.arange(width, device=history.device)  # the end of an occurrence: the index of the token after it
     index = ends - text_width * (ends >= text_width)  # the same in the text, or in the prediction
     # (B, L): the number of tokens before `end` that equal the text's last ones, up to max_match.
@@ -73,7 +73,7 @@ def ngram_lookup(
     drafted = torch.arange(num_drafts, device=history.device)
     last_B1 = torch.where(start_B1 < text_width, length_B1, predicted_end_B1)
     source = start_B1 + drafted % (last_B1 - start_B1).clamp(min=1)
-    count_B1 = (limit_S[req_idx_B].long()[:, None] - length_B1).clamp(0, num_drafts) * found_B1
+    count_B1 = (limit_B.long()[:, None] - length_B1).clamp(0, num_drafts) * found_B1
     drafts = torch.where(drafted < count_B1, history.gather(1, source.clamp(0, width - 1)).long(), 0)
     return drafts, count_B1[:, 0], (best // width)[:, 0]
 
@@ -142,20 +142,21 @@ def corpus_drafts(
     tokens_SL: Tensor,
     req_idx_B: Tensor,
     lengths_B: Tensor,
-    room_B: Tensor,
+    limit_B: Tensor,
     least: float,
     num_drafts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draft what a corpus predicts after the first `lengths_B` tokens of each sequence's line of `tokens_SL`, and then
-    after each draft, from the largest context that has a word. A draft ends where there is none, after `room_B` tokens,
-    or where the probability that all of it is right is less than `least`. `estimates_OS`: float32, the probability of
-    each prediction by the size of its context and its score.
+    after each draft, from the largest context that has a word. A draft ends where there is none, where the text has
+    `limit_B` tokens, or where the probability that all of it is right is less than `least`. `estimates_OS`: float32,
+    the probability of each prediction by the size of its context and its score.
 
     Return (drafts_BD, num_drafts_B, probabilities_BD, loaded_B), D = num_drafts: int64 drafts padded with 0, and their
     number; float32, the probability that a draft and all before it are right, padded with 0; bool, whether the first
     comes from a file.
     """
     batch, device = len(req_idx_B), words_H.device
+    room_B = limit_B - lengths_B
     source = lengths_B.long()[:, None] - torch.arange(MAX_SIZE, 0, -1, device=device)
     context = tokens_SL[req_idx_B[:, None], source.clamp(0, tokens_SL.shape[1] - 1)].long()
     text = torch.cat((torch.where(source >= 0, context, -1), source.new_zeros(batch, num_drafts)), dim=1)

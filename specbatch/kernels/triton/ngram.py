@@ -49,19 +49,19 @@ _ORDER_2, _ORDER_3, _ORDER_6, _ORDER_12 = (tl.constexpr(i) for i in range(len(SI
 @triton.jit
 def _longest_of_chunk(
     tokens_ptr, predicted_ptr, req_idx_ptr, num_tokens_ptr, num_predicted_ptr, best_ptr, stride, predicted_stride,
-    text_chunks, min_match, max_match, CHUNK: tl.constexpr,
+    num_tokens_stride, num_predicted_stride, text_chunks, min_match, max_match, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Find the longest occurrence that ends in a chunk, and of equal ones the last. The result is (tokens matched) <<
     32 | its end, which is the index of the token after it; 0: there is none. The first `text_chunks` chunks are those
     of the text, and the others those of the prediction."""
     seq, chunk = tl.program_id(0), tl.program_id(1)
     req_idx = tl.load(req_idx_ptr + seq).to(tl.int64)
-    length = tl.load(num_tokens_ptr + req_idx).to(tl.int32)
+    length = tl.load(num_tokens_ptr + seq * num_tokens_stride).to(tl.int32)
     text_ptr = tokens_ptr + req_idx * stride
     from_ptr, count, first = text_ptr, length, chunk * CHUNK
     if chunk >= text_chunks:
         from_ptr = predicted_ptr + req_idx * predicted_stride
-        count = tl.load(num_predicted_ptr + req_idx).to(tl.int32)
+        count = tl.load(num_predicted_ptr + seq * num_predicted_stride).to(tl.int32)
         first = (chunk - text_chunks) * CHUNK
     ends = first + tl.arange(0, CHUNK)
     best = tl.full((), 0, tl.int64)
@@ -84,13 +84,14 @@ def _longest_of_chunk(
 @triton.jit
 def _continue(
     tokens_ptr, predicted_ptr, req_idx_ptr, num_tokens_ptr, num_predicted_ptr, limit_ptr, best_ptr, drafts_ptr,
-    num_drafts_ptr, matched_ptr, stride, predicted_stride, num_chunks, predicted_start, num_drafts,
+    num_drafts_ptr, matched_ptr, stride, predicted_stride, num_tokens_stride, num_predicted_stride, limit_stride,
+    num_chunks, predicted_start, num_drafts,
     CHUNKS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0)
     req_idx = tl.load(req_idx_ptr + seq).to(tl.int64)
-    length = tl.load(num_tokens_ptr + req_idx).to(tl.int32)
-    limit = tl.load(limit_ptr + req_idx).to(tl.int32)
+    length = tl.load(num_tokens_ptr + seq * num_tokens_stride).to(tl.int32)
+    limit = tl.load(limit_ptr + seq * limit_stride).to(tl.int32)
     chunks = tl.arange(0, CHUNKS)
     best = tl.max(tl.load(best_ptr + seq * num_chunks + chunks, mask=chunks < num_chunks, other=0))
     start = (best & 0xFFFFFFFF).to(tl.int32)
@@ -98,7 +99,7 @@ def _continue(
     from_ptr, end = tokens_ptr + req_idx * stride, length
     if start >= predicted_start:
         from_ptr = predicted_ptr + req_idx * predicted_stride
-        end = tl.load(num_predicted_ptr + req_idx).to(tl.int32)
+        end = tl.load(num_predicted_ptr + seq * num_predicted_stride).to(tl.int32)
         start -= predicted_start
     drafted = tl.arange(0, BLOCK_D)
     source = start + drafted % tl.maximum(end - start, 1)
@@ -112,19 +113,17 @@ def ngram_lookup(
     tokens_SL: Tensor,
     predicted_SL: Tensor,
     req_idx_B: Tensor,
-    num_tokens_S: Tensor,
-    num_predicted_S: Tensor,
-    limit_S: Tensor,
+    num_tokens_B: Tensor,
+    num_predicted_B: Tensor,
+    limit_B: Tensor,
     min_match: int,
     max_match: int,
     num_drafts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels/torch/ngram.py`. Counts and limits may be of any integer type."""
+    """See `kernels/torch/ngram.py`. Counts and limits may be of any integer type, and columns of a wider table."""
     assert 1 <= min_match <= max_match, (min_match, max_match)
     assert tokens_SL.stride(1) == 1
-    # These may be columns of a wider table.
-    req_idx_B, limit_S = req_idx_B.contiguous(), limit_S.contiguous()
-    num_tokens_S, num_predicted_S = num_tokens_S.contiguous(), num_predicted_S.contiguous()
+    req_idx_B = req_idx_B.contiguous()
     batch, device = req_idx_B.shape[0], tokens_SL.device
     width = tokens_SL.shape[1]
     chunk = min(1024, triton.next_power_of_2(width))
@@ -135,13 +134,15 @@ def ngram_lookup(
     num_drafts_B, matched_B = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
     launch(
         _longest_of_chunk, (batch, num_chunks),
-        tokens_SL, predicted_SL, req_idx_B, num_tokens_S, num_predicted_S, best, tokens_SL.stride(0),
-        predicted_SL.stride(0), text_chunks, min_match, max_match, CHUNK=chunk,
+        tokens_SL, predicted_SL, req_idx_B, num_tokens_B, num_predicted_B, best, tokens_SL.stride(0),
+        predicted_SL.stride(0), num_tokens_B.stride(0), num_predicted_B.stride(0), text_chunks, min_match, max_match,
+        CHUNK=chunk,
     )  # fmt: skip
     launch(
         _continue, (batch,),
-        tokens_SL, predicted_SL, req_idx_B, num_tokens_S, num_predicted_S, limit_S, best, drafts, num_drafts_B,
-        matched_B, tokens_SL.stride(0), predicted_SL.stride(0), num_chunks, text_chunks * chunk, num_drafts,
+        tokens_SL, predicted_SL, req_idx_B, num_tokens_B, num_predicted_B, limit_B, best, drafts, num_drafts_B,
+        matched_B, tokens_SL.stride(0), predicted_SL.stride(0), num_tokens_B.stride(0), num_predicted_B.stride(0),
+        limit_B.stride(0), num_chunks, text_chunks * chunk, num_drafts,
         CHUNKS=triton.next_power_of_2(num_chunks), BLOCK_D=max(16, triton.next_power_of_2(num_drafts)), num_warps=1,
     )  # fmt: skip
     return drafts, num_drafts_B, matched_B
@@ -252,8 +253,8 @@ def _of_sizes(two, three, six, twelve):
 
 @triton.jit
 def _walk(
-    words_ptr, estimates_ptr, tokens_ptr, req_idx_ptr, lengths_ptr, room_ptr, drafts_ptr, num_drafts_ptr,
-    probabilities_ptr, loaded_ptr, least, stride, batch, num_words, num_drafts,
+    words_ptr, estimates_ptr, tokens_ptr, req_idx_ptr, lengths_ptr, limit_ptr, drafts_ptr, num_drafts_ptr,
+    probabilities_ptr, loaded_ptr, least, stride, lengths_stride, limit_stride, batch, num_words, num_drafts,
     BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """Draft for BLOCK sequences at once, with all sizes of contexts side by side, so that a step waits once for its
@@ -261,8 +262,8 @@ def _walk(
     seq = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = seq < batch
     line = tokens_ptr + tl.load(req_idx_ptr + seq, mask=exists, other=0) * stride
-    length = tl.load(lengths_ptr + seq, mask=exists, other=0).to(tl.int64)
-    room = tl.load(room_ptr + seq, mask=exists, other=0).to(tl.int64)
+    length = tl.load(lengths_ptr + seq * lengths_stride, mask=exists, other=0).to(tl.int64)
+    room = tl.load(limit_ptr + seq * limit_stride, mask=exists, other=0).to(tl.int64) - length
     first = seq.to(tl.int64) * num_drafts
     size, last_power = (
         _of_sizes(_SIZE_2, _SIZE_3, _SIZE_6, _SIZE_12),
@@ -324,13 +325,12 @@ def corpus_drafts(
     tokens_SL: Tensor,
     req_idx_B: Tensor,
     lengths_B: Tensor,
-    room_B: Tensor,
+    limit_B: Tensor,
     least: float,
     num_drafts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `kernels/torch/ngram.py`. Lengths and room may be of any integer type."""
+    """See `kernels/torch/ngram.py`. Lengths and limits may be of any integer type, and columns of a wider table."""
     assert tokens_SL.stride(1) == 1
-    lengths_B, room_B = lengths_B.contiguous(), room_B.contiguous()
     batch, device = req_idx_B.shape[0], words_H.device
     drafts_BD = torch.empty((batch, num_drafts), dtype=torch.int64, device=device)
     num_drafts_B = torch.empty(batch, dtype=torch.int64, device=device)
@@ -338,8 +338,9 @@ def corpus_drafts(
     loaded_B = torch.empty(batch, dtype=torch.bool, device=device)
     launch(
         _walk, (triton.cdiv(batch, _WALK_BLOCK),),
-        words_H, estimates_OS, tokens_SL, req_idx_B, lengths_B, room_B, drafts_BD, num_drafts_B, probabilities_BD,
-        loaded_B, least, tokens_SL.stride(0), batch, words_H.shape[0] - 1, num_drafts,
+        words_H, estimates_OS, tokens_SL, req_idx_B, lengths_B, limit_B, drafts_BD, num_drafts_B, probabilities_BD,
+        loaded_B, least, tokens_SL.stride(0), lengths_B.stride(0), limit_B.stride(0), batch, words_H.shape[0] - 1,
+        num_drafts,
         BLOCK=_WALK_BLOCK, DRAFTS=triton.next_power_of_2(num_drafts), num_warps=1,
     )  # fmt: skip
     return drafts_BD, num_drafts_B, probabilities_BD, loaded_B
