@@ -27,6 +27,7 @@ from specbatch.draft.calibration import Calibration, Chains
 from specbatch.draft.corpus import Corpus
 from specbatch.draft.method import DraftMethod, DraftTrees
 from specbatch.draft.shape import DraftShape
+from specbatch.kernels.chains import NETWORK
 from specbatch.kernels.corpus import MAX_SIZE, match_estimates
 
 SOURCES = ("row", "job", "corpus", "network")  # the keys of `DraftSources`, see `kernels/chains.py`
