@@ -88,12 +88,10 @@ def drawn_chain(
             else:
                 estimate_B = confidence(step, tokens[-1]).float()
         if sampled:
-            position_B = view.length_B + (step + 1)
-            if scored and not coupled:
-                # A later round may draft at this position again. Its draft is drawn anew: the scores of this round
-                # decide how far other requests come, and they compete with it there.
-                position_B = view.length_B + (step << _STEP_SHIFT)
-            u = ops.uniform(*view.rng, position_B, Draw.SAMPLE if coupled else Draw.DRAFT)
+            # With scores, a later round that drafts at this position again draws anew: the scores of this round decide
+            # how far other requests come, and they compete with it there.
+            offset = step << _STEP_SHIFT if scored and not coupled else step + 1
+            u = ops.uniform(*view.rng, view.length_B + offset, Draw.SAMPLE if coupled else Draw.DRAFT)
             probs.append(ops.distribution(logits_BW, *view.sampling))
             ids = ops.draw(probs[-1], u)
         else:

@@ -164,7 +164,7 @@ def budgets(gpu: FakeGpu) -> None:
         assert "kernels compiled ahead" in note, note
         assert "failed" not in note, note
         assert not gpu.launched
-    assert {"_share_budget", "_pack_nodes"} <= set(gpu.compiled), gpu.compiled
+    assert {"_share_budget", "_pack_nodes", "_join_chains"} <= set(gpu.compiled), gpu.compiled
     assert gpu.compiled.count("_accept_chain") >= 2, "chains as a whole, and with nodes left out"
 
 

@@ -4,7 +4,6 @@ from specbatch.kernels.torch.acceptance import accept_chain
 from specbatch.kernels.torch.attention import attend
 from specbatch.kernels.torch.beam import beam_expand, beam_start
 from specbatch.kernels.torch.block_heads import add_bottleneck, gru_step
-from specbatch.kernels.torch.chains import join_chains
 from specbatch.kernels.torch.delta import delta_prompts, delta_rounds, gated_norm, sigmoid_mul
 from specbatch.kernels.torch.edits import edit_logits
 from specbatch.kernels.torch.fp8 import act_mul_quantised, quantise, rms_norm_quantised, scaled_linear
@@ -26,7 +25,7 @@ from specbatch.kernels.torch.model import (
     rotate,
     soft_capped,
 )
-from specbatch.kernels.torch.ngram import corpus_drafts, corpus_updates, ngram_lookup
+from specbatch.kernels.torch.ngram import corpus_drafts, corpus_updates, join_chains, ngram_lookup
 from specbatch.kernels.torch.prefixes import attend_prefixes
 from specbatch.kernels.torch.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.torch.steps import commit_round, pack_nodes, share_budget, span_layout

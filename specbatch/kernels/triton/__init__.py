@@ -4,7 +4,6 @@ from specbatch.kernels.triton.acceptance import accept_chain
 from specbatch.kernels.triton.attention import attend
 from specbatch.kernels.triton.beam import beam_expand, beam_start
 from specbatch.kernels.triton.block_heads import add_bottleneck, gru_step
-from specbatch.kernels.triton.chains import join_chains
 from specbatch.kernels.triton.delta.ops import delta_prompts, delta_rounds, gated_norm, sigmoid_mul
 from specbatch.kernels.triton.edits import edit_logits
 from specbatch.kernels.triton.fp8 import act_mul_quantised, quantise, rms_norm_quantised, scaled_linear
@@ -26,7 +25,7 @@ from specbatch.kernels.triton.model import (
     rotate,
     soft_capped,
 )
-from specbatch.kernels.triton.ngram import corpus_drafts, corpus_updates, ngram_lookup
+from specbatch.kernels.triton.ngram import corpus_drafts, corpus_updates, join_chains, ngram_lookup
 from specbatch.kernels.triton.prefixes import attend_prefixes
 from specbatch.kernels.triton.sampling import argmax, argmax_and_margin, distribution, draw, sample, uniform
 from specbatch.kernels.triton.steps import commit_round, pack_nodes, share_budget, span_layout
