@@ -71,7 +71,7 @@ def sampled_p_value(kind: str, nodes: float | None) -> float:
     """Return the p value of whole texts. Many requests have the same prompt, so that they draft from each other."""
     budget = None if nodes is None else VerifyBudget(nodes)
     engine = KINDS[kind]("hybrid", SHAPE, budget=budget, prefill_chunk_tokens=500, **TINY)
-    trust_network(engine, 200.0)
+    trust_network(engine, 120.0)
     counts = sampled(engine)
     sources = engine.stats.draft_sources.tokens
     of_network = sources.pop("network")[1]
