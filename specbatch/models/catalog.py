@@ -75,7 +75,7 @@ def catalog() -> dict[str, CatalogEntry]:
             draft_for="smollm2-135m-instruct",
             method="block",
             num_steps=5,
-            cuda_schedule=((2, 7, 4, 10), (64, 8, 1, 9), (2048, 3, 1, 4)),  # the last is for more requests, too
+            cuda_schedule=((2, 7, 4, 10), (32, 8, 1, 9), (64, 5, 1, 6), (2048, 3, 1, 4)),  # the last is for more, too
         ),
     ]
     return {entry.name: entry for entry in entries}

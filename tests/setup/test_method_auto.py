@@ -27,7 +27,8 @@ HEAD, DRAFTER = f"{TARGET}-eagle3", f"{TARGET}-block"
 # Of the built-in target's geometry, because its file need not be there.
 GEOMETRY = "model.target=random:smollm2-135m"
 BLOCK = ["speculation.method=block", f"speculation.draft={DRAFTER}"]
-SCHEDULE = ByBatch((2, 64, 2048), (DraftShape(7, 4, 10), DraftShape(8, 1, 9), DraftShape(3, 1, 4)))
+SHAPES = DraftShape(7, 4, 10), DraftShape(8, 1, 9), DraftShape(5, 1, 6), DraftShape(3, 1, 4)
+SCHEDULE = ByBatch((2, 32, 64, 2048), SHAPES)
 
 
 @pytest.fixture
@@ -152,9 +153,9 @@ def test_on_a_cpu_the_built_in_block_drafter_drafts_5_tokens() -> None:
 def test_the_card_of_the_block_drafter_gives_its_schedule() -> None:
     entry = catalog()[DRAFTER.removeprefix("builtin:")]
     card = " ".join((path_of(entry) / "README.md").read_text(encoding="utf-8").split())
-    (few, *first), (many, *second), (_, *last) = entry.cuda_schedule
-    shapes = ["/".join(map(str, shape)) for shape in (first, second, last)]
-    assert f"{shapes[0]} for up to {few} running requests, {shapes[1]} for up to {many}, {shapes[2]} for more" in card
+    parts = [f"{'/'.join(map(str, shape))} for up to {bound}" for bound, *shape in entry.cuda_schedule[:-1]]
+    last = "/".join(map(str, entry.cuda_schedule[-1][1:]))
+    assert f"{parts[0]} running requests, {', '.join(parts[1:])}, {last} for more" in card
 
 
 def test_a_block_has_at_most_its_drafts() -> None:
