@@ -116,9 +116,8 @@ class SuffixDraft(DraftMethod):
         self, view: BatchView, table: RequestTable, chains: Chains, known_BCD: Tensor | None = None
     ) -> DraftTrees:
         """Choose the chain of each request whose drafts are worth most, by their probabilities and the price of a node.
-        `known_BCD`: the last
-        chain was drawn at random, and the choice reads the one before it in its place, and these tokens in place of
-        those of the chains; None: no chain was drawn."""
+        `known_BCD`: the last chain was drawn at random, and the choice reads the one before it in its place, and these
+        tokens in place of those of the chains; None: no chain was drawn."""
         read = chains if known_BCD is None else chains._replace(tokens_BCD=known_BCD)
         probabilities_BCD, judged = self.shared.calibration.judge(read)
         tokens_BN, scores_BN, num_nodes_B, chosen_B3, is_given_B = self._ops.choose_chain(
