@@ -2,8 +2,9 @@
 
 The engine's requests share a corpus (`corpus.py`). Each round searches it for the last tokens of every request, and
 adds the tokens that it commits. A request's prompt is not in the corpus: its own prompt and output are searched as
-`ngram` does. Of the two, the drafts with the larger expected number of accepted tokens are taken, by estimates that are
-calibrated while rows run (`calibration.py`).
+`ngram` does. Of the two, the drafts that are worth more are taken, by estimates that are calibrated while rows run
+(`calibration.py`). A draft is worth what its probability is above the *price* of a node: 0 where all drafts are
+verified, else the largest probability of the drafts that the last rounds left out.
 
 Which tokens are in the corpus depends on the rows that ran before, so a resumed job can draft otherwise. The drafts are
 deterministic, and the target decides about each of them, so texts do not change.
@@ -54,7 +55,7 @@ class SharedTexts:
         self.corpus.load(texts)
         self.calibration = Calibration(len(SOURCES) + 1, NETWORK if with_network else 0, device, ops)
         self._counts = torch.zeros(len(SOURCES), 2, dtype=torch.int64, device=device)  # drafted, accepted
-        # The probability from which on drafts were verified lately: what it takes to be worth a node.
+        # The mean over the last rounds of the largest probability of a draft that was not verified.
         self.price = torch.zeros(1, dtype=torch.float32, device=device)
 
     def count(self, drafted_B: Tensor, source_B: Tensor, num_new_B: Tensor) -> None:
@@ -116,9 +117,8 @@ class SuffixDraft(DraftMethod):
         self, view: BatchView, table: RequestTable, chains: Chains, known_BCD: Tensor | None = None
     ) -> DraftTrees:
         """Choose the chain of each request whose drafts are worth most, by their probabilities and the price of a node.
-        `known_BCD`: the last
-        chain was drawn at random, and the choice reads the one before it in its place, and these tokens in place of
-        those of the chains; None: no chain was drawn."""
+        `known_BCD`: the last chain was drawn at random, and the choice reads the one before it in its place, and these
+        tokens in place of those of the chains; None: no chain was drawn."""
         read = chains if known_BCD is None else chains._replace(tokens_BCD=known_BCD)
         probabilities_BCD, judged = self.shared.calibration.judge(read)
         tokens_BN, scores_BN, num_nodes_B, chosen_B3, is_given_B = self._ops.choose_chain(

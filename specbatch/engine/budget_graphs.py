@@ -48,7 +48,8 @@ class _Choice(NamedTuple):
 
 def steps(size: int, num_nodes: int) -> list[RoundSize]:
     """List the rounds of batches of this size that verify fewer nodes than all. `num_nodes`: those of a chain."""
-    return [RoundSize(size, math.ceil(step * size)) for step in _STEPS if step <= num_nodes - _MIN_CUT]
+    counts = dict.fromkeys(math.ceil(step * size) for step in _STEPS if step <= num_nodes - _MIN_CUT)
+    return [RoundSize(size, count) for count in counts if count < size * num_nodes]
 
 
 class BudgetGraphs:

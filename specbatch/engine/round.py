@@ -128,8 +128,8 @@ class Round:
     """One round on the device. `simulate`: the mean number of tokens to commit in a round, whatever the target chooses;
     None: the real acceptance. `fixed_shapes`: shapes depend only on the number of requests, the host reads nothing, and
     a round may be a CUDA graph; False: only tokens that exist are computed. None: True on all devices but a CPU.
-    `two_lanes`: the overlap of two lanes; None: rounds and prompt chunks have one lane. `reports_scores`:
-    the output says how probable drafts were."""
+    `two_lanes`: the overlap of two lanes; None: rounds and prompt chunks have one lane. `reports_scores`: the output
+    says how probable drafts were."""
 
     def __init__(
         self,
@@ -468,7 +468,7 @@ class Round:
             num_path_B=verified.num_path_B,
             next_token_B=verified.next_token_B,
             num_broken_B=verified.num_broken_B,
-            scores_BN=trees.scores_BN if self._reports_scores else None,
+            scores_BN=scores_BN,
             margin_BN=verified.margin_BN,
         )
         return committed

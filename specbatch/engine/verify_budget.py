@@ -127,7 +127,7 @@ class VerifyBudget:
         packed_BC, known = packed_BC[is_known_B], output_BZ[is_known_B]
         at_least_BK = (packed_BC[:, :, None] >> _SHIFTS & ((1 << LIKELY_BITS) - 1)).reshape(len(known), -1)
         self._count = min(_REMEMBERED, self._count + len(known))
-        share = len(known) / self._count
+        share = min(1.0, len(known) / self._count)
         self._drafts_K += share * (_in_each(at_least_BK) / len(known) - self._drafts_K)
         self._verified_K *= _MEMORY
         self._accepted_K *= _MEMORY

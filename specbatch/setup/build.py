@@ -346,8 +346,9 @@ def measure_budget(
     times = times.with_sharing(_of_first(executor.measure_sharing(wanted), group))
     executor.budget, budget.times = budget, times
     executor.capture_for_budget(wanted)
-    size = measured[0][0]
-    words = ", ".join(f"{times.of(nodes * size, shares=True):.2f} with {nodes}" for nodes in (1, 1.5, 2, 3, 4))
+    size, most, _ = max(measured)
+    shown = [nodes for nodes in (1, 1.5, 2, 3, 4) if nodes * size < most]
+    words = ", ".join(f"{times.of(nodes * size, shares=True):.2f} with {nodes}" for nodes in shown)
     return (
         f"{option}: auto, {executor.num_graphs - num_graphs} graphs of fewer nodes, captured in "
         f"{executor.runner.seconds - seconds:.1f} s; milliseconds of rounds of {size} rows by nodes for each: {words}"

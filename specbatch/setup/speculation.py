@@ -175,9 +175,13 @@ def with_block(
         schedule = ByBatch.always(shape)
     for shape in shapes_of(schedule):
         if shape.num_steps > most:
+            option, largest = "speculation.num_steps", most
+            if given.schedule is None and given.num_steps is None:
+                option, largest = "speculation.num_draft_tokens", most + 1  # with the root
+            value = shape.num_steps + largest - most
             raise ConfigError(
-                f"speculation.num_steps is {shape.num_steps}, and a block of this drafter has {most} drafts",
-                hint=f"set speculation.num_steps to at most {most}, or leave it out",
+                f"{option} is {value}, and a block of this drafter has {most} drafts",
+                hint=f"set {option} to at most {largest}, or leave it out",
             )
     return Speculation(section, schedule, block.block_size)
 

@@ -45,6 +45,13 @@ def test_a_round_takes_the_graph_with_most_tokens_for_its_time() -> None:
         assert graphs.fastest(64, 64) == (64, nodes), "128, 176 and 256 nodes are before a step"
 
 
+def test_steps_of_small_batches() -> None:
+    """They have no number of nodes twice, nor that of whole chains."""
+    assert steps(1, 3) == [(1, 1), (1, 2)]
+    assert steps(3, 2) == [(3, 3), (3, 4), (3, 5)]
+    assert steps(64, 1) == []
+
+
 def test_a_graph_of_a_larger_batch_has_padding() -> None:
     graphs = BudgetGraphs(budget_of(TIMES["large"], [0.95, 0.5, 0.01]), NODES)
     assert graphs.fastest(320, 300) == (320, 1920), "whole chains are there in any case"

@@ -27,16 +27,20 @@ from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.node_chooser import costs_of
 from specbatch.engine.round import Round, RoundKey, Wanted
 from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
+from specbatch.grammar.compiler import GrammarCompiler
+from specbatch.grammar.constraint import constraint_of
 from specbatch.kernels import torch as ops
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_chi_square import ALPHA, p_value
 from tests.engine.graphs import Replays
+from tests.grammar.tiny_tokenizer import tiny_tokenizer
 from tests.kernels.test_steps import packed
 from tests.tiny_models import (
     num_target_layers,
     random_prompts,
     run,
+    run_requests,
     tiny_device_engine,
     tiny_engine,
     tiny_oracle,
@@ -48,6 +52,7 @@ METHODS = ["ngram", "suffix", "hybrid", "draft_model", "eagle", "eagle3"]
 KINDS = {"cpu": tiny_engine, "device": tiny_device_engine}
 GREEDY = SamplingParams(max_tokens=16)
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_k=30, seed=5)
+FORCED = SamplingParams(max_tokens=24, choice=("10-10-10-10-10-10-10-10", "10-10-10-10-10-true"))
 SCHEDULING = {"batch": {"max_batch_size": 8}, "preemption": {"max_batch_size": 4, "num_pages": 24}}
 
 
@@ -289,6 +294,13 @@ def test_a_range_that_nobody_verifies_has_its_probability_again() -> None:
     assert expected(budget, 2.0) == pytest.approx(2.3, abs=0.1)
 
 
+def test_a_round_of_more_requests_than_are_remembered() -> None:
+    budget = VerifyBudget(None)
+    for i in range(20):
+        budget.record(outputs([[0.9] * (i % 2)] * 5000, verified=0, accepted=0))
+    assert 1.5 < expected(budget, 1.0) == expected(budget, 9.0) < 2.0, "the last round has a draft of each request"
+
+
 def test_many_drafts_and_ended_requests() -> None:
     budget = VerifyBudget(None)
     output = outputs([[0.99] * 40, [0.99] * 40], verified=40, accepted=40)
@@ -347,6 +359,18 @@ def test_rounds_report_how_probable_drafts_are(prompts: list[list[int]], monkeyp
     assert budget.cached_tokens > 0
     assert budget.version > 1
     assert 0 < sum(verified) < sum(reported), "nodes cost much"
+
+
+def test_nodes_of_a_grammar_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a grammar has made a chain longer than the drafts, nothing is said of their probabilities."""
+    matcher = GrammarCompiler(tiny_tokenizer(), max_levels=1).matcher(constraint_of(FORCED))
+    engine = tiny_engine("draft_model", CHAIN, budget=VerifyBudget(None, RoundTimes([1, 100], [1.0, 1.0], 0.0)))
+    lines = list[list[int]]()
+    monkeypatch.setattr(VerifyBudget, "record", lambda self, output_BZ: lines.extend(output_BZ.tolist()))
+    run_requests(engine, [Request(0, [1, 2, 3], FORCED, RngKey(0, 0, 0), matcher=matcher)])
+    grown = [line for line in lines if line[Output.DEPTH] > CHAIN.num_steps]
+    assert grown
+    assert all(line[Output.LIKELY] == 0 for line in grown)
 
 
 class EagerRunner:

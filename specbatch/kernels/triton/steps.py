@@ -33,6 +33,7 @@ _NUM_NEW, _NUM_DRAFTED, _DEPTH, _NUM_BROKEN, _LIKELY, _TOKENS = (tl.constexpr(in
 _FIRST_BOUND, _BOUND_RATIO = (tl.constexpr(float(x)) for x in (LOG_BOUNDS_K[0], LOG_BOUNDS_K[1] / LOG_BOUNDS_K[0]))
 _LIKELY_COLUMNS, _PER_COLUMN = tl.constexpr(LIKELY_COLUMNS), tl.constexpr(LIKELY_PER_COLUMN)
 _LIKELY_BITS, _LIKELY_KNOWN = tl.constexpr(LIKELY_BITS), tl.constexpr(LIKELY_KNOWN)
+_MAX_LIKELY = tl.constexpr((1 << LIKELY_BITS) - 1)  # the largest number that has LIKELY_BITS
 
 
 @triton.jit
@@ -303,7 +304,7 @@ def _commit_round(
     for column in tl.static_range(_LIKELY_COLUMNS):
         likely = tl.full((), 0, tl.int32)
         for i in tl.static_range(_PER_COLUMN):
-            number = tl.minimum(tl.sum((score >= bound).to(tl.int32)), (1 << _LIKELY_BITS) - 1)
+            number = tl.minimum(tl.sum((score >= bound).to(tl.int32)), _MAX_LIKELY)
             likely |= number << (_LIKELY_BITS * i)
             bound *= _BOUND_RATIO
         if HAS_SCORES:

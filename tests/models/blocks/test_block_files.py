@@ -201,6 +201,9 @@ def test_the_number_of_drafts_is_that_of_the_block(target: Checkpoint, tmp_path:
     assert (short.speculation.section.num_draft_tokens, short.speculation.num_lookahead) == (3, SIZE)
     with pytest.raises(ConfigError, match=r"num_steps is 7, and a block of this drafter has 4 drafts"):
         resolved(target, tmp_path / "DFlash", "speculation.num_steps=7")
+    with pytest.raises(ConfigError, match=r"num_draft_tokens is 6, and a block of this drafter has 4") as refused:
+        resolved(target, tmp_path / "DFlash", "speculation.num_draft_tokens=6")
+    assert refused.value.hint == "set speculation.num_draft_tokens to at most 5, or leave it out"
     trees = {
         ("speculation.topk=2",): (SIZE - 1, 2, 8),
         ("speculation.topk=2", "speculation.num_steps=1"): (1, 2, 3),
