@@ -10,6 +10,7 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.draft.corpus import Corpus
+from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.budget_graphs import MAX_AT_START
 from specbatch.engine.executor import GraphMode
@@ -179,6 +180,21 @@ def test_block_drafters(traits: str, shape: DraftShape, params: SamplingParams, 
     settings = {"num_pages": 512, "max_batch_size": 8, "vocab": 7, "dtype": torch.float32, **BLOCK_TRAITS[traits]}
     cpu = run(tiny_device_engine("block", shape, **settings), prompts, params)
     gpu = run(tiny_device_engine("block", shape, **settings, device=CUDA, graphs=graphs), prompts, params)
+    assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
+    assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
+
+
+@pytest.mark.parametrize("graphs", ["none", "round"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_schedule_of_trees_and_chains(params: SamplingParams, graphs: GraphMode) -> None:
+    """As the default has it on CUDA: fewer requests have larger trees."""
+    prompts, schedule = (
+        random_prompts(9, shared=10, vocab=7),
+        ByBatch((2, 4, 8), (DraftShape(4, 3, 12), DraftShape(5, 1, 6), DraftShape(2, 1, 3))),
+    )
+    settings = {"num_pages": 512, "max_batch_size": 8, "vocab": 7, "dtype": torch.float32, **BLOCK_TRAITS["domino"]}
+    cpu = run(tiny_device_engine("block", schedule, **settings), prompts, params)
+    gpu = run(tiny_device_engine("block", schedule, **settings, device=CUDA, graphs=graphs), prompts, params)
     assert [c.token_ids for c in gpu] == [c.token_ids for c in cpu]
     assert [c.speculation for c in gpu] == [c.speculation for c in cpu]
 
