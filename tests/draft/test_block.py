@@ -54,7 +54,7 @@ SHAPES: dict[str, DraftShape | Schedule] = {
     "tree": TREE,
     "tree of few nodes": DraftShape(5, 2, 5),
     "schedule": ByBatch((2, 3, 8), (CHAIN, None, SHORT)),
-    "schedule with a tree": ByBatch((2, 4, 8), (TREE, CHAIN, SHORT)),
+    "schedule with a tree": ByBatch((2, 8), (TREE, CHAIN)),
 }
 GREEDY = SamplingParams(max_tokens=16)
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_k=5, seed=5)
