@@ -54,7 +54,6 @@ SHAPES: dict[str, DraftShape | Schedule] = {
     "tree": TREE,
     "tree of few nodes": DraftShape(5, 2, 5),
     "schedule": ByBatch((2, 3, 8), (CHAIN, None, SHORT)),
-    "schedule with a tree": ByBatch((2, 8), (TREE, CHAIN)),
 }
 GREEDY = SamplingParams(max_tokens=16)
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.8, top_k=5, seed=5)
@@ -78,6 +77,7 @@ TRAITS: dict[str, dict[str, Any]] = {
     "mask embedding": {"has_mask_embedding": True, "embedding_scale": 0.5, "logits_scale": 0.7, "logits_soft_cap": 2.0},
 }
 SETTINGS: dict[str, Any] = {"num_pages": 256, "vocab": VOCAB}
+ENGINES = (tiny_engine, tiny_device_engine)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +120,20 @@ def test_blocks_are_lossless(
         assert engine.stats.cached_prompt_tokens > 0
 
 
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("make", ENGINES)
+def test_a_schedule_of_trees_and_chains_is_lossless(
+    make: Any, sampled: bool, prompts: list[list[int]], plain: dict[bool, list[Completion]]
+) -> None:
+    schedule = ByBatch((2, 4, 16), (TREE, CHAIN, SHORT))
+    engine = make("block", schedule, **SETTINGS, **TRAITS["domino"], max_batch_size=16, coupled=sampled)
+    found = run(engine, prompts, SAMPLED if sampled else GREEDY)
+    assert texts(found) == texts(plain[sampled])
+    assert accepted(found) > 2
+    depths = [depth for depth, rounds in enumerate(engine.stats.speculation.depths) if rounds]
+    assert len(depths) > 2, "rounds have trees and chains"
+
+
 @pytest.mark.parametrize("traits", TRAITS)
 def test_all_heads_are_lossless(traits: str, prompts: list[list[int]], plain: dict[bool, list[Completion]]) -> None:
     """The shapes of a CPU and those of a GPU give the same drafts."""
@@ -143,9 +157,6 @@ def test_drawn_drafts_do_not_depend_on_the_batch(traits: str, prompts: list[list
     for found in runs[1:]:
         assert texts(found) == texts(runs[0])
         assert [c.speculation for c in found] == [c.speculation for c in runs[0]]
-
-
-ENGINES = (tiny_engine, tiny_device_engine)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
