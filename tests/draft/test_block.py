@@ -126,7 +126,8 @@ def test_a_schedule_of_trees_and_chains_is_lossless(
     make: Any, sampled: bool, prompts: list[list[int]], plain: dict[bool, list[Completion]]
 ) -> None:
     schedule = ByBatch((2, 4, 16), (TREE, CHAIN, SHORT))
-    engine = make("block", schedule, **SETTINGS, **TRAITS["domino"], max_batch_size=16, coupled=sampled)
+    settings = {**SETTINGS, **TRAITS["domino"], "max_batch_size": 16, "prefill_chunk_tokens": 3, "coupled": sampled}
+    engine = make("block", schedule, **settings)
     found = run(engine, prompts, SAMPLED if sampled else GREEDY)
     assert texts(found) == texts(plain[sampled])
     assert accepted(found) > 2
