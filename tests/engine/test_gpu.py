@@ -187,7 +187,7 @@ def test_block_drafters(traits: str, shape: DraftShape, params: SamplingParams, 
 @pytest.mark.parametrize("graphs", ["none", "round"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_schedule_of_trees_and_chains(params: SamplingParams, graphs: GraphMode) -> None:
-    """As the default has it on CUDA: fewer requests have larger trees."""
+    """Few requests have trees and more have chains, as in the default on CUDA."""
     prompts, schedule = (
         random_prompts(9, shared=10, vocab=7),
         ByBatch((2, 4, 8), (DraftShape(4, 3, 12), DraftShape(5, 1, 6), DraftShape(2, 1, 3))),

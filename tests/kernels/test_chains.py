@@ -28,7 +28,7 @@ def test_chains_are_put_side_by_side(ops: Ops, drafts: int, steps: int, network:
     row, shared = torch.randint(0, 99, (2, BATCH, drafts))
     num_row, num_shared = torch.randint(0, drafts + 1, (2, BATCH))
     matched = torch.randint(1, MATCHED + 1, (BATCH,)) * (num_row > 0)
-    table = match_estimates(MATCHED, drafts + 2, torch.device("cpu"))  # of longer chains
+    table = match_estimates(MATCHED, drafts + 2, torch.device("cpu"))  # The table is of longer chains.
     probabilities = torch.rand(BATCH, drafts).cumprod(dim=1) * (index < num_shared[:, None])
     is_loaded = torch.rand(BATCH) < 0.5
     args = [row, num_row, matched, table, shared, probabilities, is_loaded]

@@ -44,7 +44,7 @@ def with_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def on_cuda(with_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an H200. Nothing that is decided before weights are read asks it for more."""
+    """A device takes the place of an H200. Nothing that is decided before weights are read asks it for more."""
 
     def device(name: str, notes: list[str]) -> torch.device:
         notes.append("engine.device: cuda")
@@ -138,7 +138,7 @@ def test_flashinfer_runs_no_block_drafters() -> None:
 def test_given_shapes_of_the_built_in_block_drafter(
     device: str, options: list[str], shape: tuple[int, int, int], request: pytest.FixtureRequest
 ) -> None:
-    """What is not given is that of a chain of 5 drafts. Its blocks have 8."""
+    """Options that are not given are those of a chain of 5 drafts. Blocks have 8."""
     if device == "cuda":
         request.getfixturevalue("on_cuda")
     run = resolve(load_config(None, [GEOMETRY, *BLOCK, *(f"speculation.{option}" for option in options)]))
