@@ -41,7 +41,7 @@ _NUM_BUCKETS = 2 * (len(_EDGES) + 1) * (len(_PLACES) + 1)
 _PRIOR_WEIGHT = 32.0  # right drafts, as many as expected, with which each bucket begins
 _REMEMBERED = 1000.0  # expected right drafts of a bucket that are remembered
 _PRIOR_OF_CHOSEN, _REMEMBERED_OF_CHOSEN = 64.0, 400.0
-_CHOSEN_AT_FIRST = 0.6  # This and both above were found by replays of sampled and greedy texts.
+_CHOSEN_AT_FIRST = 0.6  # This and both above were found by replays of sampled texts.
 _MOST = 0.995  # the largest estimate
 NUM_TEXTS = 2  # The first chains of a request are from texts: its own, and those of all rows.
 
