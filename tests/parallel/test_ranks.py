@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -10,18 +11,20 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 import torch
 
 from specbatch.config_load import load_config
+from specbatch.counts import EngineStats, SpeculationCounts
 from specbatch.errors import ConfigError, ModelError, SpecbatchError
 from specbatch.grammar.compiler import GrammarCompiler, MatcherSpec
 from specbatch.grammar.constraint import Constraint
@@ -31,7 +34,15 @@ from specbatch.setup.ranks import ranked_engine as ranks
 from specbatch.setup.ranks.process import _RankLoop, open_group, run_rank
 from specbatch.setup.ranks.ranked_engine import DividedEngine, RankedEngine, build_ranked
 from specbatch.setup.resolve import ResolvedRun, resolve
-from specbatch.types import BatchEngine, Completion, Request, RngKey, SamplingParams
+from specbatch.types import (
+    BatchEngine,
+    Completion,
+    EngineLimits,
+    FinishReason,
+    Request,
+    RngKey,
+    SamplingParams,
+)
 from tests.grammar.tiny_tokenizer import tiny_tokenizer
 
 _CONTEXT = multiprocessing.get_context("fork")
@@ -262,6 +273,58 @@ def test_processes_with_requests_of_their_own_answer_as_one(method: str, size: i
     assert stats.experts.load == one.stats.experts.load
     assert (stats.generated_tokens, stats.prompt_tokens) == (one.stats.generated_tokens, one.stats.prompt_tokens)
     assert stats.rounds < one.stats.rounds
+
+
+class _InStep:
+    """An engine whose step waits until that of the other rank begins. Rank 1 then finishes all requests, and takes
+    longer than rank 0."""
+
+    limits, stats = EngineLimits(9, 9), EngineStats(generated_tokens=1)
+
+    def __init__(self, barrier: threading.Barrier, rank: int) -> None:
+        self._barrier, self._rank, self._requests = barrier, rank, list[Request]()
+
+    def submit(self, request: Request) -> None:
+        self._requests.append(request)
+
+    def step(self) -> list[Completion]:
+        self._barrier.wait()
+        time.sleep(0.1 * self._rank)
+        done, self._requests = self._requests, []
+        many = [1] * 1_000_000  # more than a connection holds
+        return [Completion(r.request_id, many, FinishReason.LENGTH, None, SpeculationCounts()) for r in done]
+
+
+def test_many_completions_of_a_rank_do_not_hold_the_next_step() -> None:
+    barrier = threading.Barrier(2, timeout=20)  # a rank that writes, and is not read, does not come
+    run_: Any = SimpleNamespace(config=SimpleNamespace(engine=SimpleNamespace(tensor_parallel=2)), on_cuda=False)
+    run_.division, run_.tokenizer = "requests", tiny_tokenizer()
+    threads = []
+
+    def start(connection: Connection) -> Any:
+        connection = Connection(os.dup(connection.fileno()))
+
+        def work() -> None:
+            connection.recv_bytes()
+            connection.send(("started",))
+            with contextlib.suppress(EOFError, threading.BrokenBarrierError):
+                _RankLoop(cast(Any, _InStep(barrier, 1)), connection, run_, cast(Any, group)).run_own()
+
+        threads.append(threading.Thread(target=work, daemon=True))
+        threads[-1].start()
+        return SimpleNamespace(poll=lambda: None, wait=lambda seconds: threads[0].join(seconds), kill=lambda: None)
+
+    group = SimpleNamespace(size=2, device=torch.device("cpu"))
+    others = ranks.OtherRanks(run_, start)
+    engine = DividedEngine(cast(Any, _InStep(barrier, 0)), others, cast(Any, group))
+    for i in range(2):
+        engine.submit(Request(i, [1 + i], GREEDY, RngKey(0, i, 0)))
+    found = [c.request_id for _ in range(2) for c in engine.step()]
+    assert sorted(found) == [0, 1]
+    assert engine.stats.generated_tokens == 2
+    others.close()
+    threads[0].join(10)
+    assert not threads[0].is_alive()
 
 
 def test_a_rank_is_killed_that_has_requests_of_its_own() -> None:

@@ -127,7 +127,8 @@ class _RankLoop:
                 self._engine.limit_length(message[1])
 
     def run_own(self) -> None:
-        """Run requests that only this rank has, in step with the other ranks, and send what has finished."""
+        """Run requests that only this rank has, in step with the other ranks. Answer each step with what has finished,
+        and with the counters if something has."""
         engine = self._engine
         while True:
             message: tuple[Any, ...] = self._connection.recv()
@@ -136,8 +137,7 @@ class _RankLoop:
                 self._submit(request, self._check(request), self._grammars)
             elif message[0] == "step":
                 done = engine.step()
-                if done:
-                    self._connection.send(("done", done, engine.stats))
+                self._connection.send(("done", done, engine.stats if done else None))
             elif message[0] == "tokens_so_far":
                 self._connection.send(("tokens_so_far", engine.tokens_so_far()))
             else:

@@ -131,12 +131,8 @@ class OtherRanks:
         except OSError:
             raise self.failure() or _ended(rank.number, None, None) from None
 
-    def has_message(self, number: int) -> bool:
-        """Return whether a rank has sent something, or has ended."""
-        return self._ranks[number - 1].connection.poll()
-
     def receive(self, number: int) -> tuple[Any, ...]:
-        """Return the next message of a rank. Raise its error if it sends that, or has ended."""
+        """Wait for a rank's answer, and return it. Raise its error if it sends that, or has ended."""
         rank = self._ranks[number - 1]
         try:
             message: tuple[Any, ...] = rank.connection.recv()
@@ -364,7 +360,6 @@ class DividedEngine(RankedEngine):
         super().__init__(engine, others, group)
         self._requests: list[set[int]] = [set() for _ in range(group.size)]  # the ids of each rank's requests
         self._stats = [EngineStats() for _ in range(group.size)]  # those that each rank has sent last
-        self._done: list[Completion] = []  # what other ranks have sent, and no step has returned
         self._last_prompt: Sequence[int] | None = None
         self._last_rank = 0
 
@@ -382,11 +377,10 @@ class DividedEngine(RankedEngine):
     def tokens_so_far(self) -> dict[int, int]:
         found = self._engine.tokens_so_far()
         with self._talking():
-            for number in self._others_with_requests():
-                self._others.send_to(number, "tokens_so_far")
-                while (message := self._others.receive(number))[0] != "tokens_so_far":
-                    self._keep(number, message)
-                found |= message[1]
+            for number in range(1, self._others.size):
+                if self._requests[number]:
+                    self._others.send_to(number, "tokens_so_far")
+                    found |= self._others.receive(number)[1]
         return found
 
     def submit(self, request: Request) -> None:
@@ -414,27 +408,20 @@ class DividedEngine(RankedEngine):
         return number
 
     def step(self) -> list[Completion]:
-        if any(self._requests):
-            self._send("step")
-            done = self._own_step()
-            self._requests[0].difference_update(completion.request_id for completion in done)
-            self._done += done
-            with self._talking():
-                for number in self._others_with_requests():
-                    while self._others.has_message(number):
-                        self._keep(number, self._others.receive(number))
-        done, self._done = self._done, []
+        """Run a step on all ranks, and wait for what each of them has finished. A connection holds less than the
+        completions of many requests, so a rank could not begin the next step before they are read."""
+        if not any(self._requests):
+            return []
+        self._send("step")
+        done = self._own_step()
+        self._requests[0].difference_update(completion.request_id for completion in done)
+        with self._talking():
+            for number in range(1, self._others.size):
+                _, of_rank, stats = self._others.receive(number)
+                self._requests[number].difference_update(completion.request_id for completion in of_rank)
+                self._stats[number] = stats or self._stats[number]
+                done = done + of_rank
         return done
-
-    def _others_with_requests(self) -> list[int]:
-        return [number for number in range(1, self._others.size) if self._requests[number]]
-
-    def _keep(self, number: int, message: tuple[Any, ...]) -> None:
-        """Keep the completions that a rank has sent."""
-        name, done, self._stats[number] = message
-        assert name == "done", name
-        self._requests[number].difference_update(completion.request_id for completion in done)
-        self._done += done
 
 
 def together(of_ranks: list[EngineStats]) -> EngineStats:
