@@ -132,4 +132,4 @@ class BudgetGraphs:
     def _milliseconds(self, found: list[RoundSize]) -> Numbers:
         nodes_S = np.array([one.nodes for one in found], dtype=np.float64)
         is_whole_S = [one == self._whole(one.size) for one in found]
-        return np.where(is_whole_S, self._times.at(nodes_S), self._times.at(nodes_S, shares=True))
+        return np.where(is_whole_S, self._times.whole.at(nodes_S), self._times.shared.at(nodes_S))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -45,58 +45,47 @@ _SHIFTS = LIKELY_BITS * np.arange(LIKELY_PER_COLUMN)
 _MEAN_AT_FIRST = 2.0  # drafts of a request before anything is known
 
 
-class NodeTimes(NamedTuple):
-    """Milliseconds of rounds by the number of their nodes, both ascending."""
+class TimeCurve(NamedTuple):
+    """The milliseconds of rounds by the number of nodes that they verify, both ascending."""
 
     num_nodes: Sequence[float]
     milliseconds: Sequence[float]
 
     @staticmethod
-    def of_points(points: Sequence[tuple[float, float]]) -> NodeTimes:
-        """Make them of numbers of nodes and milliseconds in any order. More nodes take no less time."""
+    def of_points(points: Sequence[tuple[float, float]]) -> TimeCurve:
+        """Make a curve of numbers of nodes and milliseconds in any order. More nodes take no less time."""
         points = sorted(points)
         rising = np.maximum.accumulate([ms for _, ms in points])
-        return NodeTimes([count for count, _ in points], rising.tolist())
+        return TimeCurve([count for count, _ in points], rising.tolist())
+
+    def with_sharing(self, points: Sequence[tuple[float, float]]) -> TimeCurve:
+        """Return the curve of rounds whose chains share a budget. This one is of rounds that verify all nodes.
+        `points`: measured rounds of the largest batch that share. Rounds of fewer nodes than these take longer than
+        without sharing, too, by as many milliseconds as the smallest of these does."""
+        if not points:
+            return self
+        least, ms = min(points)
+        more = max(0.0, ms - self.of(least))
+        before = [(count, whole_ms + more) for count, whole_ms in zip(*self, strict=True) if count < least]
+        return TimeCurve.of_points([*before, *points])
 
     def at(self, num_nodes_S: Numbers) -> Numbers:
+        """Return the milliseconds of rounds, interpolated."""
         found: Numbers = np.interp(num_nodes_S, self.num_nodes, self.milliseconds)
         return found
 
+    def of(self, num_nodes: float) -> float:
+        """Return the milliseconds of one round, interpolated."""
+        return float(np.interp(num_nodes, self.num_nodes, self.milliseconds))
 
-@dataclass(frozen=True)
-class RoundTimes:
-    """The times of rounds, measured without cached tokens: of those that verify all nodes, and of those whose chains
-    share a budget. `shared` None: they take as long."""
 
-    num_nodes: Sequence[float]
-    milliseconds: Sequence[float]
+class RoundTimes(NamedTuple):
+    """The times of rounds. `whole`: rounds that verify all nodes. `shared`: rounds whose chains share a budget. Both
+    are measured without cached tokens."""
+
+    whole: TimeCurve
+    shared: TimeCurve
     ms_per_cached_token: float
-    shared: NodeTimes | None = None
-
-    @staticmethod
-    def measured(measured: Sequence[tuple[int, int, float]], ms_per_cached_token: float) -> RoundTimes:
-        """Make them of rounds that verify all nodes: size of the batch, nodes, milliseconds."""
-        return RoundTimes(*NodeTimes.of_points([(nodes, ms) for _, nodes, ms in measured]), ms_per_cached_token)
-
-    def with_sharing(self, measured: Sequence[tuple[int, int, float]]) -> RoundTimes:
-        """Take note of rounds of the largest batch whose chains share a budget: size of the batch, nodes, milliseconds.
-        Rounds of fewer nodes take as much more than those that verify all nodes as the smallest of these does."""
-        if not measured:
-            return self
-        points = [(float(nodes), ms) for _, nodes, ms in measured]
-        least, ms = min(points)
-        more = max(0.0, ms - self.of(least))
-        before = [(n, of_n + more) for n, of_n in zip(self.num_nodes, self.milliseconds, strict=True) if n < least]
-        return replace(self, shared=NodeTimes.of_points([*before, *points]))
-
-    def at(self, num_nodes_S: Numbers, *, shares: bool = False) -> Numbers:
-        """Return the milliseconds of rounds. `shares`: their chains share a budget."""
-        of_all = NodeTimes(self.num_nodes, self.milliseconds)
-        return (self.shared or of_all).at(num_nodes_S) if shares else of_all.at(num_nodes_S)
-
-    def of(self, num_nodes: float, *, shares: bool = False) -> float:
-        """Return the milliseconds of a round."""
-        return float(self.at(np.array(num_nodes, dtype=np.float64), shares=shares))
 
 
 @dataclass

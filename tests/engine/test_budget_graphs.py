@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from specbatch.engine.budget_graphs import MAX_AT_START, BudgetGraphs, RoundSize, steps
-from specbatch.engine.verify_budget import NodeTimes, RoundTimes, VerifyBudget
+from specbatch.engine.verify_budget import RoundTimes, TimeCurve, VerifyBudget
 from specbatch.graphs.runner import ladder
 from tests.engine.test_verify_budget import outputs
 
 NODES = 6  # the nodes of a chain
-SMALL = ([1, 128, 256, 512, 1024, 1536, 2048, 12288], [0.8, 0.81, 0.83, 0.925, 1.05, 1.32, 1.58, 7.4])  # 135M
-LARGE = ([1, 64, 128, 256, 512, 1024, 2048, 12288], [4.1, 4.55, 5.2, 7.3, 12.0, 22.7, 44.1, 258.1])  # 8B
+SMALL = TimeCurve([1, 128, 256, 512, 1024, 1536, 2048, 12288], [0.8, 0.81, 0.83, 0.925, 1.05, 1.32, 1.58, 7.4])  # 135M
+LARGE = TimeCurve([1, 64, 128, 256, 512, 1024, 2048, 12288], [4.1, 4.55, 5.2, 7.3, 12.0, 22.7, 44.1, 258.1])  # 8B
 # 8B with `hybrid` and 64 rows: times rise in steps.
-STEPS = NodeTimes([64, 128, 144, 176, 192, 256, 264, 320, 384], [6.65, 6.75, 7.0, 7.47, 8.28, 8.31, 9.03, 9.6, 10.8])
-TIMES = {"small": RoundTimes(*SMALL, 0.0), "large": RoundTimes(*LARGE, 0.0)}
+STEPS = TimeCurve([64, 128, 144, 176, 192, 256, 264, 320, 384], [6.65, 6.75, 7.0, 7.47, 8.28, 8.31, 9.03, 9.6, 10.8])
+TIMES = {"small": RoundTimes(SMALL, SMALL, 0.0), "large": RoundTimes(LARGE, LARGE, 0.0)}
 
 
 def budget_of(times: RoundTimes, drafts: list[float], accepted: int = 0) -> VerifyBudget:
@@ -28,7 +28,7 @@ def budget_of(times: RoundTimes, drafts: list[float], accepted: int = 0) -> Veri
 
 
 def milliseconds(times: RoundTimes, one: RoundSize) -> float:
-    return times.of(one.nodes, shares=one.nodes < one.size * NODES)
+    return (times.shared if one.nodes < one.size * NODES else times.whole).of(one.nodes)
 
 
 def rate(graphs: BudgetGraphs, one: RoundSize, count: int) -> float:
@@ -39,7 +39,7 @@ def rate(graphs: BudgetGraphs, one: RoundSize, count: int) -> float:
 def test_a_round_takes_the_graph_with_most_tokens_for_its_time() -> None:
     likely, unlikely = [0.9, 0.8, 0.7], [0.9, 0.1, 0.01]
     for drafts, nodes in ((likely, 256), (unlikely, 128), ([0.1], 128)):
-        graphs = BudgetGraphs(budget_of(RoundTimes(*LARGE, 0.0, STEPS), drafts), NODES)
+        graphs = BudgetGraphs(budget_of(RoundTimes(LARGE, STEPS, 0.0), drafts), NODES)
         for one in steps(64, NODES):
             graphs.add(one)
         assert graphs.fastest(64, 64) == (64, nodes), "128, 176 and 256 nodes are before a step"
@@ -62,14 +62,14 @@ def test_a_graph_of_a_larger_batch_has_padding() -> None:
 
 
 def test_whole_chains_are_verified_where_sharing_does_not_pay() -> None:
-    times = RoundTimes([1, 1000], [1.0, 1.1], 0.0, NodeTimes([1, 1000], [1.3, 1.4]))
+    times = RoundTimes(TimeCurve([1, 1000], [1.0, 1.1]), TimeCurve([1, 1000], [1.3, 1.4]), 0.0)
     graphs = BudgetGraphs(budget_of(times, [0.5, 0.2]), NODES)
     graphs.add(RoundSize(64, 128))
     assert graphs.fastest(64, 64) == (64, 384)
 
 
 def test_cached_tokens_make_drafts_worth_more() -> None:
-    budget = budget_of(RoundTimes(*LARGE, 0.001), [0.6, 0.3, 0.2])
+    budget = budget_of(RoundTimes(LARGE, LARGE, 0.001), [0.6, 0.3, 0.2])
     graphs = BudgetGraphs(budget, NODES)
     few = graphs.best(256, 256)
     budget.cached_tokens, budget.version = 400.0, budget.version + 1

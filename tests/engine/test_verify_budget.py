@@ -26,14 +26,14 @@ from specbatch.engine.executor import RoundBatch
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.node_chooser import costs_of
 from specbatch.engine.round import Round, RoundKey, Wanted
-from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
+from specbatch.engine.verify_budget import TimeCurve, VerifyBudget
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import constraint_of
 from specbatch.kernels import torch as ops
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_chi_square import ALPHA, p_value
-from tests.engine.graphs import Replays
+from tests.engine.graphs import Replays, round_times
 from tests.grammar.tiny_tokenizer import tiny_tokenizer
 from tests.kernels.test_steps import packed
 from tests.tiny_models import (
@@ -316,22 +316,22 @@ def test_a_fixed_budget() -> None:
 
 
 def test_times_of_rounds() -> None:
-    times = RoundTimes.measured([(64, 384, 9.0), (1, 6, 4.0), (8, 48, 3.9)], 0.0)
-    assert times.of(6) == times.of(48) == times.of(48, shares=True) == 4.0, "more nodes take no less time"
-    assert times.of(216) == pytest.approx(6.5)
-    shared = times.with_sharing([(64, 64, 4.5), (64, 128, 4.6), (64, 192, 7.0), (64, 320, 6.9)])
-    assert shared.of(216) == times.of(216)
-    assert shared.of(128, shares=True) == 4.6
-    assert shared.of(160, shares=True) == pytest.approx(5.8), "a step"
-    assert shared.of(320, shares=True) == 7.0
-    assert shared.of(8, shares=True) == pytest.approx(4.0 + 4.5 - times.of(64)), "what sharing takes more"
-    assert times.with_sharing([]) == times
+    whole = TimeCurve.of_points([(384, 9.0), (6, 4.0), (48, 3.9)])
+    assert whole.of(6) == whole.of(48) == 4.0, "more nodes take no less time"
+    assert whole.of(216) == pytest.approx(6.5)
+    assert whole.at(np.array([6.0, 216.0])).tolist() == [whole.of(6), whole.of(216)]
+    shared = whole.with_sharing([(64, 4.5), (128, 4.6), (192, 7.0), (320, 6.9)])
+    assert shared.of(128) == 4.6
+    assert shared.of(160) == pytest.approx(5.8), "a step"
+    assert shared.of(320) == 7.0
+    assert shared.of(8) == pytest.approx(4.0 + 4.5 - whole.of(64)), "what sharing takes more"
+    assert whole.with_sharing([]) == whole
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_what_was_not_drafted_is_not_likely(method: str) -> None:
     """No text comes twice: there are hardly any drafts."""
-    budget = VerifyBudget(None, RoundTimes([1, 100], [1.0, 1.0], 0.0))
+    budget = VerifyBudget(None, round_times([1, 100], [1.0, 1.0]))
     engine = tiny_device_engine(method, CHAIN, budget=budget, num_pages=256, max_batch_size=8)
     found = run(engine, random_prompts(8, longest=4), SamplingParams(max_tokens=3, temperature=2.0, seed=5))
     assert sum(c.speculation.drafted for c in found) < 4
@@ -340,7 +340,7 @@ def test_what_was_not_drafted_is_not_likely(method: str) -> None:
 
 def test_rounds_report_how_probable_drafts_are(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The most probable drafts are verified, and the others are reported, too."""
-    budget = VerifyBudget(None, RoundTimes([1, 100], [1.0, 30.0], 0.0))
+    budget = VerifyBudget(None, round_times([1, 100], [1.0, 30.0]))
     engine = tiny_device_engine("draft_model", CHAIN, budget=budget, num_pages=256, max_batch_size=8)
     reported, verified = [], []
     real = VerifyBudget.record
@@ -364,7 +364,7 @@ def test_rounds_report_how_probable_drafts_are(prompts: list[list[int]], monkeyp
 def test_nodes_of_a_grammar_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a grammar has made a chain longer than the drafts, nothing is said of their probabilities."""
     matcher = GrammarCompiler(tiny_tokenizer(), max_levels=1).matcher(constraint_of(FORCED))
-    engine = tiny_engine("draft_model", CHAIN, budget=VerifyBudget(None, RoundTimes([1, 100], [1.0, 1.0], 0.0)))
+    engine = tiny_engine("draft_model", CHAIN, budget=VerifyBudget(None, round_times([1, 100], [1.0, 1.0])))
     lines = list[list[int]]()
     monkeypatch.setattr(VerifyBudget, "record", lambda self, output_BZ: lines.extend(output_BZ.tolist()))
     run_requests(engine, [Request(0, [1, 2, 3], FORCED, RngKey(0, 0, 0), matcher=matcher)])
@@ -406,7 +406,7 @@ def test_rounds_take_graphs_of_larger_batches(
     executor, runner, taken = engine.executor, EagerRunner(), set[tuple[bool, int]]()
     monkeypatch.setattr(executor, "runner", runner)
     wanted = Wanted(num_top=num_top_of([params.logprobs]))
-    budget.times = RoundTimes([1, 100], [0.1, 6.0], 0.0)
+    budget.times = round_times([1, 100], [0.1, 6.0])
     monkeypatch.setattr(BudgetGraphs, "at_start", lambda *_: [RoundSize(8, 16), RoundSize(8, 9)])
     with torch.inference_mode():
         executor.capture(False, num_top=wanted.num_top)
@@ -486,7 +486,7 @@ def test_another_kind_of_rows_captures_what_it_needs_at_once(
     method: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start has captured greedy rounds. Sampled ones have a new graph in any case: not one of whole chains."""
-    budget = VerifyBudget(None, RoundTimes([1, 100], [0.1, 60.0], 0.0))
+    budget = VerifyBudget(None, round_times([1, 100], [0.1, 60.0]))
     engine = tiny_device_engine(method, CHAIN, budget=budget, num_pages=256, max_batch_size=8, coupled=True)
     executor, runner = engine.executor, EagerRunner()
     monkeypatch.setattr(executor, "runner", runner)
@@ -503,7 +503,7 @@ def test_another_kind_of_rows_captures_what_it_needs_at_once(
 @pytest.mark.parametrize("params", [replace(GREEDY, frequency_penalty=0.5), GREEDY], ids=["rules", "none"])
 def test_rounds_that_cannot_share_choose_their_size(params: SamplingParams, prompts: list[list[int]]) -> None:
     """A budget and costs: rounds with rules for tokens choose how many nodes they have, the others share."""
-    times = RoundTimes([1, 100], [1.0, 60.0], 0.0)
+    times = round_times([1, 100], [1.0, 60.0])
     settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 8, "budget": VerifyBudget(None, times)}
     costs = costs_of(times, SimpleNamespace(sizes=(1, 2, 4, 5), num_nodes=5), 8)  # type: ignore[arg-type]
     engine = tiny_device_engine("suffix", CHAIN, costs=costs, **settings)
@@ -519,10 +519,10 @@ def test_rounds_that_cannot_share_choose_their_size(params: SamplingParams, prom
 
 def test_costs_follow_from_the_times_of_a_budget() -> None:
     method: Any = SimpleNamespace(sizes=(1, 2, 4, 8), num_nodes=8)
-    costs = costs_of(RoundTimes([8, 64, 512], [5.0, 6.0, 13.0], 0.001), method, 64)
+    costs = costs_of(round_times([8, 64, 512], [5.0, 6.0, 13.0], 0.001), method, 64)
     assert costs is not None
     assert costs.of(64, 0) == pytest.approx(6000.0)
     assert costs.of(512, 0) == pytest.approx(13000.0)
     assert costs.of(8, 0) == pytest.approx(6000.0), "it reads all weights"
     assert costs.of(64, 1000) == pytest.approx(7000.0)
-    assert costs_of(RoundTimes([1], [1.0], 0.0), SimpleNamespace(sizes=()), 1) is None  # type: ignore[arg-type]
+    assert costs_of(round_times([1], [1.0]), SimpleNamespace(sizes=()), 1) is None  # type: ignore[arg-type]
