@@ -37,13 +37,15 @@ class RoundSize(NamedTuple):
     nodes: int
 
 
-class _Choice(NamedTuple):
-    """The graph that rounds of a number of requests take, the best one of their size, captured or not, and the
-    milliseconds that each round loses without it."""
+class Choice(NamedTuple):
+    """What a round is. `taken`: the captured graph with most tokens for its time. `best`: the same among all rounds of
+    its size, captured or not. `lost`: milliseconds that it loses without the latter. `is_due`: rounds have lost enough
+    time to capture it."""
 
     taken: RoundSize
     best: RoundSize
     lost: float
+    is_due: bool = False
 
 
 def steps(size: int, num_nodes: int) -> list[RoundSize]:
@@ -60,7 +62,7 @@ class BudgetGraphs:
         self._budget, self._times, self._num_nodes = budget, budget.times, num_nodes
         self._captured: list[RoundSize] = []
         self._lost: defaultdict[RoundSize, float] = defaultdict(float)  # milliseconds that rounds lost without a graph
-        self._choices: dict[tuple[int, int], _Choice] = {}  # The keys are a size and a number of requests.
+        self._choices: dict[tuple[int, int], Choice] = {}  # The keys are a size and a number of requests.
         self._version = budget.version
 
     def add(self, captured: RoundSize) -> None:
@@ -68,20 +70,13 @@ class BudgetGraphs:
             self._captured.append(captured)
             self._choices.clear()
 
-    def fastest(self, size: int, count: int) -> RoundSize:
-        """Return the graph with most tokens for its time, for `count` requests. `size`: the padded size for them, at
+    def choose(self, size: int, count: int) -> Choice:
+        """Choose a round for `count` requests, and count the time that it loses. `size`: the padded size for them, at
         which whole chains can be verified in any case."""
-        return self._choice(size, count).taken
-
-    def best(self, size: int, count: int) -> RoundSize:
-        """Return the round of this size with most tokens for its time, captured or not."""
-        return self._choice(size, count).best
-
-    def due(self, size: int, count: int) -> RoundSize | None:
-        """Count the time that such a round loses. Return the graph that should be captured now; None: none."""
-        _, best, lost = self._choice(size, count)
-        self._lost[best] += lost
-        return best if self._lost[best] > _CAPTURE_MS and best not in self._captured else None
+        choice = self._choice(size, count)
+        self._lost[choice.best] += choice.lost
+        is_due = self._lost[choice.best] > _CAPTURE_MS and choice.best not in self._captured
+        return choice._replace(is_due=is_due)
 
     def at_start(self, sizes: Sequence[int]) -> list[RoundSize]:
         """Choose the graphs to capture at the start. `sizes`: those of batches."""
@@ -105,7 +100,7 @@ class BudgetGraphs:
                     chosen.append(one)
         return chosen
 
-    def _choice(self, size: int, count: int) -> _Choice:
+    def _choice(self, size: int, count: int) -> Choice:
         if self._version != self._budget.version:
             self._version = self._budget.version
             self._choices.clear()
@@ -114,7 +109,7 @@ class BudgetGraphs:
             taken, rate, _ = self._best_of([whole, *(one for one in self._captured if one.size >= size)], count)
             best, best_rate, ms = self._best_of([whole, *some], count)
             # With the rate of the round that is taken, the tokens of the best one would take this much longer.
-            self._choices[size, count] = _Choice(taken, best, max(0.0, ms * (best_rate / rate - 1.0)))
+            self._choices[size, count] = Choice(taken, best, max(0.0, ms * (best_rate / rate - 1.0)))
         return self._choices[size, count]
 
     def _best_of(self, found: list[RoundSize], count: int) -> tuple[RoundSize, float, float]:

@@ -42,7 +42,7 @@ def test_a_round_takes_the_graph_with_most_tokens_for_its_time() -> None:
         graphs = BudgetGraphs(budget_of(RoundTimes(LARGE, STEPS, 0.0), drafts), NODES)
         for one in steps(64, NODES):
             graphs.add(one)
-        assert graphs.fastest(64, 64) == (64, nodes), "128, 176 and 256 nodes are before a step"
+        assert graphs.choose(64, 64).taken == (64, nodes), "128, 176 and 256 nodes are before a step"
 
 
 def test_steps_of_small_batches() -> None:
@@ -54,26 +54,26 @@ def test_steps_of_small_batches() -> None:
 
 def test_a_graph_of_a_larger_batch_has_padding() -> None:
     graphs = BudgetGraphs(budget_of(TIMES["large"], [0.95, 0.5, 0.01]), NODES)
-    assert graphs.fastest(320, 300) == (320, 1920), "whole chains are there in any case"
+    assert graphs.choose(320, 300).taken == (320, 1920), "whole chains are there in any case"
     graphs.add(RoundSize(512, 768))
     graphs.add(RoundSize(256, 512))
-    assert graphs.fastest(320, 300) == (512, 768), "212 of the nodes are of padding"
-    assert graphs.fastest(256, 256) == (256, 512)
+    assert graphs.choose(320, 300).taken == (512, 768), "212 of the nodes are of padding"
+    assert graphs.choose(256, 256).taken == (256, 512)
 
 
 def test_whole_chains_are_verified_where_sharing_does_not_pay() -> None:
     times = RoundTimes(TimeCurve([1, 1000], [1.0, 1.1]), TimeCurve([1, 1000], [1.3, 1.4]), 0.0)
     graphs = BudgetGraphs(budget_of(times, [0.5, 0.2]), NODES)
     graphs.add(RoundSize(64, 128))
-    assert graphs.fastest(64, 64) == (64, 384)
+    assert graphs.choose(64, 64).taken == (64, 384)
 
 
 def test_cached_tokens_make_drafts_worth_more() -> None:
     budget = budget_of(RoundTimes(LARGE, LARGE, 0.001), [0.6, 0.3, 0.2])
     graphs = BudgetGraphs(budget, NODES)
-    few = graphs.best(256, 256)
+    few = graphs.choose(256, 256).best
     budget.cached_tokens, budget.version = 400.0, budget.version + 1
-    assert graphs.best(256, 256).nodes > few.nodes
+    assert graphs.choose(256, 256).best.nodes > few.nodes
 
 
 @pytest.mark.parametrize("largest", [64, 128, 256, 512])
@@ -88,10 +88,11 @@ def test_the_start_leaves_little_to_gain(name: str, largest: int) -> None:
         assert {*steps(largest, NODES)} <= {*chosen}
         for one in chosen:
             graphs.add(one)
-        assert graphs.fastest(largest, largest) == graphs.best(largest, largest)
+        choice = graphs.choose(largest, largest)
+        assert choice.taken == choice.best
         for count in ladder(largest):
-            best, taken = graphs.best(count, count), graphs.fastest(count, count)
-            lost.append(1 - rate(graphs, taken, count) / rate(graphs, best, count))
+            choice = graphs.choose(count, count)
+            lost.append(1 - rate(graphs, choice.taken, count) / rate(graphs, choice.best, count))
     assert np.mean(lost) < 0.12
 
 
@@ -103,28 +104,28 @@ def test_a_short_job_captures_nothing() -> None:
             graphs.add(one)
         for count in [512] * 130 + list(range(511, 0, -8)):
             size = next(size for size in ladder(512) if size >= count)
-            assert graphs.due(size, count) is None
+            assert not graphs.choose(size, count).is_due
 
 
 def test_a_graph_is_captured_when_rounds_have_lost_as_much_time() -> None:
     times = TIMES["large"]
     graphs = BudgetGraphs(budget_of(times, [0.7, 0.2]), NODES)
-    best, whole = graphs.best(256, 256), RoundSize(256, 256 * NODES)
+    best, whole = graphs.choose(256, 256).best, RoundSize(256, 256 * NODES)
     assert best.nodes < whole.nodes
     each = milliseconds(times, best) * (rate(graphs, best, 256) / rate(graphs, whole, 256) - 1)
-    rounds = 1
-    while graphs.due(256, 256) is None:
+    rounds = 2
+    while not graphs.choose(256, 256).is_due:
         rounds += 1
     assert 100 < rounds * each <= 100 + each
     graphs.add(best)
-    assert graphs.fastest(256, 256) == best
-    assert all(graphs.due(256, 256) is None for _ in range(100))
+    assert graphs.choose(256, 256).taken == best
+    assert not any(graphs.choose(256, 256).is_due for _ in range(100))
 
 
 def test_a_choice_changes_when_the_expected_tokens_do() -> None:
     budget = budget_of(TIMES["large"], [0.95, 0.95, 0.95])
     graphs = BudgetGraphs(budget, NODES)
-    many = graphs.best(256, 256)
+    many = graphs.choose(256, 256).best
     while not budget.record(outputs([[0.05]] * 2048, verified=0, accepted=0)):
-        assert graphs.best(256, 256) == many
-    assert graphs.best(256, 256).nodes < many.nodes
+        assert graphs.choose(256, 256).best == many
+    assert graphs.choose(256, 256).best.nodes < many.nodes
