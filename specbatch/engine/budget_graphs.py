@@ -1,10 +1,13 @@
-"""The graphs of rounds whose chains share a budget: which of them a round takes, and which are captured.
+"""The CUDA graphs of rounds whose chains share a budget: which are captured, and which of them a round takes.
 
-Such a graph has a size of the batch and a number of nodes. There are too many pairs for a graph of each, because a
-capture takes as long as tens of rounds. So a round takes the graph with which most tokens are expected for its time. If
-it has room for more requests, these are padding, with one node each. The start captures and times those of the largest
-batch, and of others what is clearly faster than all that could take its place. Another graph is captured when rounds
-without it have lost as much time as a capture takes: a job loses little more than twice the time that it must lose.
+Chains are whole where a round verifies all their nodes. Any other graph has a batch size and a smaller number of nodes.
+There are too many pairs to capture them all, because one capture takes as long as tens of rounds. So a round takes the
+captured graph with most expected tokens for its time. If a graph has room for more requests, the rest is padding with
+one node for each.
+
+The start of a job captures and times the graphs of the largest batch. By these times, it also captures graphs of
+smaller batches that are clearly faster than all that could take their place. Another graph is captured when rounds
+have lost as much time without it as a capture takes. So a job loses little more than twice the time that it must lose.
 
 All of this follows from the times of rounds, on which ranks agree, and from what rounds report.
 """
@@ -20,14 +23,15 @@ import numpy as np
 
 from specbatch.engine.verify_budget import Numbers, VerifyBudget
 
-# Nodes for each request.
+# Graphs of a size have these numbers of nodes for each request, on average.
 _STEPS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0)
-_MIN_CUT = 0.25  # nodes for each request by which a step must be smaller than whole chains
-# A graph of a smaller batch is captured at the start if its round saves this share of the time for each node of a
-# request: few nodes for each request are wanted more often than many.
+_MIN_CUT = 0.25  # A step has at least this number of nodes for each request less than whole chains.
+# The start captures a graph of a smaller batch if it saves this share of a round's time for each node of a request: 4%
+# with two nodes. Graphs of many nodes must save more, because rounds need them less often.
 _MIN_GAIN = 0.02
-MAX_AT_START = 40  # graphs of each draft shape that are captured at the start
-_CAPTURE_MS = 100.0  # milliseconds that rounds must have lost before a capture; it takes 40 to 80
+MAX_AT_START = 40  # The start captures at most this number of graphs for each draft shape.
+# A graph is captured when rounds have lost this number of milliseconds without it. A capture takes 40 to 80.
+_CAPTURE_MS = 100.0
 
 
 class RoundSize(NamedTuple):
@@ -37,17 +41,20 @@ class RoundSize(NamedTuple):
     nodes: int
 
 
-class _Choice(NamedTuple):
-    """The graph that rounds of a number of requests take, the best one of their size, captured or not, and the
-    milliseconds that each round loses without it."""
+class Choice(NamedTuple):
+    """The graph that a round takes, and the one that it should have. `taken`: the captured graph with most expected
+    tokens for its time. `best`: the graph of the round's own size with most, captured or not. `lost`: milliseconds that
+    the round loses if it takes the former. `is_due`: `best` should be captured now."""
 
     taken: RoundSize
     best: RoundSize
     lost: float
+    is_due: bool = False
 
 
 def steps(size: int, num_nodes: int) -> list[RoundSize]:
-    """List the rounds of batches of this size that verify fewer nodes than all. `num_nodes`: those of a chain."""
+    """List the rounds of a batch of this size that can have graphs of fewer nodes than all. `num_nodes`: the nodes of a
+    chain."""
     counts = dict.fromkeys(math.ceil(step * size) for step in _STEPS if step <= num_nodes - _MIN_CUT)
     return [RoundSize(size, count) for count in counts if count < size * num_nodes]
 
@@ -59,32 +66,28 @@ class BudgetGraphs:
         assert budget.times is not None
         self._budget, self._times, self._num_nodes = budget, budget.times, num_nodes
         self._captured: list[RoundSize] = []
-        self._lost: defaultdict[RoundSize, float] = defaultdict(float)  # milliseconds that rounds lost without a graph
-        self._choices: dict[tuple[int, int], _Choice] = {}  # The keys are a size and a number of requests.
+        # The milliseconds that rounds have lost without a graph.
+        self._lost: defaultdict[RoundSize, float] = defaultdict(float)
+        # The choices of this version of the budget, by size and number of requests.
+        self._choices: dict[tuple[int, int], Choice] = {}
         self._version = budget.version
 
     def add(self, captured: RoundSize) -> None:
+        """Take note of a graph that was captured. Rounds may take it from now on."""
         if captured not in self._captured:
             self._captured.append(captured)
             self._choices.clear()
 
-    def fastest(self, size: int, count: int) -> RoundSize:
-        """Return the graph with most tokens for its time, for `count` requests. `size`: the padded size for them, at
-        which whole chains can be verified in any case."""
-        return self._choice(size, count).taken
-
-    def best(self, size: int, count: int) -> RoundSize:
-        """Return the round of this size with most tokens for its time, captured or not."""
-        return self._choice(size, count).best
-
-    def due(self, size: int, count: int) -> RoundSize | None:
-        """Count the time that such a round loses. Return the graph that should be captured now; None: none."""
-        _, best, lost = self._choice(size, count)
-        self._lost[best] += lost
-        return best if self._lost[best] > _CAPTURE_MS and best not in self._captured else None
+    def choose(self, size: int, count: int) -> Choice:
+        """Choose the graph of a round of `count` requests, and count the time that it loses. `size`: the padded size of
+        their batch, of which whole chains are always allowed."""
+        choice = self._choice(size, count)
+        self._lost[choice.best] += choice.lost
+        is_due = self._lost[choice.best] > _CAPTURE_MS and choice.best not in self._captured
+        return choice._replace(is_due=is_due)
 
     def at_start(self, sizes: Sequence[int]) -> list[RoundSize]:
-        """Choose the graphs to capture at the start. `sizes`: those of batches."""
+        """Choose the graphs to capture at the start of a job. `sizes`: the sizes of its batches."""
         chosen, gain = self._saving(sizes, _MIN_GAIN), _MIN_GAIN
         while len(chosen) > MAX_AT_START:
             gain *= 1.25
@@ -92,8 +95,9 @@ class BudgetGraphs:
         return chosen
 
     def _saving(self, sizes: Sequence[int], gain: float) -> list[RoundSize]:
-        """Return all graphs of the largest batch, because most rounds are of it, and those of others of which each
-        saves time against larger ones, by the share `gain` for each node of a request."""
+        """Return all graphs of the largest batch, because most rounds are of it, and some of smaller batches. Each of
+        these saves the share `gain`, for each node of a request, of the time of any graph that could take its place:
+        one of whole chains, or one that was chosen before and has room for as many drafts."""
         largest = max(sizes)
         chosen = [*steps(largest, self._num_nodes)]
         for size in sorted({*sizes} - {largest}, reverse=True):
@@ -105,7 +109,7 @@ class BudgetGraphs:
                     chosen.append(one)
         return chosen
 
-    def _choice(self, size: int, count: int) -> _Choice:
+    def _choice(self, size: int, count: int) -> Choice:
         if self._version != self._budget.version:
             self._version = self._budget.version
             self._choices.clear()
@@ -114,12 +118,12 @@ class BudgetGraphs:
             taken, rate, _ = self._best_of([whole, *(one for one in self._captured if one.size >= size)], count)
             best, best_rate, ms = self._best_of([whole, *some], count)
             # With the rate of the round that is taken, the tokens of the best one would take this much longer.
-            self._choices[size, count] = _Choice(taken, best, max(0.0, ms * (best_rate / rate - 1.0)))
+            self._choices[size, count] = Choice(taken, best, max(0.0, ms * (best_rate / rate - 1.0)))
         return self._choices[size, count]
 
     def _best_of(self, found: list[RoundSize], count: int) -> tuple[RoundSize, float, float]:
-        """Return the round with most tokens for its time, the tokens of a request in a millisecond, and the
-        milliseconds of the round."""
+        """Return the round of `count` requests with most expected tokens for its time, the tokens that each request
+        gets in a millisecond of it, and its milliseconds."""
         drafts_S = np.array([(one.nodes - one.size) / count for one in found])
         ms_S = self._milliseconds(found) + self._budget.cached_ms(count)
         rates_S = self._budget.tokens(drafts_S) / ms_S
@@ -132,4 +136,4 @@ class BudgetGraphs:
     def _milliseconds(self, found: list[RoundSize]) -> Numbers:
         nodes_S = np.array([one.nodes for one in found], dtype=np.float64)
         is_whole_S = [one == self._whole(one.size) for one in found]
-        return np.where(is_whole_S, self._times.at(nodes_S), self._times.at(nodes_S, shares=True))
+        return np.where(is_whole_S, self._times.whole.at(nodes_S), self._times.shared.at(nodes_S))

@@ -187,19 +187,15 @@ class RoundExecutor:
     def _within_budget(self, key: RoundKey, round_: Round, count: int) -> RoundKey:
         """Return the key of the round that `count` requests take by a budget that changes. `key`: that of all nodes."""
         assert self.budget is not None
-        graphs = self._graphs_for_budget(key, round_)
-        if self.runner is None:
-            return self._sized(key, round_, graphs.best(key.size, count))
-        if (due := graphs.due(key.size, count)) is not None:
-            self._capture_shared(key, round_, due)
-        found = self._sized(key, round_, graphs.fastest(key.size, count))
-        if found.num_verified is None and not self.is_captured(found):
-            # Whole chains would need a new graph, too: the start captures graphs of one kind of round alone.
-            best = graphs.best(key.size, count)
-            self._capture_shared(key, round_, best)
-            if self.is_captured(shared := self._sized(key, round_, best)):
-                return shared
-        return found
+        choice = self._graphs_for_budget(key, round_).choose(key.size, count)
+        taken, best = (self._sized(key, round_, one) for one in (choice.taken, choice.best))
+        if self.runner is None:  # An eager round needs no graph.
+            return best
+        # Whole chains may need a new graph, too: the start captures graphs of one kind of round alone.
+        needs_graph = taken.num_verified is None and not self.is_captured(taken)
+        if (choice.is_due or needs_graph) and self._capture_shared(key, round_, choice.best):
+            return best
+        return taken
 
     def _graphs_for_budget(self, key: RoundKey, round_: Round) -> BudgetGraphs:
         assert self.budget is not None
@@ -213,11 +209,12 @@ class RoundExecutor:
         is_whole = one.nodes == one.size * round_.method.num_nodes
         return key._replace(size=one.size, num_verified=None if is_whole else one.nodes)
 
-    def _capture_shared(self, key: RoundKey, round_: Round, one: RoundSize) -> None:
-        """Capture a graph for a budget that changes."""
-        shared = self._sized(key, round_, one)
-        if self._graphs_of(shared, round_, NO_HOOK) is not None:
-            self._graphs_for_budget(key, round_).add(one)
+    def _capture_shared(self, key: RoundKey, round_: Round, one: RoundSize) -> bool:
+        """Capture a graph for a budget that changes. Return whether there was memory for it."""
+        if self._graphs_of(self._sized(key, round_, one), round_, NO_HOOK) is None:
+            return False
+        self._graphs_for_budget(key, round_).add(one)
+        return True
 
     def capture_for_budget(self, wanted: Wanted) -> None:
         """Capture the graphs with which rounds of this kind start to follow a budget that changes."""

@@ -136,7 +136,7 @@ def costs_of(times: RoundTimes, method: DraftMethod, max_batch_size: int) -> Rou
     if not method.sizes:
         return None
     first, last = max_batch_size * method.sizes[0], max_batch_size * method.num_nodes
-    plain, full = (1e3 * times.of(nodes) for nodes in (first, last))
+    plain, full = (1e3 * times.whole.of(nodes) for nodes in (first, last))
     per_token = (full - plain) / (last - first)
     return RoundCosts(plain, max(0.0, plain - per_token * first), per_token, 1e3 * times.ms_per_cached_token)
 

@@ -1,23 +1,25 @@
-"""The number of nodes that a round verifies, if its chains share a budget.
+"""The number of nodes that a round verifies where the chains of its requests share a budget.
 
-Few nodes cost nearly nothing, because a GPU reads its weights in any case; of many, each costs as much as the others.
-In between, times rise in steps, where kernels take another tile. So rounds of several numbers of nodes are timed at the
-start, and a round takes the number with which most tokens are expected for its time (`budget_graphs.py`).
+The time of a round depends on this number. A round of few nodes hardly takes longer with one more, because a GPU reads
+all weights in any case. In a round of many nodes, each takes the same time. In between, times rise in steps, where
+kernels take another tile. So the start of a job times rounds of several numbers of nodes, and each round takes the
+number with most expected tokens for its time (`budget_graphs.py`).
 
-The tokens that are expected follow from what rounds report: how many drafts were how probable, verified or not. Of each
-range of probabilities it is counted how many of the verified drafts were accepted. A budget is shared by probability,
-so the most probable drafts of all requests come first.
+The expected tokens follow from earlier rounds. Drafts are counted by ranges of their estimated probability. Rounds
+report how many drafts of each range there were, verified or not, and how many of the verified ones were accepted. The
+most probable drafts of all requests are verified first. So the number of drafts that a round verifies says how many of
+each range they will be.
 
-All of this follows from what rounds report and from times that ranks agree on, so all ranks decide alike.
+Ranks that share a model read the same reports, and agree on the times. So all of them decide alike.
 
-Shape suffixes: B requests, K ranges of probabilities, S numbers of nodes.
+Shape suffixes: B requests, C columns, K ranges of probabilities, S numbers of nodes, Z words of an output.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -35,82 +37,77 @@ from specbatch.batch import (
 
 Numbers = NDArray[np.float64]
 
-_REMEMBERED = 2048  # requests' rounds of which means are taken
-_DUE = 8  # rounds after which the expected tokens are computed anew
-_MEMORY = 0.98  # share of the counts of verified and accepted drafts that a round leaves
-_PRIOR_WEIGHT = 32.0  # drafts of each range, accepted as often as their probability says, that are always counted
-# The logarithm of a probability in the middle of each range.
+# A report is what a round says of one request. The mean number of drafts is that of about the last 2048 reports.
+_REMEMBERED = 2048
+_ROUNDS_OF_VERSION = 8  # The version of a budget changes once in 8 rounds.
+_MEMORY = 0.98  # Each round multiplies the old counts of verified and accepted drafts by this number.
+# In each range, 32 drafts are added to those that were verified, accepted as often as their probability says.
+_PRIOR_WEIGHT = 32.0
+# The middle of each range, as the logarithm of a probability.
 _LOG_MIDDLES_K = (LOG_BOUNDS_K + np.concatenate(([0.0], LOG_BOUNDS_K[:-1]))) / 2
-_SHIFTS = LIKELY_BITS * np.arange(LIKELY_PER_COLUMN)
-_MEAN_AT_FIRST = 2.0  # drafts of a request before anything is known
+_SHIFTS = LIKELY_BITS * np.arange(LIKELY_PER_COLUMN)  # The numbers of a packed column begin at these bits.
+_MEAN_AT_FIRST = 2.0  # Before the first report, a request is expected to have 2 drafts.
 
 
-class NodeTimes(NamedTuple):
-    """Milliseconds of rounds by the number of their nodes, both ascending."""
+class TimeCurve(NamedTuple):
+    """The milliseconds of rounds by the number of nodes that they verify. Both ascend from point to point."""
 
     num_nodes: Sequence[float]
     milliseconds: Sequence[float]
 
     @staticmethod
-    def of_points(points: Sequence[tuple[float, float]]) -> NodeTimes:
-        """Make them of numbers of nodes and milliseconds in any order. More nodes take no less time."""
+    def of_points(points: Sequence[tuple[float, float]]) -> TimeCurve:
+        """Make a curve of measured points in any order. A point gets the time of one with fewer nodes if that took
+        longer."""
         points = sorted(points)
         rising = np.maximum.accumulate([ms for _, ms in points])
-        return NodeTimes([count for count, _ in points], rising.tolist())
+        return TimeCurve([count for count, _ in points], rising.tolist())
+
+    def with_sharing(self, points: Sequence[tuple[float, float]]) -> TimeCurve:
+        """Return the curve of rounds whose chains share a budget, given the curve of rounds that verify all nodes.
+        `points`: measured rounds of the largest batch that share a budget. Smaller rounds were not measured. Sharing
+        costs them as many milliseconds as the smallest one that was."""
+        if not points:
+            return self
+        least, ms = min(points)
+        more = max(0.0, ms - self.of(least))
+        before = [(count, whole_ms + more) for count, whole_ms in zip(*self, strict=True) if count < least]
+        return TimeCurve.of_points([*before, *points])
 
     def at(self, num_nodes_S: Numbers) -> Numbers:
+        """Return the milliseconds of rounds, interpolated."""
         found: Numbers = np.interp(num_nodes_S, self.num_nodes, self.milliseconds)
         return found
 
+    def of(self, num_nodes: float) -> float:
+        """Return the milliseconds of one round, interpolated."""
+        return float(np.interp(num_nodes, self.num_nodes, self.milliseconds))
 
-@dataclass(frozen=True)
-class RoundTimes:
-    """The times of rounds, measured without cached tokens: of those that verify all nodes, and of those whose chains
-    share a budget. `shared` None: they take as long."""
 
-    num_nodes: Sequence[float]
-    milliseconds: Sequence[float]
+class RoundTimes(NamedTuple):
+    """The times of rounds. `whole`: rounds that verify all nodes. `shared`: rounds whose chains share a budget. Both
+    are measured without cached tokens."""
+
+    whole: TimeCurve
+    shared: TimeCurve
     ms_per_cached_token: float
-    shared: NodeTimes | None = None
-
-    @staticmethod
-    def measured(measured: Sequence[tuple[int, int, float]], ms_per_cached_token: float) -> RoundTimes:
-        """Make them of rounds that verify all nodes: size of the batch, nodes, milliseconds."""
-        return RoundTimes(*NodeTimes.of_points([(nodes, ms) for _, nodes, ms in measured]), ms_per_cached_token)
-
-    def with_sharing(self, measured: Sequence[tuple[int, int, float]]) -> RoundTimes:
-        """Take note of rounds of the largest batch whose chains share a budget: size of the batch, nodes, milliseconds.
-        Rounds of fewer nodes take as much more than those that verify all nodes as the smallest of these does."""
-        if not measured:
-            return self
-        points = [(float(nodes), ms) for _, nodes, ms in measured]
-        least, ms = min(points)
-        more = max(0.0, ms - self.of(least))
-        before = [(n, of_n + more) for n, of_n in zip(self.num_nodes, self.milliseconds, strict=True) if n < least]
-        return replace(self, shared=NodeTimes.of_points([*before, *points]))
-
-    def at(self, num_nodes_S: Numbers, *, shares: bool = False) -> Numbers:
-        """Return the milliseconds of rounds. `shares`: their chains share a budget."""
-        of_all = NodeTimes(self.num_nodes, self.milliseconds)
-        return (self.shared or of_all).at(num_nodes_S) if shares else of_all.at(num_nodes_S)
-
-    def of(self, num_nodes: float, *, shares: bool = False) -> float:
-        """Return the milliseconds of a round."""
-        return float(self.at(np.array(num_nodes, dtype=np.float64), shares=shares))
 
 
 @dataclass
 class VerifyBudget:
     """The budget of rounds. `nodes`: nodes for each request on average, the root included; None: it changes. `times`:
-    what a budget that changes is computed from. `cached_tokens`: the mean of a request."""
+    the times of rounds, if it changes. `cached_tokens`: those of a request, on average. `version`: a number that rises
+    when graphs should be chosen anew, because the expected tokens have changed."""
 
     nodes: float | None
     times: RoundTimes | None = None
     cached_tokens: float = 0.0
-    version: int = 0  # It changes when the expected tokens do.
+    version: int = 0
     _rounds: int = 0
-    _count: float = 0.0  # requests' rounds of which the means are
-    _drafts_K: Numbers = field(default_factory=lambda: np.full(NUM_BOUNDS, _MEAN_AT_FIRST / NUM_BOUNDS))  # means
+    _count: float = 0.0  # The means below are those of this number of reports.
+    # The mean number of drafts that a request has in each range.
+    _drafts_K: Numbers = field(default_factory=lambda: np.full(NUM_BOUNDS, _MEAN_AT_FIRST / NUM_BOUNDS))
+    # The counts of drafts that were verified, and of those that were accepted. Old rounds count less.
     _verified_K: Numbers = field(default_factory=lambda: np.zeros(NUM_BOUNDS))
     _accepted_K: Numbers = field(default_factory=lambda: np.zeros(NUM_BOUNDS))
 
@@ -119,7 +116,7 @@ class VerifyBudget:
         return self.nodes is None
 
     def record(self, output_BZ: NDArray[np.int32]) -> bool:
-        """Take note of the output of a round (see `Output`). Return whether the expected tokens change."""
+        """Take note of the output of a round (see `Output`). Return whether the version has changed."""
         packed_BC = output_BZ[:, Output.LIKELY : Output.LIKELY + LIKELY_COLUMNS]
         is_known_B = (output_BZ[:, Output.NUM_NEW] > 0) & ((packed_BC[:, 0] & LIKELY_KNOWN) > 0)
         if not is_known_B.any():
@@ -133,14 +130,14 @@ class VerifyBudget:
         self._accepted_K *= _MEMORY
         self._verified_K += _in_each(np.minimum(at_least_BK, known[:, Output.NUM_DRAFTED, None]))
         self._accepted_K += _in_each(np.minimum(at_least_BK, known[:, Output.NUM_NEW, None] - 1))
-        is_due = self._rounds % _DUE == 0
-        self.version += is_due
+        is_new = self._rounds % _ROUNDS_OF_VERSION == 0
+        self.version += is_new
         self._rounds += 1
-        return is_due
+        return is_new
 
     def tokens(self, num_drafts_S: Numbers) -> Numbers:
-        """Return the tokens that a request is expected to get in a round. `num_drafts_S`: the mean number of drafts
-        that rounds verify of a request."""
+        """Return the mean number of tokens that a request is expected to get in a round. `num_drafts_S`: the mean
+        number of its drafts that the round verifies."""
         prior_K = _PRIOR_WEIGHT * np.exp(_LOG_MIDDLES_K)
         rates_K = (self._accepted_K + prior_K) / (self._verified_K + _PRIOR_WEIGHT)
         drafts, right = (np.concatenate(([0.0], x_K.cumsum())) for x_K in (self._drafts_K, self._drafts_K * rates_K))
@@ -148,19 +145,20 @@ class VerifyBudget:
         return found
 
     def cached_ms(self, count: int) -> float:
-        """Return the milliseconds in which a round of `count` requests reads cached keys and values."""
+        """Return the milliseconds that a round of `count` requests needs to read cached keys and values."""
         assert self.times is not None
         return self.times.ms_per_cached_token * self.cached_tokens * count
 
     def num_verified(self, size: int, num_nodes: int) -> int | None:
-        """Return the number of nodes that a round of `size` requests, padding included, verifies by a budget that does
-        not change; None: all, which are `num_nodes` for each request."""
+        """Return the number of nodes that a round verifies; None: all, or the budget changes. `size`: the number of its
+        requests, padding included. `num_nodes`: the nodes of each chain."""
         if self.nodes is None or self.nodes > num_nodes - 0.25:
             return None
         return math.ceil(self.nodes * size)
 
 
 def _in_each(at_least_BK: NDArray[np.int32]) -> Numbers:
-    """Return the number of drafts in each range of probabilities, of all requests."""
+    """Return the number of drafts in each range, of all requests. `at_least_BK`: how many drafts of a request have at
+    least the probability of a bound."""
     found: Numbers = np.diff(at_least_BK.sum(axis=0), prepend=0).astype(np.float64)
     return found

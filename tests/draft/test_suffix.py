@@ -20,11 +20,11 @@ from specbatch.draft.shape import DraftShape
 from specbatch.draft.suffix import SharedTexts, SuffixDraft
 from specbatch.engine.engine import Engine
 from specbatch.engine.node_chooser import RoundCosts
-from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.kernels import torch as ops
 from specbatch.kernels.chains import CORPUS, ROW
 from specbatch.types import Completion, SamplingParams
-from tests.engine.graphs import Replays
+from tests.engine.graphs import Replays, round_times
 from tests.engine.test_combinations import decided, requests_of
 from tests.grammar.tiny_tokenizer import END
 from tests.tiny_models import (
@@ -158,7 +158,7 @@ def test_random_combinations(seed: int) -> None:
     settings: dict[str, Any] = {"num_pages": rng.choice((64, 128, 512)), "max_batch_size": rng.choice((3, 8))}
     settings |= {"prefill_chunk_tokens": rng.choice((8, 200)), "eos": (END,)}
     if (budget := rng.choice((None, VerifyBudget(rng.uniform(1.2, 4.0)), VerifyBudget(None)))) is not None:
-        budget.times = RoundTimes([1, 60], [1.0, 30.0], 0.0) if budget.changes else None
+        budget.times = round_times([1, 60], [1.0, 30.0]) if budget.changes else None
         settings["budget"] = budget
     together = rng.choice(("lanes", "groups", "neither"))
     if together == "lanes":

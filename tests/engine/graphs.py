@@ -1,4 +1,4 @@
-"""What stands in for CUDA graphs and for a lack of memory, on a CPU."""
+"""Substitutes for CUDA graphs, for a lack of memory and for measured times, on a CPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbatch.engine.transfers import Transfers
+from specbatch.engine.verify_budget import RoundTimes, TimeCurve
 from specbatch.types import Completion
 
 # Beside views: a copy in place, which puts slots back, and what numpy asks of a report that is there.
@@ -97,6 +98,12 @@ class Replays:
         function, memory = self._captured[key]
         copy_into(memory, function())
         return self.outputs[key]
+
+
+def round_times(num_nodes: list[float], milliseconds: list[float], ms_per_cached_token: float = 0.0) -> RoundTimes:
+    """Make the times of rounds that take as long where their chains share a budget."""
+    curve = TimeCurve(num_nodes, milliseconds)
+    return RoundTimes(curve, curve, ms_per_cached_token)
 
 
 def assert_close_logprobs(found: list[Completion], expected: list[Completion]) -> None:

@@ -1,5 +1,5 @@
-"""The graphs for a budget that changes: which a round takes, and when they are captured. The times are those of an
-H200."""
+"""The graphs for a budget that changes: which of them a round takes, and when they are captured. The times were
+measured on an H200."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import numpy as np
 import pytest
 
 from specbatch.engine.budget_graphs import MAX_AT_START, BudgetGraphs, RoundSize, steps
-from specbatch.engine.verify_budget import NodeTimes, RoundTimes, VerifyBudget
+from specbatch.engine.verify_budget import RoundTimes, TimeCurve, VerifyBudget
 from specbatch.graphs.runner import ladder
 from tests.engine.test_verify_budget import outputs
 
-NODES = 6  # the nodes of a chain
-SMALL = ([1, 128, 256, 512, 1024, 1536, 2048, 12288], [0.8, 0.81, 0.83, 0.925, 1.05, 1.32, 1.58, 7.4])  # 135M
-LARGE = ([1, 64, 128, 256, 512, 1024, 2048, 12288], [4.1, 4.55, 5.2, 7.3, 12.0, 22.7, 44.1, 258.1])  # 8B
-# 8B with `hybrid` and 64 rows: times rise in steps.
-STEPS = NodeTimes([64, 128, 144, 176, 192, 256, 264, 320, 384], [6.65, 6.75, 7.0, 7.47, 8.28, 8.31, 9.03, 9.6, 10.8])
-TIMES = {"small": RoundTimes(*SMALL, 0.0), "large": RoundTimes(*LARGE, 0.0)}
+NODES = 6  # Each chain has 6 nodes.
+# Models with 135M and 8B parameters.
+SMALL = TimeCurve([1, 128, 256, 512, 1024, 1536, 2048, 12288], [0.8, 0.81, 0.83, 0.925, 1.05, 1.32, 1.58, 7.4])
+LARGE = TimeCurve([1, 64, 128, 256, 512, 1024, 2048, 12288], [4.1, 4.55, 5.2, 7.3, 12.0, 22.7, 44.1, 258.1])
+# Rounds of 64 rows, with 8B and `hybrid`: their times rise in steps.
+STEPS = TimeCurve([64, 128, 144, 176, 192, 256, 264, 320, 384], [6.65, 6.75, 7.0, 7.47, 8.28, 8.31, 9.03, 9.6, 10.8])
+TIMES = {"small": RoundTimes(SMALL, SMALL, 0.0), "large": RoundTimes(LARGE, LARGE, 0.0)}
 
 
 def budget_of(times: RoundTimes, drafts: list[float], accepted: int = 0) -> VerifyBudget:
-    """Make a budget that has seen many rounds with drafts of these probabilities."""
+    """Make a budget after 8 rounds of 64 requests with drafts of these probabilities. `accepted`: how many drafts of
+    each request were verified and accepted."""
     budget = VerifyBudget(None, times)
     for _ in range(8):
         budget.record(outputs([drafts] * 64, verified=accepted, accepted=accepted))
@@ -28,10 +30,11 @@ def budget_of(times: RoundTimes, drafts: list[float], accepted: int = 0) -> Veri
 
 
 def milliseconds(times: RoundTimes, one: RoundSize) -> float:
-    return times.of(one.nodes, shares=one.nodes < one.size * NODES)
+    return (times.shared if one.nodes < one.size * NODES else times.whole).of(one.nodes)
 
 
 def rate(graphs: BudgetGraphs, one: RoundSize, count: int) -> float:
+    """Return the expected tokens in a millisecond for each of `count` requests."""
     (tokens,) = graphs._budget.tokens(np.array([(one.nodes - one.size) / count]))
     return float(tokens) / milliseconds(graphs._times, one)
 
@@ -39,14 +42,14 @@ def rate(graphs: BudgetGraphs, one: RoundSize, count: int) -> float:
 def test_a_round_takes_the_graph_with_most_tokens_for_its_time() -> None:
     likely, unlikely = [0.9, 0.8, 0.7], [0.9, 0.1, 0.01]
     for drafts, nodes in ((likely, 256), (unlikely, 128), ([0.1], 128)):
-        graphs = BudgetGraphs(budget_of(RoundTimes(*LARGE, 0.0, STEPS), drafts), NODES)
+        graphs = BudgetGraphs(budget_of(RoundTimes(LARGE, STEPS, 0.0), drafts), NODES)
         for one in steps(64, NODES):
             graphs.add(one)
-        assert graphs.fastest(64, 64) == (64, nodes), "128, 176 and 256 nodes are before a step"
+        assert graphs.choose(64, 64).taken == (64, nodes), "128, 176 and 256 nodes are before a step"
 
 
 def test_steps_of_small_batches() -> None:
-    """They have no number of nodes twice, nor that of whole chains."""
+    """Steps do not repeat a number of nodes, nor include that of whole chains."""
     assert steps(1, 3) == [(1, 1), (1, 2)]
     assert steps(3, 2) == [(3, 3), (3, 4), (3, 5)]
     assert steps(64, 1) == []
@@ -54,32 +57,33 @@ def test_steps_of_small_batches() -> None:
 
 def test_a_graph_of_a_larger_batch_has_padding() -> None:
     graphs = BudgetGraphs(budget_of(TIMES["large"], [0.95, 0.5, 0.01]), NODES)
-    assert graphs.fastest(320, 300) == (320, 1920), "whole chains are there in any case"
+    assert graphs.choose(320, 300).taken == (320, 1920), "whole chains are always allowed"
     graphs.add(RoundSize(512, 768))
     graphs.add(RoundSize(256, 512))
-    assert graphs.fastest(320, 300) == (512, 768), "212 of the nodes are of padding"
-    assert graphs.fastest(256, 256) == (256, 512)
+    assert graphs.choose(320, 300).taken == (512, 768), "the other 212 requests are padding"
+    assert graphs.choose(256, 256).taken == (256, 512)
 
 
 def test_whole_chains_are_verified_where_sharing_does_not_pay() -> None:
-    times = RoundTimes([1, 1000], [1.0, 1.1], 0.0, NodeTimes([1, 1000], [1.3, 1.4]))
+    times = RoundTimes(TimeCurve([1, 1000], [1.0, 1.1]), TimeCurve([1, 1000], [1.3, 1.4]), 0.0)
     graphs = BudgetGraphs(budget_of(times, [0.5, 0.2]), NODES)
     graphs.add(RoundSize(64, 128))
-    assert graphs.fastest(64, 64) == (64, 384)
+    assert graphs.choose(64, 64).taken == (64, 384)
 
 
 def test_cached_tokens_make_drafts_worth_more() -> None:
-    budget = budget_of(RoundTimes(*LARGE, 0.001), [0.6, 0.3, 0.2])
+    budget = budget_of(RoundTimes(LARGE, LARGE, 0.001), [0.6, 0.3, 0.2])
     graphs = BudgetGraphs(budget, NODES)
-    few = graphs.best(256, 256)
+    few = graphs.choose(256, 256).best
     budget.cached_tokens, budget.version = 400.0, budget.version + 1
-    assert graphs.best(256, 256).nodes > few.nodes
+    assert graphs.choose(256, 256).best.nodes > few.nodes
 
 
 @pytest.mark.parametrize("largest", [64, 128, 256, 512])
 @pytest.mark.parametrize("name", TIMES)
 def test_the_start_leaves_little_to_gain(name: str, largest: int) -> None:
-    """The largest batch, which most rounds are of, has all graphs; smaller ones lose 12% at most on average."""
+    """Graphs of the largest batch, of which most rounds are, are all captured. Rounds of smaller batches lose less than
+    12% of their rate, on average."""
     lost = []
     for drafts in ([0.9, 0.2, 0.05], [0.9, 0.8, 0.3], [0.6, 0.4, 0.2], [0.3], [0.95] * 5):
         graphs = BudgetGraphs(budget_of(TIMES[name], drafts), NODES)
@@ -88,43 +92,44 @@ def test_the_start_leaves_little_to_gain(name: str, largest: int) -> None:
         assert {*steps(largest, NODES)} <= {*chosen}
         for one in chosen:
             graphs.add(one)
-        assert graphs.fastest(largest, largest) == graphs.best(largest, largest)
+        choice = graphs.choose(largest, largest)
+        assert choice.taken == choice.best
         for count in ladder(largest):
-            best, taken = graphs.best(count, count), graphs.fastest(count, count)
-            lost.append(1 - rate(graphs, taken, count) / rate(graphs, best, count))
+            choice = graphs.choose(count, count)
+            lost.append(1 - rate(graphs, choice.taken, count) / rate(graphs, choice.best, count))
     assert np.mean(lost) < 0.12
 
 
 def test_a_short_job_captures_nothing() -> None:
-    """130 rounds, and then the last requests end."""
+    """A job of 130 rounds of the largest batch, whose requests then end eight at a time."""
     for times in TIMES.values():
         graphs = BudgetGraphs(budget_of(times, [0.7, 0.3, 0.1]), NODES)
         for one in graphs.at_start(ladder(512)):
             graphs.add(one)
         for count in [512] * 130 + list(range(511, 0, -8)):
             size = next(size for size in ladder(512) if size >= count)
-            assert graphs.due(size, count) is None
+            assert not graphs.choose(size, count).is_due
 
 
 def test_a_graph_is_captured_when_rounds_have_lost_as_much_time() -> None:
     times = TIMES["large"]
     graphs = BudgetGraphs(budget_of(times, [0.7, 0.2]), NODES)
-    best, whole = graphs.best(256, 256), RoundSize(256, 256 * NODES)
+    best, whole = graphs.choose(256, 256).best, RoundSize(256, 256 * NODES)
     assert best.nodes < whole.nodes
     each = milliseconds(times, best) * (rate(graphs, best, 256) / rate(graphs, whole, 256) - 1)
-    rounds = 1
-    while graphs.due(256, 256) is None:
+    rounds = 2  # The look-up above counts as one.
+    while not graphs.choose(256, 256).is_due:
         rounds += 1
     assert 100 < rounds * each <= 100 + each
     graphs.add(best)
-    assert graphs.fastest(256, 256) == best
-    assert all(graphs.due(256, 256) is None for _ in range(100))
+    assert graphs.choose(256, 256).taken == best
+    assert not any(graphs.choose(256, 256).is_due for _ in range(100))
 
 
 def test_a_choice_changes_when_the_expected_tokens_do() -> None:
     budget = budget_of(TIMES["large"], [0.95, 0.95, 0.95])
     graphs = BudgetGraphs(budget, NODES)
-    many = graphs.best(256, 256)
+    many = graphs.choose(256, 256).best
     while not budget.record(outputs([[0.05]] * 2048, verified=0, accepted=0)):
-        assert graphs.best(256, 256) == many
-    assert graphs.best(256, 256).nodes < many.nodes
+        assert graphs.choose(256, 256).best == many
+    assert graphs.choose(256, 256).best.nodes < many.nodes

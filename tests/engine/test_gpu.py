@@ -16,13 +16,14 @@ from specbatch.engine.budget_graphs import MAX_AT_START
 from specbatch.engine.executor import GraphMode
 from specbatch.engine.node_chooser import RoundCosts, measured_costs
 from specbatch.engine.round import Wanted
-from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.kernels import ops_for
 from specbatch.setup.build import build_engine
 from specbatch.setup.resolve import resolve
 from specbatch.types import Request, RngKey, SamplingParams
 from tests.draft.test_block import CONFIDENCE
 from tests.draft.test_block import TRAITS as BLOCK_TRAITS
+from tests.engine.graphs import round_times
 from tests.engine.test_edits import MIXED, decided, requests
 from tests.engine.test_nonfinite import all_nan, nan_embedding
 from tests.tiny_models import (
@@ -255,7 +256,7 @@ def test_a_budget_for_verification(method: str, nodes: float | None, params: Sam
         executor.capture(params.temperature > 0)
     if nodes is None:
         wanted = Wanted(params.temperature > 0)
-        budget.times, num_graphs = RoundTimes([1, 100], [0.1, 6.0], 0.0), executor.num_graphs  # nodes cost much
+        budget.times, num_graphs = round_times([1, 100], [0.1, 6.0]), executor.num_graphs  # nodes cost much
         with torch.inference_mode():
             assert executor.measure(wanted)
             assert executor.measure_sharing(wanted)

@@ -26,14 +26,14 @@ from specbatch.engine.executor import RoundBatch
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.node_chooser import costs_of
 from specbatch.engine.round import Round, RoundKey, Wanted
-from specbatch.engine.verify_budget import RoundTimes, VerifyBudget
+from specbatch.engine.verify_budget import TimeCurve, VerifyBudget
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import constraint_of
 from specbatch.kernels import torch as ops
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.coins import target_sequences
 from tests.draft.test_sampling_chi_square import ALPHA, p_value
-from tests.engine.graphs import Replays
+from tests.engine.graphs import Replays, round_times
 from tests.grammar.tiny_tokenizer import tiny_tokenizer
 from tests.kernels.test_steps import packed
 from tests.tiny_models import (
@@ -58,7 +58,7 @@ SCHEDULING = {"batch": {"max_batch_size": 8}, "preemption": {"max_batch_size": 4
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    repeated = [[5, 6, 7, 8, 9] * 4, [3] * 12, [4, 3] * 6]  # something for n-grams to find
+    repeated = [[5, 6, 7, 8, 9] * 4, [3] * 12, [4, 3] * 6]  # N-gram drafts come from these.
     return random_prompts(5, shared=9, longest=12) + repeated
 
 
@@ -85,7 +85,7 @@ def test_greedy_text_is_that_of_plain_decoding(
     completions = run(engine, prompts, GREEDY)
     assert texts(completions) == texts(plain(method, prompts, GREEDY))
     counts = [c.speculation for c in completions]
-    assert sum(c.accepted for c in counts) > 1, "hardly a draft was right: this proves little"
+    assert sum(c.accepted for c in counts) > 1, "too few drafts were right to prove anything"
     assert sum(c.drafted for c in counts) <= 1.5 * sum(c.rounds for c in counts) + 4 * len(prompts)
     if scheduling == "preemption":
         assert engine.stats.preemptions > 0
@@ -97,7 +97,7 @@ def test_greedy_text_is_that_of_plain_decoding(
 
 @pytest.mark.parametrize("family", ["qwen3.5", "gemma2", "gpt-oss", "qwen3-moe"])
 def test_other_families(family: str, prompts: list[list[int]]) -> None:
-    """States of a hybrid, sliding windows, sinks and experts, where nodes are packed."""
+    """Models with states, sliding windows, sinks or experts compute packed nodes."""
     settings: dict[str, Any] = {"family": family, "num_layers": 2 if family == "qwen3-moe" else 4, "num_pages": 256}
     expected = run(tiny_engine("none", **settings), prompts, GREEDY)
     engine = tiny_device_engine("ngram", CHAIN, budget=VerifyBudget(1.5), max_batch_size=8, **settings)
@@ -108,7 +108,7 @@ def test_other_families(family: str, prompts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_of_other_rows_share_a_budget(kind: str, prompts: list[list[int]]) -> None:
-    """Texts that come again are drafted from the corpus, and the likely drafts are those that are verified."""
+    """Texts that are generated again are drafted from the corpus, and the likely drafts are verified."""
     engine = KINDS[kind]("suffix", DraftShape(7, 1, 8), budget=VerifyBudget(4), num_pages=256, max_batch_size=8)
     first = run(engine, prompts, GREEDY)
     before = engine.stats.draft_sources.tokens["job"]
@@ -123,7 +123,7 @@ def test_drafts_of_other_rows_share_a_budget(kind: str, prompts: list[list[int]]
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_prefixes_that_are_read_once(method: str) -> None:
-    """Attention of groups, of which each request has another number of nodes."""
+    """Attention reads the prefix of a group once, also where its requests have different numbers of nodes."""
     prompts = random_prompts(8, shared=80, longest=12)
     settings: dict[str, Any] = {"num_pages": 600, "prefill_chunk_tokens": 200, "max_batch_size": 8}
     groups = {"cascade": GroupLimits(2, 64)}
@@ -160,7 +160,7 @@ def test_log_probabilities(method: str, kind: str, prompts: list[list[int]]) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rules_for_tokens(kind: str, prompts: list[list[int]]) -> None:
-    """Such rounds verify all nodes."""
+    """Rounds with rules for tokens verify all nodes."""
     params = SamplingParams(max_tokens=16, frequency_penalty=0.5, min_tokens=8)
     engine = KINDS[kind]("eagle", CHAIN, budget=VerifyBudget(1.5), num_pages=256, max_batch_size=8)
     assert texts(run(engine, prompts, params)) == texts(plain("eagle", prompts, params))
@@ -193,8 +193,8 @@ def test_drawn_chains_have_the_distribution_of_the_target(kind: str, method: str
 
 
 def test_a_rule_that_reads_the_draft_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores by the drawn token's own probability leave unlikely drafts out: the others come too often."""
-
+    """Scores must not be the drawn token's own probability. Unlikely drafts would be cut, and the others would come too
+    often."""
     real = ChainDraft.draft
 
     def draft(self: ChainDraft, view: BatchView, table: RequestTable, sampled: bool) -> DraftTrees:
@@ -209,11 +209,11 @@ def test_a_rule_that_reads_the_draft_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_cut_does_not_depend_on_a_draft_of_an_earlier_round() -> None:
-    """Two requests share the drafts of three rounds, by scores that read earlier tokens only. In the first round the
-    second draft of A decides whether B advances. If the first draft of A is rejected, the next round has a draft at the
-    position of that second one, and verifies it only if B has advanced. Were it the same draft again, its token would
-    decide whether it is verified. The target and the drafts have two tokens, each with probability 1/2, except that the
-    first draft of a text is mostly 0."""
+    """Two requests, A and B, share three verified drafts in each of two rounds. Scores read earlier tokens only. In the
+    first round the second draft of A decides whether a draft of B is verified, with which B advances. If the first
+    draft of A is rejected, the second round has a draft at the position of that second one, and verifies it only if B
+    has advanced. If it were the same draft again, its token would decide whether it is verified. The target and the
+    drafts have two tokens, each with probability 1/2, except that the first draft of a text is mostly 0."""
     pairs, steps = 2000, 3
     stream_B = torch.arange(2 * pairs)
     zeros_B, is_b_B = torch.zeros_like(stream_B), stream_B % 2 == 1
@@ -256,7 +256,8 @@ def test_a_cut_does_not_depend_on_a_draft_of_an_earlier_round() -> None:
 
 
 def outputs(probabilities: list[list[float]], *, verified: int = 3, accepted: int = 1) -> np.ndarray:
-    """Make the output of a round of requests whose drafts have these probabilities."""
+    """Make the output of a round whose requests have drafts of these probabilities. `verified`, `accepted`: the numbers
+    of drafts of each request."""
     rows = [[1 + accepted, verified, verified, 0, *packed([0.0, *map(math.log, row)]), 0, 0] for row in probabilities]
     return np.array(rows, dtype=np.int32)
 
@@ -271,9 +272,9 @@ def test_expected_tokens_follow_the_rounds() -> None:
     unknown = outputs([[0.5]] * 8)
     unknown[:, Output.LIKELY : Output.TOKENS] = 0
     assert not budget.record(unknown)
-    # One draft of 0.95 that is accepted, two of 0.4 of which none is, and one of 0.1 that nobody verifies.
-    due = [budget.record(outputs([[0.95, 0.4, 0.4, 0.1]] * 4)) for _ in range(400)]
-    assert sum(due) == budget.version == 50
+    # Each request has a draft of 0.95 that is accepted, two of 0.4 that are not, and one of 0.1 that is not verified.
+    changes = [budget.record(outputs([[0.95, 0.4, 0.4, 0.1]] * 4)) for _ in range(400)]
+    assert sum(changes) == budget.version == 50
     assert expected(budget, 0.0) == 1.0
     assert expected(budget, 1.0) == pytest.approx(2.0, abs=0.03), "the most probable draft comes first"
     assert expected(budget, 3.0) == pytest.approx(expected(budget, 1.0) + 0.1, abs=0.1)
@@ -316,22 +317,22 @@ def test_a_fixed_budget() -> None:
 
 
 def test_times_of_rounds() -> None:
-    times = RoundTimes.measured([(64, 384, 9.0), (1, 6, 4.0), (8, 48, 3.9)], 0.0)
-    assert times.of(6) == times.of(48) == times.of(48, shares=True) == 4.0, "more nodes take no less time"
-    assert times.of(216) == pytest.approx(6.5)
-    shared = times.with_sharing([(64, 64, 4.5), (64, 128, 4.6), (64, 192, 7.0), (64, 320, 6.9)])
-    assert shared.of(216) == times.of(216)
-    assert shared.of(128, shares=True) == 4.6
-    assert shared.of(160, shares=True) == pytest.approx(5.8), "a step"
-    assert shared.of(320, shares=True) == 7.0
-    assert shared.of(8, shares=True) == pytest.approx(4.0 + 4.5 - times.of(64)), "what sharing takes more"
-    assert times.with_sharing([]) == times
+    whole = TimeCurve.of_points([(384, 9.0), (6, 4.0), (48, 3.9)])
+    assert whole.of(6) == whole.of(48) == 4.0, "more nodes take no less time"
+    assert whole.of(216) == pytest.approx(6.5)
+    assert whole.at(np.array([6.0, 216.0])).tolist() == [whole.of(6), whole.of(216)]
+    shared = whole.with_sharing([(64, 4.5), (128, 4.6), (192, 7.0), (320, 6.9)])
+    assert shared.of(128) == 4.6
+    assert shared.of(160) == pytest.approx(5.8), "a step"
+    assert shared.of(320) == 7.0
+    assert shared.of(8) == pytest.approx(4.0 + 4.5 - whole.of(64)), "sharing takes as much longer as with 64 nodes"
+    assert whole.with_sharing([]) == whole
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_what_was_not_drafted_is_not_likely(method: str) -> None:
-    """No text comes twice: there are hardly any drafts."""
-    budget = VerifyBudget(None, RoundTimes([1, 100], [1.0, 1.0], 0.0))
+    """Texts do not repeat, so there are hardly any drafts."""
+    budget = VerifyBudget(None, round_times([1, 100], [1.0, 1.0]))
     engine = tiny_device_engine(method, CHAIN, budget=budget, num_pages=256, max_batch_size=8)
     found = run(engine, random_prompts(8, longest=4), SamplingParams(max_tokens=3, temperature=2.0, seed=5))
     assert sum(c.speculation.drafted for c in found) < 4
@@ -340,7 +341,7 @@ def test_what_was_not_drafted_is_not_likely(method: str) -> None:
 
 def test_rounds_report_how_probable_drafts_are(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The most probable drafts are verified, and the others are reported, too."""
-    budget = VerifyBudget(None, RoundTimes([1, 100], [1.0, 30.0], 0.0))
+    budget = VerifyBudget(None, round_times([1, 100], [1.0, 30.0]))
     engine = tiny_device_engine("draft_model", CHAIN, budget=budget, num_pages=256, max_batch_size=8)
     reported, verified = [], []
     real = VerifyBudget.record
@@ -362,9 +363,9 @@ def test_rounds_report_how_probable_drafts_are(prompts: list[list[int]], monkeyp
 
 
 def test_nodes_of_a_grammar_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a grammar has made a chain longer than the drafts, nothing is said of their probabilities."""
+    """A round reports no probabilities of a chain that a grammar has made longer than its drafts."""
     matcher = GrammarCompiler(tiny_tokenizer(), max_levels=1).matcher(constraint_of(FORCED))
-    engine = tiny_engine("draft_model", CHAIN, budget=VerifyBudget(None, RoundTimes([1, 100], [1.0, 1.0], 0.0)))
+    engine = tiny_engine("draft_model", CHAIN, budget=VerifyBudget(None, round_times([1, 100], [1.0, 1.0])))
     lines = list[list[int]]()
     monkeypatch.setattr(VerifyBudget, "record", lambda self, output_BZ: lines.extend(output_BZ.tolist()))
     run_requests(engine, [Request(0, [1, 2, 3], FORCED, RngKey(0, 0, 0), matcher=matcher)])
@@ -374,7 +375,7 @@ def test_nodes_of_a_grammar_are_not_reported(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class EagerRunner:
-    """Takes the place of a GraphRunner: a replay runs the function again."""
+    """A substitute for a `GraphRunner`: a replay runs the function again."""
 
     seconds = 0.0
 
@@ -400,13 +401,14 @@ class EagerRunner:
 def test_rounds_take_graphs_of_larger_batches(
     method: str, params: SamplingParams, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests end one after the other, and there are graphs of the largest batch alone: the others are padding."""
+    """Requests end one after the other, and shared budgets have graphs of the largest batch alone. Lines without a
+    request are padding."""
     budget = VerifyBudget(None)
     engine = tiny_device_engine(method, CHAIN, budget=budget, num_pages=256, max_batch_size=8)
     executor, runner, taken = engine.executor, EagerRunner(), set[tuple[bool, int]]()
     monkeypatch.setattr(executor, "runner", runner)
     wanted = Wanted(num_top=num_top_of([params.logprobs]))
-    budget.times = RoundTimes([1, 100], [0.1, 6.0], 0.0)
+    budget.times = round_times([1, 100], [0.1, 6.0])
     monkeypatch.setattr(BudgetGraphs, "at_start", lambda *_: [RoundSize(8, 16), RoundSize(8, 9)])
     with torch.inference_mode():
         executor.capture(False, num_top=wanted.num_top)
@@ -422,7 +424,7 @@ def test_rounds_take_graphs_of_larger_batches(
         return real_run(batch)
 
     def begin(self: Round, req_idx_B: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if self.state is state:  # it is no round of plain decoding
+        if self.state is state:  # The others are rounds of plain decoding.
             running = [seq.req_idx for seq in rounds[-1].sequences if seq is not None]
             assert [line for line in req_idx_B.tolist() if line != state.padding] == running
         return real_begin(self, req_idx_B, *args, **options)
@@ -456,7 +458,7 @@ def test_rounds_take_graphs_of_larger_batches(
 def test_draft_extend_of_the_verified_nodes_is_that_of_all(
     method: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Features and the cache of the network are what they would be with a line for each node."""
+    """Features and the network's cache are the same as with all nodes of all chains."""
     real, widths = Round.extend, set()
 
     def extend(self: Round, view: BatchView, trees: DraftTrees, verified: Any) -> None:
@@ -470,7 +472,7 @@ def test_draft_extend_of_the_verified_nodes_is_that_of_all(
             found.append((features[view.req_idx_B].clone(), cache.clone()))
         is_live_B = view.field(Field.DONE) == 0
         assert torch.allclose(found[0][0][is_live_B], found[1][0][is_live_B])
-        slots = slice(0, cache.shape[-2] - 1)  # The last one is spare.
+        slots = slice(0, cache.shape[-2] - 1)  # The last slot is spare.
         assert torch.allclose(found[0][1][..., slots, :], found[1][1][..., slots, :])
         widths.add((trees.num_verified or 0) < trees.tokens_BN.numel())
 
@@ -485,8 +487,9 @@ def test_draft_extend_of_the_verified_nodes_is_that_of_all(
 def test_another_kind_of_rows_captures_what_it_needs_at_once(
     method: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start has captured greedy rounds. Sampled ones have a new graph in any case: not one of whole chains."""
-    budget = VerifyBudget(None, RoundTimes([1, 100], [0.1, 60.0], 0.0))
+    """The start has captured greedy rounds alone. Sampled rounds need new graphs in any case, so they do not capture
+    whole chains, but graphs of fewer nodes."""
+    budget = VerifyBudget(None, round_times([1, 100], [0.1, 60.0]))
     engine = tiny_device_engine(method, CHAIN, budget=budget, num_pages=256, max_batch_size=8, coupled=True)
     executor, runner = engine.executor, EagerRunner()
     monkeypatch.setattr(executor, "runner", runner)
@@ -500,10 +503,46 @@ def test_another_kind_of_rows_captures_what_it_needs_at_once(
     assert all(key.num_verified is not None for key in late if key.wanted.sampled and key.size > 2)
 
 
+@pytest.mark.parametrize("fits", [True, False], ids=["memory", "no memory"])
+def test_a_round_takes_the_graph_that_is_captured_for_it(
+    fits: bool, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start has captured whole chains. Then each round loses more time without a graph of fewer nodes than its
+    capture takes. Without memory for it, rounds verify whole chains."""
+    budget = VerifyBudget(None, round_times([1, 100], [100.0, 60000.0]))
+    engine = tiny_device_engine("ngram", CHAIN, budget=budget, num_pages=256, max_batch_size=8)
+    runner: Any = Replays(lambda key: not fits and RoundKey(*key[1:]).num_verified is not None)
+    replayed, taken_after, real = list[Any](), dict[Any, int](), Replays.capture
+
+    def capture(self: Replays, key: Any, function: Callable[[], Any]) -> Any:
+        taken_after[key] = len(replayed)
+        return real(self, key, function)
+
+    def replay(key: Any) -> Any:
+        replayed.append(key)
+        return Replays.replay(runner, key)
+
+    engine.executor.mode, engine.executor.runner = "round", runner
+    with torch.inference_mode():
+        engine.executor.capture(False)
+    monkeypatch.setattr(Replays, "capture", capture)
+    monkeypatch.setattr(runner, "replay", replay)
+    assert texts(run(engine, prompts, GREEDY)) == texts(plain("ngram", prompts, GREEDY))
+    assert taken_after
+    assert all(RoundKey(*key[1:]).num_verified is not None for key in taken_after)
+    if fits:
+        assert all(replayed[place] == key for key, place in taken_after.items())
+    else:
+        assert replayed
+        assert not {*replayed} & {*taken_after}
+        assert len(runner.tried) == len({*runner.tried}), "no capture is tried again"
+
+
 @pytest.mark.parametrize("params", [replace(GREEDY, frequency_penalty=0.5), GREEDY], ids=["rules", "none"])
 def test_rounds_that_cannot_share_choose_their_size(params: SamplingParams, prompts: list[list[int]]) -> None:
-    """A budget and costs: rounds with rules for tokens choose how many nodes they have, the others share."""
-    times = RoundTimes([1, 100], [1.0, 60.0], 0.0)
+    """An engine has a budget and costs. Rounds with rules for tokens choose the number of nodes of every request, and
+    other rounds share the budget."""
+    times = round_times([1, 100], [1.0, 60.0])
     settings: dict[str, Any] = {"num_pages": 256, "max_batch_size": 8, "budget": VerifyBudget(None, times)}
     costs = costs_of(times, SimpleNamespace(sizes=(1, 2, 4, 5), num_nodes=5), 8)  # type: ignore[arg-type]
     engine = tiny_device_engine("suffix", CHAIN, costs=costs, **settings)
@@ -519,10 +558,10 @@ def test_rounds_that_cannot_share_choose_their_size(params: SamplingParams, prom
 
 def test_costs_follow_from_the_times_of_a_budget() -> None:
     method: Any = SimpleNamespace(sizes=(1, 2, 4, 8), num_nodes=8)
-    costs = costs_of(RoundTimes([8, 64, 512], [5.0, 6.0, 13.0], 0.001), method, 64)
+    costs = costs_of(round_times([8, 64, 512], [5.0, 6.0, 13.0], 0.001), method, 64)
     assert costs is not None
     assert costs.of(64, 0) == pytest.approx(6000.0)
     assert costs.of(512, 0) == pytest.approx(13000.0)
     assert costs.of(8, 0) == pytest.approx(6000.0), "it reads all weights"
     assert costs.of(64, 1000) == pytest.approx(7000.0)
-    assert costs_of(RoundTimes([1], [1.0], 0.0), SimpleNamespace(sizes=()), 1) is None  # type: ignore[arg-type]
+    assert costs_of(round_times([1], [1.0]), SimpleNamespace(sizes=()), 1) is None  # type: ignore[arg-type]

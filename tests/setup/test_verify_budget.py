@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specbatch.config import SpeculationSection
 from specbatch.config_load import load_config
+from specbatch.engine.round import GREEDY
+from specbatch.engine.verify_budget import VerifyBudget
 from specbatch.errors import ConfigError
-from specbatch.setup.build import build_engine
+from specbatch.setup.build import build_engine, measure_budget
 from specbatch.setup.resolve import resolve
 from specbatch.setup.speculation import resolve_budget, resolve_speculation
 from tests.setup.test_suffix import TINY, answers, generate
@@ -58,6 +61,28 @@ def test_jobs_have_the_answers_of_plain_decoding(tmp_path: Path, tiny_model: Pat
 def test_what_is_refused(options: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         resolve(load_config(None, [*TINY, *options]))
+
+
+@pytest.mark.parametrize("has_group", [False, True], ids=["one GPU", "two ranks"])
+def test_the_start_measures_rounds(has_group: bool) -> None:
+    """All ranks have the times that rank 0 has measured. This rank has measured half of each."""
+    budget, captured = VerifyBudget(None), []
+    executor: Any = SimpleNamespace(
+        measure=lambda wanted: [(8, 48, 3.0), (64, 384, 9.0)],
+        measure_sharing=lambda wanted: [(64, 64, 3.5), (64, 128, 4.0)],
+        capture_for_budget=lambda wanted: captured.append((wanted, budget.times)),
+        runner=SimpleNamespace(seconds=0.0),
+        num_graphs=0,
+    )
+    group: Any = SimpleNamespace(of_first=lambda values: [2 * value for value in values]) if has_group else None
+    note, factor = measure_budget(executor, budget, GREEDY, 1000, group), 2 if has_group else 1
+    assert executor.budget is budget
+    assert budget.times is not None
+    assert captured == [(GREEDY, budget.times)], "graphs are chosen by the times"
+    assert budget.times.whole == ([48, 384], [3.0 * factor, 9.0 * factor])
+    assert budget.times.shared.of(128) == 4.0 * factor
+    assert budget.times.ms_per_cached_token == pytest.approx(4e-7)
+    assert f"64 rows by nodes for each: {3.5 * factor:.2f} with 1, " in note
 
 
 def test_auto_verifies_all_nodes_on_a_cpu() -> None:
