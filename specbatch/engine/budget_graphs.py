@@ -134,6 +134,6 @@ class BudgetGraphs:
         return RoundSize(size, size * self._num_nodes)
 
     def _milliseconds(self, found: list[RoundSize]) -> Numbers:
-        nodes_S = np.array([one.nodes for one in found], dtype=np.float64)
+        sizes_S, nodes_S = np.array(found, dtype=np.float64).T
         is_whole_S = [one == self._whole(one.size) for one in found]
-        return np.where(is_whole_S, self._times.whole.at(nodes_S), self._times.shared.at(nodes_S))
+        return np.where(is_whole_S, self._times.whole.at(nodes_S), self._times.shared.at(sizes_S, nodes_S))

@@ -64,15 +64,14 @@ class TimeCurve(NamedTuple):
         return TimeCurve([count for count, _ in points], rising.tolist())
 
     def with_sharing(self, points: Sequence[tuple[float, float]]) -> TimeCurve:
-        """Return the curve of rounds whose chains share a budget, given the curve of rounds that verify all nodes.
-        `points`: measured rounds of the largest batch that share a budget. Smaller rounds were not measured. Sharing
-        costs them as many milliseconds as the smallest one that was."""
-        if not points:
-            return self
-        least, ms = min(points)
-        more = max(0.0, ms - self.of(least))
-        before = [(count, whole_ms + more) for count, whole_ms in zip(*self, strict=True) if count < least]
-        return TimeCurve.of_points([*before, *points])
+        """Return the curve of rounds of one batch size that share a budget, given the curve of rounds that verify all
+        nodes. `points`: measured rounds of this size that share a budget. With fewer nodes than they have, or more,
+        sharing costs as many milliseconds as at the nearest of them."""
+        (least, of_least), (most, of_most) = min(points), max(points)
+        fewer, more = (max(0.0, ms - self.of(count)) for count, ms in ((least, of_least), (most, of_most)))
+        whole = list(zip(*self, strict=True))
+        before = [(count, ms + fewer) for count, ms in whole if count < least]
+        return TimeCurve.of_points([*before, *points, *((count, ms + more) for count, ms in whole if count > most)])
 
     def at(self, num_nodes_S: Numbers) -> Numbers:
         """Return the milliseconds of rounds, interpolated."""
@@ -84,12 +83,38 @@ class TimeCurve(NamedTuple):
         return float(np.interp(num_nodes, self.num_nodes, self.milliseconds))
 
 
+class SharedTimes(NamedTuple):
+    """The milliseconds of rounds whose chains share a budget. `curves`: those of batches of these `sizes`, which
+    ascend. With as many nodes, a batch of more requests takes longer: each request is drafted for."""
+
+    sizes: Sequence[int]
+    curves: Sequence[TimeCurve]
+
+    @staticmethod
+    def of_points(points: Sequence[tuple[int, float, float]], whole: TimeCurve) -> SharedTimes:
+        """Make curves of measured rounds: batch size, nodes, milliseconds. `whole`: the curve of rounds that verify all
+        nodes, which also takes the place of missing points."""
+        sizes = sorted({size for size, _, _ in points})
+        of_sizes = ([(nodes, ms) for other, nodes, ms in points if other == size] for size in sizes)
+        return SharedTimes(sizes or [1], [whole.with_sharing(some) for some in of_sizes] or [whole])
+
+    def at(self, sizes_S: Numbers, num_nodes_S: Numbers) -> Numbers:
+        """Return the milliseconds of rounds, interpolated between the two nearest batch sizes."""
+        of_sizes = [curve.at(num_nodes_S) for curve in self.curves]
+        found = of_sizes[0]
+        for i in range(1, len(self.sizes)):
+            before, size = self.sizes[i - 1 : i + 1]
+            share_S = np.clip((sizes_S - before) / (size - before), 0.0, 1.0)
+            found = found + share_S * (of_sizes[i] - of_sizes[i - 1])
+        return found
+
+
 class RoundTimes(NamedTuple):
     """The times of rounds. `whole`: rounds that verify all nodes. `shared`: rounds whose chains share a budget. Both
     are measured without cached tokens."""
 
     whole: TimeCurve
-    shared: TimeCurve
+    shared: SharedTimes
     ms_per_cached_token: float
 
 

@@ -79,8 +79,8 @@ class Collectives(Protocol):
         ...
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
-        """Do the same as `one_shot`, with a residual that all ranks have. For more than two ranks, the number of elements
-        is a multiple of theirs."""
+        """Do the same as `one_shot`, with a residual that all ranks have. With more than two ranks, the number of
+        elements is a multiple of theirs."""
         ...
 
     def two_shot(self, x: Tensor, out: Tensor, buffer: Tensor) -> None: ...

@@ -28,7 +28,7 @@ from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.node_chooser import RoundCosts, costs_of, measured_costs
 from specbatch.engine.prefill.models import EAGER, PromptPieces, PromptTrunks, piecewise_trunks, token_sizes
 from specbatch.engine.round import Wanted
-from specbatch.engine.verify_budget import RoundTimes, TimeCurve, VerifyBudget
+from specbatch.engine.verify_budget import RoundTimes, SharedTimes, TimeCurve, VerifyBudget
 from specbatch.errors import ConfigError, ModelError
 from specbatch.graphs.runner import GraphRunner
 from specbatch.kernels import ops_for
@@ -342,25 +342,25 @@ def measure_budget(
         return f"{option}: auto, all nodes (no round was captured that could be timed)"
     assert executor.runner is not None
     num_graphs, seconds = executor.num_graphs, executor.runner.seconds
-    whole = TimeCurve.of_points(_points(measured, group))
-    shared = whole.with_sharing(_points(executor.measure_sharing(wanted), group))
+    whole = TimeCurve.of_points([(nodes, ms) for _, nodes, ms in _of_first(measured, group)])
+    shared = SharedTimes.of_points(_of_first(executor.measure_sharing(wanted), group), whole)
     executor.budget, budget.times = budget, RoundTimes(whole, shared, token_bytes / _CACHED_BYTES_PER_MS)
     executor.capture_for_budget(wanted)
     size, most, _ = max(measured)
     shown = [nodes for nodes in (1, 1.5, 2, 3, 4) if nodes * size < most]
-    words = ", ".join(f"{shared.of(nodes * size):.2f} with {nodes}" for nodes in shown)
+    words = ", ".join(f"{shared.curves[-1].of(nodes * size):.2f} with {nodes}" for nodes in shown)
     return (
         f"{option}: auto, {executor.num_graphs - num_graphs} graphs of fewer nodes, captured in "
         f"{executor.runner.seconds - seconds:.1f} s; milliseconds of rounds of {size} rows by nodes for each: {words}"
     )
 
 
-def _points(measured: list[tuple[int, int, float]], group: Group | None) -> list[tuple[float, float]]:
-    """Return the nodes and the milliseconds of measured rounds. All ranks get the times of rank 0."""
-    times = [ms for _, _, ms in measured]
-    if group is not None and times:
-        times = group.of_first(times)
-    return [(nodes, ms) for (_, nodes, _), ms in zip(measured, times, strict=True)]
+def _of_first(measured: list[tuple[int, int, float]], group: Group | None) -> list[tuple[int, int, float]]:
+    """Return measured rounds (batch size, nodes, milliseconds) with the times of rank 0."""
+    if group is None or not measured:
+        return measured
+    times = group.of_first([ms for _, _, ms in measured])
+    return [(size, nodes, ms) for (size, nodes, _), ms in zip(measured, times, strict=True)]
 
 
 def _trunks(

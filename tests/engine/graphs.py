@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specbatch.engine.transfers import Transfers
-from specbatch.engine.verify_budget import RoundTimes, TimeCurve
+from specbatch.engine.verify_budget import RoundTimes, SharedTimes, TimeCurve
 from specbatch.types import Completion
 
 # Beside views: a copy in place, which puts slots back, and what numpy asks of a report that is there.
@@ -103,7 +103,7 @@ class Replays:
 def round_times(num_nodes: list[float], milliseconds: list[float], ms_per_cached_token: float = 0.0) -> RoundTimes:
     """Make the times of rounds that take as long where their chains share a budget."""
     curve = TimeCurve(num_nodes, milliseconds)
-    return RoundTimes(curve, curve, ms_per_cached_token)
+    return RoundTimes(curve, SharedTimes([1], [curve]), ms_per_cached_token)
 
 
 def assert_close_logprobs(found: list[Completion], expected: list[Completion]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specbatch.engine.budget_graphs import MAX_AT_START, BudgetGraphs, RoundSize, steps
-from specbatch.engine.verify_budget import RoundTimes, TimeCurve, VerifyBudget
+from specbatch.engine.verify_budget import RoundTimes, SharedTimes, TimeCurve, VerifyBudget
 from specbatch.graphs.runner import ladder
 from tests.engine.test_verify_budget import outputs
 
@@ -17,7 +17,10 @@ SMALL = TimeCurve([1, 128, 256, 512, 1024, 1536, 2048, 12288], [0.8, 0.81, 0.83,
 LARGE = TimeCurve([1, 64, 128, 256, 512, 1024, 2048, 12288], [4.1, 4.55, 5.2, 7.3, 12.0, 22.7, 44.1, 258.1])
 # Rounds of 64 rows, with 8B and `hybrid`: their times rise in steps.
 STEPS = TimeCurve([64, 128, 144, 176, 192, 256, 264, 320, 384], [6.65, 6.75, 7.0, 7.47, 8.28, 8.31, 9.03, 9.6, 10.8])
-TIMES = {"small": RoundTimes(SMALL, SMALL, 0.0), "large": RoundTimes(LARGE, LARGE, 0.0)}
+TIMES = {
+    "small": RoundTimes(SMALL, SharedTimes([1], [SMALL]), 0.0),
+    "large": RoundTimes(LARGE, SharedTimes([1], [LARGE]), 0.0),
+}
 
 
 def budget_of(times: RoundTimes, drafts: list[float], accepted: int = 0) -> VerifyBudget:
@@ -30,7 +33,10 @@ def budget_of(times: RoundTimes, drafts: list[float], accepted: int = 0) -> Veri
 
 
 def milliseconds(times: RoundTimes, one: RoundSize) -> float:
-    return (times.shared if one.nodes < one.size * NODES else times.whole).of(one.nodes)
+    if one.nodes == one.size * NODES:
+        return times.whole.of(one.nodes)
+    (found,) = times.shared.at(np.array([one.size]), np.array([one.nodes]))
+    return float(found)
 
 
 def rate(graphs: BudgetGraphs, one: RoundSize, count: int) -> float:
@@ -42,7 +48,7 @@ def rate(graphs: BudgetGraphs, one: RoundSize, count: int) -> float:
 def test_a_round_takes_the_graph_with_most_tokens_for_its_time() -> None:
     likely, unlikely = [0.9, 0.8, 0.7], [0.9, 0.1, 0.01]
     for drafts, nodes in ((likely, 256), (unlikely, 128), ([0.1], 128)):
-        graphs = BudgetGraphs(budget_of(RoundTimes(LARGE, STEPS, 0.0), drafts), NODES)
+        graphs = BudgetGraphs(budget_of(RoundTimes(LARGE, SharedTimes([64], [STEPS]), 0.0), drafts), NODES)
         for one in steps(64, NODES):
             graphs.add(one)
         assert graphs.choose(64, 64).taken == (64, nodes), "128, 176 and 256 nodes are before a step"
@@ -65,14 +71,27 @@ def test_a_graph_of_a_larger_batch_has_padding() -> None:
 
 
 def test_whole_chains_are_verified_where_sharing_does_not_pay() -> None:
-    times = RoundTimes(TimeCurve([1, 1000], [1.0, 1.1]), TimeCurve([1, 1000], [1.3, 1.4]), 0.0)
+    whole, shared = TimeCurve([1, 1000], [1.0, 1.1]), TimeCurve([1, 1000], [1.3, 1.4])
+    times = RoundTimes(whole, SharedTimes([64], [shared]), 0.0)
     graphs = BudgetGraphs(budget_of(times, [0.5, 0.2]), NODES)
     graphs.add(RoundSize(64, 128))
     assert graphs.choose(64, 64).taken == (64, 384)
 
 
+def test_a_small_batch_shares_where_a_large_one_takes_longer() -> None:
+    """Here a batch of 512 requests takes 0.4 ms longer than one of 85 with as many nodes. This is no cost of 64
+    requests that share a budget."""
+    whole = TimeCurve([1, 384, 512, 768, 3072], [0.68, 0.79, 0.85, 0.93, 1.75])
+    large = whole.with_sharing([(512, 1.25), (1024, 1.4), (1536, 1.6)])
+    small = whole.with_sharing([(64, 0.7), (128, 0.71), (192, 0.73)])
+    for sizes, curves, nodes in (([64, 512], [small, large], 192), ([512], [large], 384)):
+        graphs = BudgetGraphs(budget_of(RoundTimes(whole, SharedTimes(sizes, curves), 0.0), [0.5, 0.2]), NODES)
+        graphs.add(RoundSize(64, 192))
+        assert graphs.choose(64, 64).taken == (64, nodes)
+
+
 def test_cached_tokens_make_drafts_worth_more() -> None:
-    budget = budget_of(RoundTimes(LARGE, LARGE, 0.001), [0.6, 0.3, 0.2])
+    budget = budget_of(RoundTimes(LARGE, SharedTimes([1], [LARGE]), 0.001), [0.6, 0.3, 0.2])
     graphs = BudgetGraphs(budget, NODES)
     few = graphs.choose(256, 256).best
     budget.cached_tokens, budget.version = 400.0, budget.version + 1

@@ -26,7 +26,7 @@ from specbatch.engine.executor import RoundBatch
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.node_chooser import costs_of
 from specbatch.engine.round import Round, RoundKey, Wanted
-from specbatch.engine.verify_budget import TimeCurve, VerifyBudget
+from specbatch.engine.verify_budget import SharedTimes, TimeCurve, VerifyBudget
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import constraint_of
 from specbatch.kernels import torch as ops
@@ -326,7 +326,15 @@ def test_times_of_rounds() -> None:
     assert shared.of(160) == pytest.approx(5.8), "a step"
     assert shared.of(320) == 7.0
     assert shared.of(8) == pytest.approx(4.0 + 4.5 - whole.of(64)), "sharing takes as much longer as with 64 nodes"
-    assert whole.with_sharing([]) == whole
+    assert whole.with_sharing([(64, 5.0), (128, 6.0)]).of(384) == pytest.approx(9.0 + 6.0 - whole.of(128))
+
+
+def test_times_of_rounds_that_share_depend_on_their_size() -> None:
+    whole = TimeCurve([8, 384], [4.0, 4.0])
+    times = SharedTimes.of_points([(64, 64, 6.0), (8, 8, 4.5), (64, 128, 7.0)], whole)
+    sizes, nodes = np.array([4.0, 8.0, 36.0, 64.0, 64.0]), np.array([8.0, 8.0, 64.0, 64.0, 128.0])
+    assert times.at(sizes, nodes).tolist() == [4.5, 4.5, 5.25, 6.0, 7.0]
+    assert SharedTimes.of_points([], whole).at(sizes, nodes).tolist() == [4.0] * 5, "none was measured"
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])

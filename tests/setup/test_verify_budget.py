@@ -69,7 +69,7 @@ def test_the_start_measures_rounds(has_group: bool) -> None:
     budget, captured = VerifyBudget(None), []
     executor: Any = SimpleNamespace(
         measure=lambda wanted: [(8, 48, 3.0), (64, 384, 9.0)],
-        measure_sharing=lambda wanted: [(64, 64, 3.5), (64, 128, 4.0)],
+        measure_sharing=lambda wanted: [(8, 8, 3.25), (64, 64, 3.5), (64, 128, 4.0)],
         capture_for_budget=lambda wanted: captured.append((wanted, budget.times)),
         runner=SimpleNamespace(seconds=0.0),
         num_graphs=0,
@@ -80,7 +80,8 @@ def test_the_start_measures_rounds(has_group: bool) -> None:
     assert budget.times is not None
     assert captured == [(GREEDY, budget.times)], "graphs are chosen by the times"
     assert budget.times.whole == ([48, 384], [3.0 * factor, 9.0 * factor])
-    assert budget.times.shared.of(128) == 4.0 * factor
+    assert budget.times.shared.sizes == [8, 64]
+    assert budget.times.shared.curves[1].of(128) == 4.0 * factor
     assert budget.times.ms_per_cached_token == pytest.approx(4e-7)
     assert f"64 rows by nodes for each: {3.5 * factor:.2f} with 1, " in note
 
