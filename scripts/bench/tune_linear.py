@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from specbatch.kernels.triton.model import act_mul, rms_norm
 from specbatch.kernels.triton.parts.shared_memory import HOPPER_SHARED_BYTES
 from specbatch.kernels.triton.skinny import ops
-from specbatch.kernels.triton.skinny.tile import GemmTile, shared_of
+from specbatch.kernels.triton.skinny.tile import GemmTile, fitting, shared_of
 from specbatch.models.config import ModelConfig
 from specbatch.models.linears.sharded import local_config
 from specbatch.models.random_weights import REDUCED_DRAFT_VOCAB, geometries
@@ -435,14 +435,19 @@ class Tuner:
         expected, actual = forward(none).double(), forward(configs).double()
         say(f"chain M={M:<2} fused against torch: {float((actual - expected).norm() / expected.norm()):.1e}")
 
+        def started(gemm: Gemm, config: GemmTile, early: bool, prefetch: int) -> GemmTile:
+            """Return the tile with this start. An early tile takes room, which can cost a stage."""
+            tile = replace(config, pdl=True, early=early, prefetch=prefetch)
+            return fitting(tile, HOPPER_SHARED_BYTES, gated=gemm.op == "norm_gated")
+
         for name, gemm in gemms.items():  # they are compiled while others are timed
             for config in kept[name]:
                 for early, prefetch in STARTS:
-                    self._compiler.submit(gemm, M, replace(config, pdl=True, early=early, prefetch=prefetch))
+                    self._compiler.submit(gemm, M, started(gemm, config, early, prefetch))
         best_time = math.inf
         current: dict[str, GemmTile | None] = {}
         for early, prefetch in STARTS:
-            trials = {n: replace(found[0], pdl=True, early=early, prefetch=prefetch) for n, found in kept.items()}
+            trials = {n: started(gemms[n], found[0], early, prefetch) for n, found in kept.items()}
             if not all(self._compiler.is_ready(gemms[n], M, c, deadline) for n, c in trials.items()):
                 continue
             seconds = measure({**trials})
@@ -454,7 +459,7 @@ class Tuner:
         for name, gemm in gemms.items():
             for config in kept[name]:
                 for early, prefetch in STARTS:
-                    trial = replace(config, pdl=True, early=early, prefetch=prefetch)
+                    trial = started(gemm, config, early, prefetch)
                     if time.monotonic() > deadline:
                         break
                     if trial == current[name] or not self._compiler.is_ready(gemm, M, trial, deadline):

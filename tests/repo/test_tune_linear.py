@@ -70,6 +70,7 @@ def test_tiles_of_all_models_fit() -> None:
     from tune_linear import Geometry, geometries
 
     found = [Geometry.of(config, ranks) for config in geometries().values() for ranks in (1, 2)]
+    found.append(Geometry.of(geometries()["llama-3-70b"], ranks=4))
     gemms = {
         (gemm.weight_shape, gemm.op == "norm_gated")
         for geometry in found
