@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from specbatch.draft.chain import ChainDraft, drawn_chain
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.rng import Draw
 from specbatch.draft.shape import DraftShape
-from specbatch.engine.budget_graphs import BudgetGraphs, RoundSize
+from specbatch.engine.budget_graphs import BudgetGraphs, RoundSize, steps
 from specbatch.engine.executor import RoundBatch
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.node_chooser import costs_of
@@ -562,6 +562,23 @@ def test_rounds_that_cannot_share_choose_their_size(params: SamplingParams, prom
     has_rules = params is not GREEDY
     assert any(key.num_nodes is not None for key in keys) == has_rules
     assert any(key.num_verified is not None for key in keys) != has_rules
+
+
+def test_the_start_times_sharing_of_two_batch_sizes(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It times all steps of the largest batch, and each fourth one of an eighth of it, and captures their graphs."""
+    budget = VerifyBudget(None, round_times([1, 100], [1.0, 1.0]))
+    engine = tiny_device_engine("ngram", CHAIN, budget=budget, num_pages=512, max_batch_size=16)
+    executor, runner, wanted = engine.executor, Replays(lambda key: False), Wanted(False)
+    executor.mode, executor.runner = "round", cast(Any, runner)
+    monkeypatch.setattr(executor, "_milliseconds", lambda key: float(key.num_verified))
+    with torch.inference_mode():
+        executor.capture(False)
+        measured = executor.measure_sharing(wanted)
+        executor.capture_for_budget(wanted)
+    assert measured == [(2, 2, 2.0), (2, 6, 6.0)] + [(16, n, float(n)) for _, n in steps(16, 5)]
+    keys = {(key.size, key.num_verified) for key in (RoundKey(*one[1:]) for one in runner.tried)}
+    assert {(size, nodes) for size, nodes, _ in measured} <= keys
+    assert texts(run(engine, prompts, GREEDY)) == texts(plain("ngram", prompts, GREEDY))
 
 
 def test_costs_follow_from_the_times_of_a_budget() -> None:
