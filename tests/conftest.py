@@ -25,8 +25,8 @@ _MANY_VARIANTS = {"attention", "cli", "draft", "engine", "files", "graphs", "job
 _MANY_VARIANTS |= {"blocks", "fallback", "formats", "grammar", "parallel", "report", "results", "rows"}
 _MANY_VARIANTS |= {"scaleout", "schemas", "serve", "setup", "text", "train", "tune"}
 # One of that number of variants of a test is not `wide`. A test always has at least one.
-_ONE_OF, _ONE_OF_MANY = 8, 12
-_MANY = 24
+_ONE_OF, _ONE_OF_MANY = 16, 24
+_MANY = 48
 
 # Python keeps what it has compiled, also where PYTHONDONTWRITEBYTECODE is set. Otherwise each process that a test
 # starts compiles specbatch again, and each of pytest's processes all test files: 7 of the 15 s before its first test.
@@ -48,8 +48,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but one of eight variants of a test as `wide`, and all but one of twelve of a test with 24 or more. They
-    are chosen by a hash of their names, so that a value that several tests have as a parameter is run by some of them.
+    """Mark all but one of 16 variants of a test as `wide`, and all but one of 24 of a test with 48 or more. They are
+    chosen by a hash of their names, so that a value that several tests have as a parameter is run by some of them.
     Variants that a test itself marks are not counted."""
     variants: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
@@ -67,6 +67,7 @@ def pytest_collection_finish() -> None:
     """Freeze the objects that imports made, so that the garbage collector skips them. This saves a tenth of the time of
     some tests. Each job asks whether the heap is frozen, and the true count takes 30 ms for a million objects."""
     gc.freeze()
+    gc.set_threshold(50_000)  # the collector takes a twentieth of the time with Python's 700
     gc.enable()
     gc.get_freeze_count = lambda: 1
 

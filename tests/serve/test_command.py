@@ -6,6 +6,7 @@ import fcntl
 import re
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def test_the_client_of_the_docs(
     monkeypatch.chdir(tmp_path)
     section = PAGE.partition("## A server for OpenAI's client")[2]
     (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    with serving(tmp_path / "state", key="my key", main=cli.main) as server:
+    sleep, plain = time.sleep, [*OPTIONS, "speculation.method=none"]  # a head need not be read
+    with serving(tmp_path / "state", options=plain, key="my key", main=cli.main) as server:
         real = openai.OpenAI
 
         def client(base_url: str, api_key: str) -> Any:
@@ -82,5 +84,6 @@ def test_the_client_of_the_docs(
             return real(base_url=server.url, api_key="my key")
 
         monkeypatch.setattr(openai, "OpenAI", client)
+        monkeypatch.setattr(time, "sleep", lambda seconds: sleep(seconds / 20))
         exec(code)
     assert "Paris" in capsys.readouterr().out

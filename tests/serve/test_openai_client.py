@@ -371,7 +371,7 @@ def test_a_full_disk_at_the_end_of_a_batch(tmp_path: Path) -> None:
     """That batch fails, and the next one runs."""
     folder = tmp_path / "state" / "batches"
     with serving(tmp_path / "state", seconds=0.02) as server:
-        file = upload(server.client, [request(str(i)) for i in range(40)])
+        file = upload(server.client, [request(str(i)) for i in range(20)])
         batch = create(server.client, file)
         begun(server.client, batch)
         folder.rename(tmp_path / "moved")
@@ -391,7 +391,7 @@ def test_many_clients_at_once(server: Server) -> None:
         return create(server.client, upload(server.client, [request(f"{number}")]))
 
     with ThreadPoolExecutor(16) as threads:
-        batches = list(threads.map(run, range(32)))
+        batches = list(threads.map(run, range(16)))
     for number, batch in enumerate(batches):
         found = ended(server.client, batch)
         assert [line["custom_id"] for line in lines_of(server.client, found.output_file_id)] == [f"{number}"]

@@ -576,7 +576,7 @@ def test_the_experts_of_the_files_own_rows_are_counted(
     monkeypatch.setattr(live_module, "MAX_TRIALS", 2)
     sets = ["speculation.method=ngram"]
     output, target = tmp_path / "tuned.yaml", "random:tiny-experts?skew=1"
-    found = tune(rows, "-o", output, "--rows", "4", "--budget", "10s", target=target, sets=sets)
+    found = tune(rows, "-o", output, "--rows", "4", "--budget", "3s", target=target, sets=sets)
     assert found.exit_code == 0, found.output
     assert "1, 4, 4 and 16 tokens read 2, " in found.output
     curve = fit.call_args.args[2]
