@@ -3,8 +3,9 @@
     python scripts/bench/bench_experts.py --ways tensors,requests,requests+lanes --rows 256,1024 -o experts.jsonl
 
 Prints a line of JSON for each way, skew of the router and number of rows of a GPU: tokens per second of prompts, and
-milliseconds of a round. Before them comes a line with the floors: the time that the exchanges of a round and of a chunk
-take at the speed of the links. Two lanes can hide no more than that.
+milliseconds of a round. `retries`: how often rank 0 found no free memory and first gave cached memory back to the
+driver, which waits for the GPU. Before them comes a line with the floors: the time that the exchanges of a round and of
+a chunk take at the speed of the links. Two lanes can hide no more than that.
 
 - `tensors`: each GPU has a part of every expert and some of the heads, for the rows of all GPUs.
 - `experts`: whole experts, and some of the heads.
@@ -22,6 +23,8 @@ import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from specbatch.config_load import load_config
 from specbatch.models.config import ModelConfig
@@ -118,7 +121,7 @@ def resolved(args: argparse.Namespace, way: str, skew: float) -> ResolvedRun:
 def run_rows(engine: BatchEngine, args: argparse.Namespace, count: int) -> Line:
     """Run rows from their prompts to their ends, all at once."""
     params = SamplingParams(max_tokens=args.rounds, ignore_eos=True)
-    before = engine.stats
+    before, retries = engine.stats, allocation_retries()
     prefill, decode, rounds = before.prefill_seconds, before.decode_seconds, before.rounds
     for i in range(count):
         prompt = [(i * 7919 + j * 104729) % engine.limits.vocab_size for j in range(args.context)]
@@ -133,7 +136,12 @@ def run_rows(engine: BatchEngine, args: argparse.Namespace, count: int) -> Line:
         "round_ms": round(1e3 * decode / rounds, 3),
         "round_tokens_per_second": round(count * args.rounds / decode),
         "seconds": round(seconds, 2),
+        "retries": allocation_retries() - retries,
     }
+
+
+def allocation_retries() -> int:
+    return torch.cuda.memory_stats(0)["num_alloc_retries"] if torch.cuda.is_available() else 0
 
 
 def floor_of(config: ModelConfig, division: str, ranks: int, rows: int) -> dict[str, float]:

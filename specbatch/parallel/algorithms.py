@@ -37,9 +37,9 @@ _KIB, _MIB = 1024, 1024**2
 # Limits by the number of GPUs. Those for two were measured on H100s (docs/bench/2026-11-25-h100x2-one-shot.json):
 # one_shot takes half the time of nccl up to 4 MiB, and 0.8 of it at 64 MiB. So were those for four
 # (docs/bench/2026-11-28-h100x4-ranks.json): one_shot is the fastest up to 256 KiB, and from 1 to 4 MiB two_shot takes
-# 0.8 to 1.0 of nccl (1.1 at 512 KiB). On H200s one_shot is the fastest up to 512 KiB, but not if the norm comes with the
-# sum (docs/bench/2026-11-28-h200x4-ranks.json). Those for eight are not measured: they are the sizes at which other engines
-# change the algorithm on one host with NVLink. Other numbers of GPUs have no limits, because torch's two-shot kernel
+# 0.8 to 1.0 of nccl (1.1 at 512 KiB). On H200s one_shot is the fastest up to 512 KiB, but not where the norm comes with
+# the sum (docs/bench/2026-11-28-h200x4-ranks.json). Those for eight are not measured: they are the sizes at which other
+# engines change the algorithm on one host with NVLink. Other numbers of GPUs have no limits, because torch's two-shot kernel
 # would give each of their ranks other bits: its order of additions differs from rank to rank. An exchange sends each
 # GPU only what it needs, whatever their number, so one piece of an inbox goes by one_shot.
 LIMITS = {
