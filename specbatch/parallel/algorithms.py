@@ -39,9 +39,9 @@ _KIB, _MIB = 1024, 1024**2
 # (docs/bench/2026-11-28-h100x4-ranks.json): one_shot is the fastest up to 256 KiB, and from 1 to 4 MiB two_shot takes
 # 0.8 to 1.0 of nccl (1.1 at 512 KiB). On H200s one_shot is the fastest up to 512 KiB, but not where the norm comes with
 # the sum (docs/bench/2026-11-28-h200x4-ranks.json). Those for eight are not measured: they are the sizes at which other
-# engines change the algorithm on one host with NVLink. Other numbers of GPUs have no limits, because torch's two-shot kernel
-# would give each of their ranks other bits: its order of additions differs from rank to rank. An exchange sends each
-# GPU only what it needs, whatever their number, so one piece of an inbox goes by one_shot.
+# engines change the algorithm on one host with NVLink. Other numbers of GPUs have no limits, because torch's two-shot
+# kernel would give each of their ranks other bits: its order of additions differs from rank to rank. An exchange sends
+# each GPU only what it needs, whatever their number, so one piece of an inbox goes by one_shot.
 LIMITS = {
     1: Limits(128 * _MIB, 128 * _MIB, 128 * _MIB),  # only tests use one GPU; torch has no two-shot sum for it
     2: Limits(128 * _MIB, 128 * _MIB, 128 * _MIB),
