@@ -79,8 +79,8 @@ def test_whole_chains_are_verified_where_sharing_does_not_pay() -> None:
 
 
 def test_a_small_batch_shares_where_a_large_one_takes_longer() -> None:
-    """Here a batch of 512 requests takes 0.4 ms longer than one of 85 with as many nodes. This is no cost of 64
-    requests that share a budget."""
+    """Here a round of 512 requests takes 0.4 ms longer than one of 85 with the same number of nodes. Rounds of 64
+    requests that share a budget do not take this time."""
     whole = TimeCurve([1, 384, 512, 768, 3072], [0.68, 0.79, 0.85, 0.93, 1.75])
     large = whole.with_sharing([(512, 1.25), (1024, 1.4), (1536, 1.6)])
     small = whole.with_sharing([(64, 0.7), (128, 0.71), (192, 0.73)])

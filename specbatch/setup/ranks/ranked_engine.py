@@ -3,7 +3,8 @@
 This process is rank 0. It reads rows and writes results. It starts the other ranks, and sends each of them every call
 of its own engine. All ranks run the same scheduler on the same calls and the same tokens, so they agree on batches and
 pages without asking. Only stop strings are looked for here alone, and the others get what was found. If ranks have
-requests of their own (`DividedEngine`), a rank gets the calls that are about its requests, and all steps.
+requests of their own (`DividedEngine`), a rank gets the calls that are about its requests, and all steps, each of which
+it answers.
 """
 
 from __future__ import annotations
