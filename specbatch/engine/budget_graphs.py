@@ -5,9 +5,10 @@ There are too many pairs to capture them all, because one capture takes as long 
 captured graph with most expected tokens for its time. If a graph has room for more requests, the rest is padding with
 one node for each.
 
-The start of a job captures and times the graphs of the largest batch. By these times, it also captures graphs of
-smaller batches that are clearly faster than all that could take their place. Another graph is captured when rounds
-have lost as much time without it as a capture takes. So a job loses little more than twice the time that it must lose.
+The start of a job captures and times the graphs of the largest batch, and some of a batch of about an eighth of its
+size. By these times, it also captures graphs of smaller batches that are clearly faster than all that could take their
+place. Another graph is captured when rounds have lost as much time without it as a capture takes. So a job loses little
+more than twice the time that it must lose.
 
 All of this follows from the times of rounds, on which ranks agree, and from what rounds report.
 """
@@ -26,6 +27,9 @@ from specbatch.engine.verify_budget import Numbers, VerifyBudget
 # Graphs of a size have these numbers of nodes for each request, on average.
 _STEPS = (1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0, 24.0, 32.0)
 _MIN_CUT = 0.25  # A step has at least this number of nodes for each request less than whole chains.
+# The start also times a batch of at least an eighth of the largest one. It times every fourth of its steps, because the
+# cost of sharing hardly depends on the number of nodes.
+_SMALL, _OF_SMALL = 8, 4
 # The start captures a graph of a smaller batch if it saves this share of a round's time for each node of a request: 4%
 # with two nodes. Graphs of many nodes must save more, because rounds need them less often.
 _MIN_GAIN = 0.02
@@ -57,6 +61,14 @@ def steps(size: int, num_nodes: int) -> list[RoundSize]:
     chain."""
     counts = dict.fromkeys(math.ceil(step * size) for step in _STEPS if step <= num_nodes - _MIN_CUT)
     return [RoundSize(size, count) for count in counts if count < size * num_nodes]
+
+
+def timed_rounds(sizes: Sequence[int], num_nodes: int) -> list[RoundSize]:
+    """List the rounds that share a budget and are timed at the start of a job: all steps of the largest batch, and some
+    of a small one. `sizes`: the sizes of batches. `num_nodes`: the nodes of a chain."""
+    largest = max(sizes)
+    small = min(size for size in sizes if _SMALL * size >= largest)
+    return list(dict.fromkeys([*steps(small, num_nodes)[::_OF_SMALL], *steps(largest, num_nodes)]))
 
 
 class BudgetGraphs:
@@ -95,16 +107,16 @@ class BudgetGraphs:
         return chosen
 
     def _saving(self, sizes: Sequence[int], gain: float) -> list[RoundSize]:
-        """Return all graphs of the largest batch, because most rounds are of it, and some of smaller batches. Each of
-        these saves the share `gain`, for each node of a request, of the time of any graph that could take its place:
-        one of whole chains, or one that was chosen before and has room for as many drafts."""
-        largest = max(sizes)
-        chosen = [*steps(largest, self._num_nodes)]
-        for size in sorted({*sizes} - {largest}, reverse=True):
+        """Return the graphs that were captured to be timed, and others of smaller batches. The former include all of
+        the largest batch, of which most rounds are. Each of the latter saves the share `gain`, for each node of a
+        request, of the time of any graph that could take its place: one of whole chains, or one that was chosen before
+        and has room for as many requests and drafts."""
+        chosen = timed_rounds(sizes, self._num_nodes)
+        for size in sorted({*sizes} - {max(sizes)}, reverse=True):
             for one in reversed(steps(size, self._num_nodes)):
                 room = one.nodes - size
-                others = [self._whole(size), *(other for other in chosen if other.nodes - other.size >= room)]
-                least = self._milliseconds(others).min()
+                others = [other for other in chosen if other.size >= size and other.nodes - other.size >= room]
+                least = self._milliseconds([self._whole(size), *others]).min()
                 if self._milliseconds([one])[0] < (1 - gain * one.nodes / size) * least:
                     chosen.append(one)
         return chosen

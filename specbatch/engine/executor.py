@@ -17,7 +17,7 @@ from specbatch.cache.prefix_groups import Group
 from specbatch.draft.host import HostDraftMethod
 from specbatch.draft.method import DraftMethod
 from specbatch.draft.schedule import ByBatch
-from specbatch.engine.budget_graphs import BudgetGraphs, RoundSize, steps
+from specbatch.engine.budget_graphs import BudgetGraphs, RoundSize, timed_rounds
 from specbatch.engine.logprobs import MAX_TOP_LOGPROBS
 from specbatch.engine.overlap.lanes import LaneSizes
 from specbatch.engine.reports import Report
@@ -31,7 +31,6 @@ from specbatch.kernels.out_of_memory import is_out_of_memory
 
 GraphMode = Literal["round", "none"]
 _TIMED = 5  # repeats of a round that is timed
-_OF_SMALL = 4  # Each fourth step of a small batch is timed: what sharing costs it hardly depends on nodes.
 
 
 class PaddedSize(NamedTuple):
@@ -234,13 +233,11 @@ class RoundExecutor:
         return [(key.size, nodes, self._milliseconds(key)) for key, nodes in keys if self.is_captured(key)]
 
     def measure_sharing(self, wanted: Wanted) -> list[tuple[int, int, float]]:
-        """Capture and time rounds that share a budget, of each draft method, as `measure` does: those of the largest
-        batch, and some of an eighth of it."""
+        """Capture rounds of each draft method that share a budget (see `timed_rounds`), and time them as `measure`
+        does."""
         found = []
         for key, round_, sizes in self._sharing(wanted):
-            largest, nodes = max(sizes), round_.method.num_nodes
-            small = min(size for size in sizes if 8 * size >= largest)
-            for one in dict.fromkeys([*steps(small, nodes)[::_OF_SMALL], *steps(largest, nodes)]):
+            for one in timed_rounds(sizes, round_.method.num_nodes):
                 shared = self._sized(key, round_, one)
                 if self._graphs_of(shared, round_, NO_HOOK) is not None:
                     found.append((one.size, one.nodes, self._milliseconds(shared)))

@@ -64,9 +64,9 @@ class TimeCurve(NamedTuple):
         return TimeCurve([count for count, _ in points], rising.tolist())
 
     def with_sharing(self, points: Sequence[tuple[float, float]]) -> TimeCurve:
-        """Return the curve of rounds of one batch size that share a budget, given the curve of rounds that verify all
-        nodes. `points`: measured rounds of this size that share a budget. With fewer nodes than they have, or more,
-        sharing costs as many milliseconds as at the nearest of them."""
+        """Return the curve of rounds of one batch size whose chains share a budget. This curve is that of rounds that
+        verify all nodes. `points`: measured rounds of that batch size whose chains share a budget. With fewer nodes
+        than they have, or more, sharing costs as many milliseconds as at the nearest of them."""
         (least, of_least), (most, of_most) = min(points), max(points)
         fewer, more = (max(0.0, ms - self.of(count)) for count, ms in ((least, of_least), (most, of_most)))
         whole = list(zip(*self, strict=True))
@@ -84,8 +84,9 @@ class TimeCurve(NamedTuple):
 
 
 class SharedTimes(NamedTuple):
-    """The milliseconds of rounds whose chains share a budget. `curves`: those of batches of these `sizes`, which
-    ascend. With as many nodes, a batch of more requests takes longer: each request is drafted for."""
+    """The milliseconds of rounds whose chains share a budget. `sizes`: batch sizes, which ascend. `curves`: the curves
+    of these sizes. Of two rounds with the same number of nodes, that of more requests takes longer, because each
+    request needs drafts."""
 
     sizes: Sequence[int]
     curves: Sequence[TimeCurve]
@@ -93,7 +94,7 @@ class SharedTimes(NamedTuple):
     @staticmethod
     def of_points(points: Sequence[tuple[int, float, float]], whole: TimeCurve) -> SharedTimes:
         """Make curves of measured rounds: batch size, nodes, milliseconds. `whole`: the curve of rounds that verify all
-        nodes, which also takes the place of missing points."""
+        nodes. If no round was measured, sharing costs nothing."""
         sizes = sorted({size for size, _, _ in points})
         of_sizes = ([(nodes, ms) for other, nodes, ms in points if other == size] for size in sizes)
         return SharedTimes(sizes or [1], [whole.with_sharing(some) for some in of_sizes] or [whole])

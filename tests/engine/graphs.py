@@ -101,7 +101,7 @@ class Replays:
 
 
 def round_times(num_nodes: list[float], milliseconds: list[float], ms_per_cached_token: float = 0.0) -> RoundTimes:
-    """Make the times of rounds that take as long where their chains share a budget."""
+    """Make times of rounds. Those whose chains share a budget take as long as others with the same number of nodes."""
     curve = TimeCurve(num_nodes, milliseconds)
     return RoundTimes(curve, SharedTimes([1], [curve]), ms_per_cached_token)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specbatch.engine.budget_graphs import MAX_AT_START, BudgetGraphs, RoundSize, steps
+from specbatch.engine.budget_graphs import MAX_AT_START, BudgetGraphs, RoundSize, steps, timed_rounds
 from specbatch.engine.verify_budget import RoundTimes, SharedTimes, TimeCurve, VerifyBudget
 from specbatch.graphs.runner import ladder
 from tests.engine.test_verify_budget import outputs
@@ -79,8 +79,8 @@ def test_whole_chains_are_verified_where_sharing_does_not_pay() -> None:
 
 
 def test_a_small_batch_shares_where_a_large_one_takes_longer() -> None:
-    """Here a batch of 512 requests takes 0.4 ms longer than one of 85 with as many nodes. This is no cost of 64
-    requests that share a budget."""
+    """Here a round of 512 requests takes 0.4 ms longer than one of 85 with the same number of nodes. Rounds of 64
+    requests that share a budget do not take this time."""
     whole = TimeCurve([1, 384, 512, 768, 3072], [0.68, 0.79, 0.85, 0.93, 1.75])
     large = whole.with_sharing([(512, 1.25), (1024, 1.4), (1536, 1.6)])
     small = whole.with_sharing([(64, 0.7), (128, 0.71), (192, 0.73)])
@@ -101,14 +101,15 @@ def test_cached_tokens_make_drafts_worth_more() -> None:
 @pytest.mark.parametrize("largest", [64, 128, 256, 512])
 @pytest.mark.parametrize("name", TIMES)
 def test_the_start_leaves_little_to_gain(name: str, largest: int) -> None:
-    """Graphs of the largest batch, of which most rounds are, are all captured. Rounds of smaller batches lose less than
-    12% of their rate, on average."""
+    """Graphs that were timed are used, too: among them are all of the largest batch, of which most rounds are. Rounds
+    of smaller batches lose less than 12% of their rate, on average."""
     lost = []
     for drafts in ([0.9, 0.2, 0.05], [0.9, 0.8, 0.3], [0.6, 0.4, 0.2], [0.3], [0.95] * 5):
         graphs = BudgetGraphs(budget_of(TIMES[name], drafts), NODES)
         chosen = graphs.at_start(ladder(largest))
         assert len(chosen) <= MAX_AT_START
-        assert {*steps(largest, NODES)} <= {*chosen}
+        assert {*steps(largest, NODES)} <= {*timed_rounds(ladder(largest), NODES)} <= {*chosen}
+        assert len(chosen) == len({*chosen})
         for one in chosen:
             graphs.add(one)
         choice = graphs.choose(largest, largest)
@@ -117,6 +118,14 @@ def test_the_start_leaves_little_to_gain(name: str, largest: int) -> None:
             choice = graphs.choose(count, count)
             lost.append(1 - rate(graphs, choice.taken, count) / rate(graphs, choice.best, count))
     assert np.mean(lost) < 0.12
+
+
+def test_a_graph_of_a_smaller_batch_takes_the_place_of_none() -> None:
+    """A graph of 8 requests is timed at the start. It has no room for 16, of which graphs are captured, too."""
+    curve = TimeCurve([1, 1000], [0.1, 100.0])
+    graphs = BudgetGraphs(budget_of(RoundTimes(curve, SharedTimes([1], [curve]), 0.0), [0.5]), num_nodes=2)
+    assert RoundSize(8, 8) in timed_rounds(ladder(64), 2)
+    assert {*steps(16, 2)} <= {*graphs.at_start(ladder(64))}
 
 
 def test_a_short_job_captures_nothing() -> None:

@@ -20,12 +20,14 @@ from specbatch.cache.request_table import BatchView, RequestTable
 from specbatch.draft.chain import ChainDraft, drawn_chain
 from specbatch.draft.method import DraftTrees
 from specbatch.draft.rng import Draw
+from specbatch.draft.schedule import ByBatch, Schedule
 from specbatch.draft.shape import DraftShape
 from specbatch.engine.budget_graphs import BudgetGraphs, RoundSize, steps
 from specbatch.engine.executor import RoundBatch
 from specbatch.engine.logprobs import num_top_of
 from specbatch.engine.node_chooser import costs_of
 from specbatch.engine.round import Round, RoundKey, Wanted
+from specbatch.engine.round_graphs import RoundGraphs
 from specbatch.engine.verify_budget import SharedTimes, TimeCurve, VerifyBudget
 from specbatch.grammar.compiler import GrammarCompiler
 from specbatch.grammar.constraint import constraint_of
@@ -334,6 +336,9 @@ def test_times_of_rounds_that_share_depend_on_their_size() -> None:
     times = SharedTimes.of_points([(64, 64, 6.0), (8, 8, 4.5), (64, 128, 7.0)], whole)
     sizes, nodes = np.array([4.0, 8.0, 36.0, 64.0, 64.0]), np.array([8.0, 8.0, 64.0, 64.0, 128.0])
     assert times.at(sizes, nodes).tolist() == [4.5, 4.5, 5.25, 6.0, 7.0]
+    three = SharedTimes.of_points([(64, 64, 6.0), (8, 8, 4.5), (64, 128, 7.0), (128, 128, 9.0)], whole)
+    assert three.at(sizes, nodes).tolist() == times.at(sizes, nodes).tolist()
+    assert three.at(np.array([96.0, 128.0, 500.0]), np.full(3, 128.0)).tolist() == [8.0, 9.0, 9.0]
     assert SharedTimes.of_points([], whole).at(sizes, nodes).tolist() == [4.0] * 5, "none was measured"
 
 
@@ -544,6 +549,22 @@ def test_a_round_takes_the_graph_that_is_captured_for_it(
         assert replayed
         assert not {*replayed} & {*taken_after}
         assert len(runner.tried) == len({*runner.tried}), "no capture is tried again"
+
+
+def test_rounds_of_the_largest_batch_and_of_an_eighth_of_it_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of up to 24 requests have longer chains than others. Each kind of chains has a largest batch, and no
+    batch of the shorter ones is smaller than 32."""
+    schedule: Schedule = ByBatch((24, 40), (DraftShape(8, 1, 9), CHAIN))
+    engine = tiny_device_engine("ngram", schedule, budget=VerifyBudget(None), num_pages=256, max_batch_size=40)
+    executor, runner = engine.executor, cast(Any, Replays(lambda key: False))
+    executor.mode, executor.runner = "round", runner
+    monkeypatch.setattr(RoundGraphs, "milliseconds", lambda self, key: float(1000 * key.size + (key.num_verified or 0)))
+    with torch.inference_mode():
+        executor.capture(False)
+        timed = executor.measure_sharing(Wanted())
+    assert all(ms == 1000 * size + nodes for size, nodes, ms in timed)
+    long, short = ([*steps(4, 9)[::4], *steps(24, 9)], [*steps(32, 5)[::4], *steps(40, 5)])
+    assert [(size, nodes) for size, nodes, _ in timed] == long + short
 
 
 @pytest.mark.parametrize("params", [replace(GREEDY, frequency_penalty=0.5), GREEDY], ids=["rules", "none"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -25,7 +26,7 @@ import torch
 
 from specbatch.config_load import load_config
 from specbatch.counts import EngineStats, SpeculationCounts
-from specbatch.errors import ConfigError, ModelError, SpecbatchError
+from specbatch.errors import ConfigError, MemoryShortage, ModelError, SpecbatchError
 from specbatch.grammar.compiler import GrammarCompiler, MatcherSpec
 from specbatch.grammar.constraint import Constraint
 from specbatch.grammar.reasoning import Reasoning
@@ -72,10 +73,13 @@ class Forked:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise TimeoutError
-        return self._process.exitcode
+        # `join` takes a process that has closed its files for one that has ended, and then waits without an end.
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self._process.exitcode) is None:
+            if time.monotonic() >= end:
+                raise TimeoutError
+            time.sleep(0.005)
+        return code
 
     def kill(self) -> None:
         self._process.kill()
@@ -325,6 +329,61 @@ def test_many_completions_of_a_rank_do_not_hold_the_next_step() -> None:
     others.close()
     threads[0].join(10)
     assert not threads[0].is_alive()
+
+
+def test_nothing_runs_after_a_step_that_failed_in_its_middle(
+    ranked: RankedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other rank waits in the sum at which this one failed. It would add a part of the next step there."""
+    sums = iter(range(3))
+    start_sum = ranked._group.start_sum
+
+    def fails(*args: Any) -> Any:
+        if next(sums) == 2:
+            raise MemoryShortage("the memory ran out")
+        return start_sum(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranked._group, "start_sum", fails)
+        with pytest.raises(MemoryShortage):
+            answers(ranked)
+    for call in (ranked.step, lambda: ranked.limit_length(None), lambda: answers(ranked)):
+        with pytest.raises(ModelError, match="ranks can run no other one"):
+            call()
+    ranked._others._ranks[0].process.kill()  # The end of the engine would wait for it, and kill it then.
+
+
+@pytest.mark.parametrize("call", ["step", "tokens_so_far"])
+def test_an_answer_that_was_not_read_is_no_answer_to_the_next_call(call: str) -> None:
+    """A signal comes while rank 0 waits for an answer."""
+    sent = list[Any]()
+
+    class Signal(BaseException):
+        """Unlike KeyboardInterrupt, it does not end the tests if this one fails."""
+
+    class Others:
+        size, shared, failure = 2, staticmethod(contextlib.nullcontext), staticmethod(lambda: None)
+
+        def send(self, *message: Any) -> None:
+            self.send_to(1, *message)
+
+        def send_to(self, number: int, *message: Any) -> None:
+            sent.append(message[0])
+
+        def receive(self, number: int) -> Any:
+            raise Signal
+
+    own: Any = SimpleNamespace(step=list, tokens_so_far=dict, submit=sent.append, limits=EngineLimits(9, 9))
+    engine = DividedEngine(own, cast(Any, Others()), cast(Any, SimpleNamespace(size=2, device=torch.device("cpu"))))
+    for i in range(2):
+        engine.submit(Request(i, [1 + i], GREEDY, RngKey(0, i, 0)))
+    with pytest.raises(Signal):
+        getattr(engine, call)()
+    sent.clear()
+    for other in (engine.step, engine.tokens_so_far):
+        with pytest.raises(ModelError, match="has failed"):
+            other()
+    assert not sent
 
 
 def test_a_rank_is_killed_that_has_requests_of_its_own() -> None:

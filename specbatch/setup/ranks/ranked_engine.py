@@ -3,7 +3,8 @@
 This process is rank 0. It reads rows and writes results. It starts the other ranks, and sends each of them every call
 of its own engine. All ranks run the same scheduler on the same calls and the same tokens, so they agree on batches and
 pages without asking. Only stop strings are looked for here alone, and the others get what was found. If ranks have
-requests of their own (`DividedEngine`), a rank gets the calls that are about its requests, and all steps.
+requests of their own (`DividedEngine`), a rank gets the calls that are about its requests, and all steps, each of which
+it answers.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ class RankedEngine:
 
     def __init__(self, engine: Engine, others: OtherRanks, group: Group) -> None:
         self._engine, self._others, self._group = engine, others, group
-        self._is_sound = True
+        self._is_sound = True  # False: a call has failed in its middle
 
     @property
     def start_seconds(self) -> dict[str, float]:
@@ -295,18 +296,19 @@ class RankedEngine:
 
     def _own_step(self) -> list[Completion]:
         """Run the step of this rank's engine, which the other ranks run, too."""
-        self._is_sound = False  # until it returns
         try:
             with self._others.shared():
-                done = self._engine.step()
+                return self._engine.step()
         except RuntimeError as error:  # Gloo raises it if the other side of a connection is gone.
+            self._is_sound = False
             lost = self._others.failure()
             if lost is None:
                 raise
             self._ending_with(lost)
             raise lost from error
-        self._is_sound = True
-        return done
+        except BaseException:
+            self._is_sound = False
+            raise
 
     def close(self) -> None:
         """End the ranks, and close this one's part of the group. The others' processes give theirs back as they end.
@@ -327,12 +329,20 @@ class RankedEngine:
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
-        """Mark a block that talks to other ranks, one of which may have ended."""
+        """Mark a block that talks to other ranks, one of which may have ended. Raise ModelError if an earlier call has
+        failed in its middle: the ranks would add parts of different steps, and answers would belong to other calls."""
+        if not self._is_sound:
+            raise ModelError(
+                "a step of engine.tensor_parallel has failed, so its ranks can run no other one",
+                "load the model again; finished rows are kept",
+            )
         try:
             with self._others.shared():  # a connection that nobody reads any more takes only so much
                 yield
-        except ModelError as error:
-            self._ending_with(error)
+        except BaseException as error:
+            self._is_sound = False
+            if isinstance(error, ModelError):
+                self._ending_with(error)
             raise
 
     def _ending_with(self, lost: ModelError) -> None:
