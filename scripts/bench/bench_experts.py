@@ -141,7 +141,7 @@ def run_rows(engine: BatchEngine, args: argparse.Namespace, count: int) -> Line:
 
 
 def allocation_retries() -> int:
-    return torch.cuda.memory_stats(0)["num_alloc_retries"] if torch.cuda.is_available() else 0
+    return torch.cuda.memory_stats(0).get("num_alloc_retries", 0)  # there are no statistics if no GPU is used
 
 
 def floor_of(config: ModelConfig, division: str, ranks: int, rows: int) -> dict[str, float]:

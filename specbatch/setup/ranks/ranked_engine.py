@@ -299,16 +299,14 @@ class RankedEngine:
         try:
             with self._others.shared():
                 return self._engine.step()
-        except RuntimeError as error:  # Gloo raises it if the other side of a connection is gone.
+        except BaseException as error:
             self._is_sound = False
-            lost = self._others.failure()
+            # Gloo raises RuntimeError if the other side of a connection is gone.
+            lost = self._others.failure() if isinstance(error, RuntimeError) else None
             if lost is None:
                 raise
             self._ending_with(lost)
             raise lost from error
-        except BaseException:
-            self._is_sound = False
-            raise
 
     def close(self) -> None:
         """End the ranks, and close this one's part of the group. The others' processes give theirs back as they end.
@@ -346,8 +344,7 @@ class RankedEngine:
             raise
 
     def _ending_with(self, lost: ModelError) -> None:
-        """A rank has ended, and this process's GPU may wait for it."""
-        self._is_sound = False
+        """Have this process end without its GPU, if it has one: that may wait for a rank that has ended."""
         if self._group.device.type == "cuda":
             end_without_gpu(lost)
 
