@@ -96,7 +96,8 @@ class MixtureMLP:
         all_TE = gathered().flatten(0, 1)
         weights_TK, experts_TK = self._chosen(all_TE)
         for rank, count in enumerate(counts or ()):
-            experts_TK[rank * width + count : (rank + 1) * width] = -1  # padding needs no expert
+            if count < width:
+                experts_TK[rank * width + count : (rank + 1) * width] = -1  # padding needs no expert
         if self.counter is not None:
             own = group.rank * width
             self.counter.record(experts_TK[own : own + num_tokens])

@@ -3,7 +3,7 @@ pass.
 
 Each GPU copies its tensors into the mailboxes of the others, and reads the tensors that came into its own. A kernel
 that waits would need a multiprocessor, and large GEMMs hold all of them from beginning to end. Here the stream waits
-for a word that another GPU writes (memory operations of streams, `cuStreamWaitValue32` of the CUDA driver).
+for a word that another GPU writes (memory operations of streams, `cuStreamBatchMemOp` of the CUDA driver).
 
 A word is written after all earlier writes of the stream are visible to the other GPU (the driver's default is a fence
 of the system). A mailbox has two words for each other GPU. `ready` says that its tensor has come. `free` says that this
@@ -24,7 +24,8 @@ from specbatch.parallel.algorithms import ALIGNMENT
 
 _READY, _FREE = 0, 128  # offsets in bytes from the beginning of the words; each other GPU has a word of 4 bytes at both
 WORDS_BYTES = 256
-_WAIT_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ of cuda.h
+# CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32 and CU_STREAM_WAIT_VALUE_EQ of cuda.h
+_WAIT, _WRITE, _UNTIL_EQUAL = 1, 2, 1
 
 
 class Mailbox:
@@ -37,9 +38,18 @@ class Mailbox:
         self._memories, self._rank, self._room = memories, rank, room
         # Each rank begins with another one, so that no GPU gets all tensors at once.
         self._others = [(rank + i) % size for i in range(1, size)]
-        # The addresses are kept, because the host must launch a sum in less time than a GPU needs for a part of a
-        # layer.
-        self._words = [memory.data_ptr() + room for memory in memories]
+        # The addresses and the operations are kept, because the host must launch a sum in less time than a GPU needs
+        # for a part of a layer.
+        self._addresses = [memory.data_ptr() for memory in memories]
+        words = [address + room for address in self._addresses]
+        own = words[rank]
+        ready = [_write(words[other] + _READY + 4 * rank, 1) for other in self._others]
+        until_free = [_await_one(own + _FREE + 4 * other) for other in self._others]
+        until_ready = [operation for other in self._others for operation in _await_one(own + _READY + 4 * other)]
+        # Between two copies, one batch says that the first has come, and waits until there is room for the second.
+        self._before = [_Batch(until_free[0]), *(_Batch([ready[i - 1], *until_free[i]]) for i in range(1, size - 1))]
+        self._after = _Batch([ready[-1], *until_ready])
+        self._release = _Batch([_write(words[other] + _FREE + 4 * rank, 1) for other in self._others])
 
     def reset(self) -> None:
         """Mark the mailbox as empty. Call it before another GPU uses the mailbox."""
@@ -47,31 +57,24 @@ class Mailbox:
         words.zero_()
         words[_FREE // 4 :] = 1
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Copy a contiguous tensor into the mailbox of each other GPU, on the current stream. `tensors` has one for
-        each rank, all of the same size. That of this rank is not sent."""
-        stream, own_words = _stream(), self._words[self._rank]
-        for other in self._others:
-            x = tensors[other].view(-1).view(torch.uint8)
-            at = _place(self._rank, other) * len(x)
-            _await_one(stream, own_words + _FREE + 4 * other)
-            self._memories[other][at : at + len(x)].copy_(x)
-            _write(stream, self._words[other] + _READY + 4 * self._rank, 1)
-
-    def receive(self, like: Tensor) -> Tensor:
-        """Return what the other GPUs send, (size - 1, C) in the order of ranks. Each part has the dtype and the number
-        of elements of `like`. Work on the current stream can read it until `release`."""
-        stream, own_words = _stream(), self._words[self._rank]
-        for other in self._others:
-            _await_one(stream, own_words + _READY + 4 * other)
+    def exchange(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Copy a contiguous tensor into the mailbox of each other GPU, on the current stream, and return what the other
+        GPUs send, (size - 1, C) in the order of ranks. `tensors` has one for each rank, all of the same size and dtype.
+        That of this rank is not sent. Work on the current stream can read what came until `release`."""
+        assert all(x.is_contiguous() for x in tensors)
+        stream, like = _stream(), tensors[self._rank]
+        num_bytes = like.nbytes
+        for other, before in zip(self._others, self._before, strict=True):
+            before.launch(stream)
+            at = self._addresses[other] + _place(self._rank, other) * num_bytes
+            _check(_driver().cuMemcpyDtoDAsync_v2(at, tensors[other].data_ptr(), num_bytes, stream))
+        self._after.launch(stream)
         count = len(self._others)
-        return self._memories[self._rank][: count * like.nbytes].view(like.dtype).view(count, -1)
+        return self._memories[self._rank][: count * num_bytes].view(like.dtype).view(count, -1)
 
     def release(self) -> None:
         """Tell the other GPUs that they may send again, after the tensors that came were read."""
-        stream = _stream()
-        for other in self._others:
-            _write(stream, self._words[other] + _FREE + 4 * self._rank, 1)
+        self._release.launch(_stream())
 
 
 def _place(sender: int, receiver: int) -> int:
@@ -88,24 +91,46 @@ def has_stream_operations(memories: Sequence[Tensor], rank: int) -> bool:
     """Return whether the driver can write words of the memory of each rank, and wait for a word of this one, in the
     order of a stream. `memories`: see `Mailbox`; WORDS_BYTES bytes of zeros."""
     own = memories[rank].view(torch.int32)[rank]
+    written = [_write(memory.data_ptr() + 4 * rank, 1) for memory in memories]
     try:
-        for memory in memories:
-            _write(_stream(), memory.data_ptr() + 4 * rank, 1)
-        _await_one(_stream(), own.data_ptr())
+        _Batch([*written, *_await_one(own.data_ptr())]).launch(_stream())
     except (OSError, AttributeError, RuntimeError):  # no driver, an old one, or one that refuses
         return False
     return int(own) == 0
 
 
-def _await_one(stream: int, address: int) -> None:
-    """Let the stream wait until the word at `address` is 1, then set it back to 0."""
-    _check(_driver().cuStreamWaitValue32_v2(stream, address, 1, _WAIT_EQUAL))
-    _write(stream, address, 0)
+class _Operation(ctypes.Structure):
+    """An operation on a word: `CUstreamBatchMemOpParams` of cuda.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("alias", ctypes.c_uint64),
+        ("unused", ctypes.c_uint64),
+    )
 
 
-def _write(stream: int, address: int, value: int) -> None:
-    """Let the stream write a word, after all its earlier writes are visible to other GPUs."""
-    _check(_driver().cuStreamWriteValue32_v2(stream, address, value, 0))
+def _await_one(address: int) -> list[_Operation]:
+    """Return the operations that wait until the word at `address` is 1, and then set it back to 0."""
+    return [_Operation(_WAIT, address, 1, _UNTIL_EQUAL), _write(address, 0)]
+
+
+def _write(address: int, value: int) -> _Operation:
+    """Return the operation that writes a word, after all earlier writes of the stream are visible to other GPUs."""
+    return _Operation(_WRITE, address, value)
+
+
+class _Batch:
+    """Operations that a stream does in order."""
+
+    def __init__(self, operations: Sequence[_Operation]) -> None:
+        self._count = len(operations)
+        self._operations = (_Operation * self._count)(*operations)
+
+    def launch(self, stream: int) -> None:
+        _check(_driver().cuStreamBatchMemOp_v2(stream, self._count, ctypes.addressof(self._operations), 0))
 
 
 def _stream() -> int:
@@ -115,11 +140,11 @@ def _stream() -> int:
 @cache
 def _driver() -> ctypes.CDLL:
     lib = ctypes.CDLL("libcuda.so.1")
-    for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
-        getattr(lib, name).argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    lib.cuStreamBatchMemOp_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+    lib.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     return lib
 
 
 def _check(status: int) -> None:
     if status:
-        raise RuntimeError(f"a memory operation of a CUDA stream failed with status {status}")
+        raise RuntimeError(f"an operation of a CUDA stream failed with status {status}")

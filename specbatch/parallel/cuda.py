@@ -328,6 +328,9 @@ def _pieces_of_parts(
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
     """Divide the elements of all three tensors into pieces of at most `num_bytes` bytes of each GPU."""
     count = num_bytes // own_C.itemsize
+    if len(own_C) <= count:
+        yield parts_GC, residual_C, own_C
+        return
     for start in range(0, len(own_C), count):
         piece = slice(start, start + count)
         yield parts_GC[:, piece], None if residual_C is None else residual_C[piece], own_C[piece]
@@ -418,8 +421,7 @@ class TorchCollectives:
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
         if self._size == 2:
-            mailbox.send((x, x))
-            self._add_received(mailbox.receive(x), x, self._rank, residual, out)
+            self._add_received(mailbox.exchange((x, x)), x, self._rank, residual, out)
             mailbox.release()
             return
         parts, sums = (tensor.view(self._size, -1) for tensor in (x, out))
@@ -462,15 +464,16 @@ class TorchCollectives:
 
     def _copied_to_others(self, x: Tensor, parts: Tensor, mailbox: Mailbox) -> None:
         """Write the x of each other rank to `parts`."""
-        mailbox.send([x] * self._size)
-        received = mailbox.receive(x)
-        parts[: self._rank].copy_(received[: self._rank])
-        parts[self._rank + 1 :].copy_(received[self._rank :])
+        received = mailbox.exchange([x] * self._size)
+        if self._rank > 0:
+            parts[: self._rank].copy_(received[: self._rank])
+        if self._rank < self._size - 1:
+            parts[self._rank + 1 :].copy_(received[self._rank :])
         mailbox.release()
 
     def copied_scatter(self, parts: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
-        mailbox.send(parts.unbind())
-        self._add_received(mailbox.receive(out), parts[self._rank], self._rank, residual, out)
+        received = mailbox.exchange(parts.unbind())
+        self._add_received(received, parts[self._rank], self._rank, residual, out)
         mailbox.release()
 
     def exchange(self, parts: Tensor, received: Tensor) -> None:

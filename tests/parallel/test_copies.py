@@ -21,15 +21,19 @@ from tests.parallel.threads import on_ranks
 class FakeDriver:
     """A stream that does all at once. Waiting gives way to other threads."""
 
-    def cuStreamWaitValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
-        end = time.monotonic() + 20
-        while ctypes.c_uint32.from_address(address).value != value:
-            assert time.monotonic() < end, "nobody writes it"
-            time.sleep(0)
+    def cuStreamBatchMemOp_v2(self, stream: int, count: int, operations: int, flags: int) -> int:
+        for operation in (copies._Operation * count).from_address(operations):
+            word = ctypes.c_uint32.from_address(operation.address)
+            if operation.kind == copies._WRITE:
+                word.value = operation.value
+            end = time.monotonic() + 20
+            while word.value != operation.value:
+                assert time.monotonic() < end, "nobody writes it"
+                time.sleep(0)
         return 0
 
-    def cuStreamWriteValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
-        ctypes.c_uint32.from_address(address).value = value
+    def cuMemcpyDtoDAsync_v2(self, to: int, source: int, num_bytes: int, stream: int) -> int:
+        ctypes.memmove(to, source, num_bytes)
         return 0
 
 
@@ -38,7 +42,7 @@ def test_a_driver_that_refuses_has_no_operations_of_streams(monkeypatch: pytest.
     monkeypatch.setattr(copies, "_driver", FakeDriver)
     memories = [torch.zeros(WORDS_BYTES, dtype=torch.uint8) for _ in range(2)]
     assert copies.has_stream_operations(memories, 1)
-    monkeypatch.setattr(copies, "_driver", lambda: SimpleNamespace(cuStreamWriteValue32_v2=lambda *_: 801))
+    monkeypatch.setattr(copies, "_driver", lambda: SimpleNamespace(cuStreamBatchMemOp_v2=lambda *_: 801))
     assert not copies.has_stream_operations(memories, 0)
     monkeypatch.setattr(copies, "_driver", SimpleNamespace)
     assert not copies.has_stream_operations(memories, 0)

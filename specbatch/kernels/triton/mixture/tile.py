@@ -8,6 +8,7 @@ Shape letters: M tokens, X experts, K experts of a token, O output features, I i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -79,6 +80,7 @@ def tiles_for(block_m: int, dtype: torch.dtype) -> tuple[ExpertTile, ExpertTile]
     return {torch.uint8: _MXFP4, torch.float8_e4m3fn: _FP8}.get(dtype, _MEASURED)[block_m]
 
 
+@cache
 def fitting(
     tile: ExpertTile, block_m: int, itemsize: int, shared: int, *, has_tma: bool, block_i: int | None = None
 ) -> ExpertTile:
