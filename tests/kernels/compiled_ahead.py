@@ -16,6 +16,7 @@ from triton.runtime._async_compile import active_mode
 from specbatch import kernels
 from specbatch.kernels import triton as triton_ops
 from specbatch.kernels.triton.compile_ahead import Share, compile_ahead
+from specbatch.kernels.triton.mixture.sorting import sorted_blocks
 from specbatch.kernels.triton.parts.launch import launch
 from specbatch.kernels.triton.skinny import ops
 from specbatch.kernels.triton.skinny.tile import GemmTile
@@ -115,6 +116,21 @@ def failures(gpu: FakeGpu) -> None:
     assert threading.active_count() == 1
     assert active_mode.get() is None
     assert type(torch.zeros(1)) is torch.Tensor
+
+
+def sorting(gpu: FakeGpu) -> None:
+    """Choices of mixtures, by few and by many experts, with and without dependent launch. Other numbers of choices need
+    no other kernels."""
+
+    def run() -> None:
+        for num_experts in (1, 64, 512):
+            for num_choices in (131_072, 20_001, 600_000):
+                for pdl in (False, True):
+                    experts = torch.zeros(num_choices, 1, dtype=torch.int32)
+                    sorted_blocks(experts, 0, num_experts, 128, pdl)
+
+    assert compile_ahead(run, 2) == (12, 0)
+    assert sorted(gpu.compiled) == ["count_kernel"] * 6 + ["place_kernel"] * 6, gpu.compiled
 
 
 def rounds(gpu: FakeGpu) -> None:
@@ -436,6 +452,7 @@ if __name__ == "__main__":
         shares,
         specialised,
         failures,
+        sorting,
         rounds,
         budgets,
         ranks,

@@ -28,7 +28,7 @@ def run(check: str, folder: Path) -> None:
     "check",
     [
         pytest.param("gemms", marks=pytest.mark.slow),
-        *[pytest.param(check, marks=pytest.mark.wide) for check in ("shares", "specialised", "failures")],
+        *[pytest.param(check, marks=pytest.mark.wide) for check in ("shares", "specialised", "failures", "sorting")],
     ],
 )
 def test_kernels_are_compiled_and_not_launched(check: str, tmp_path: Path) -> None:

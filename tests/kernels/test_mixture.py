@@ -16,6 +16,13 @@ from specbatch.kernels import torch as reference
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.torch.parts.mxfp4 import dequantise, quantise
 from specbatch.kernels.triton.mixture import ops
+from specbatch.kernels.triton.mixture.sorting import (
+    MAX_SORTED_AT_ONCE,
+    empty_blocks,
+    sort_at_once,
+    sort_in_slices,
+    sorted_blocks,
+)
 from specbatch.kernels.triton.mixture.tile import ExpertTile, fitting, tiles_for
 from tests.kernels.test_gemm import DEVICES, assert_close, normal
 from tests.marks import slow_on_cpu
@@ -135,6 +142,54 @@ def test_experts_with_eight_inner_features(device: str) -> None:
         x_TE = normal(3, SIZE, seed=3, dtype=dtype, device=device)
         given = x_TE, normal(3, K, seed=5, dtype=dtype, device=device).abs(), experts_TK, weights
         assert_close(ops.fused_experts(*given), reference.fused_experts(*given))
+
+
+def spread(kind: str, num_experts: int, num_choices: int, device: str) -> Tensor:
+    """Return the experts of choices: random ones; the last for all; each third; or, for some choices, none."""
+    chosen = torch.randint(num_experts, (num_choices, 1), generator=torch.Generator().manual_seed(num_choices))
+    if kind == "one":
+        chosen = torch.full_like(chosen, num_experts - 1)
+    elif kind == "gaps":
+        chosen = chosen // 3 * 3
+    elif kind == "none":
+        chosen = torch.where(chosen % 2 == 0, chosen, -1)
+    return chosen.int().to(device)
+
+
+# The first expert that is held, the number of those, and the number of all.
+HELD = {"all": (0, 5, 5), "first": (0, 20, 40), "last": (20, 20, 40), "middle": (3, 33, 40), "one": (2, 1, 5)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("kind", ["random", "one", "gaps", "none"])
+@pytest.mark.parametrize(("num_choices", "block_m", "max_slices"), [(3000, 16, 256), (4096, 128, 256), (9001, 64, 3)])
+def test_choices_sorted_in_slices(
+    device: str, kind: str, held: str, num_choices: int, block_m: int, max_slices: int
+) -> None:
+    """The blocks are those of one launch. Nothing is written to blocks that are not needed."""
+    first, num_experts, total = HELD[held]
+    experts_TK = spread(kind, total, num_choices, device)
+    expected, found = (empty_blocks(experts_TK, num_experts, block_m) for _ in range(2))
+    for tensor in (*expected, *found):
+        tensor.fill_(-7)
+    sort_at_once(experts_TK, *expected, first, num_experts, False)
+    sort_in_slices(experts_TK, *found, first, num_experts, False, max_slices)
+    assert_equal(found[0], expected[0])
+    assert_equal(found[1], expected[1])
+    is_here = (experts_TK >= first) & (experts_TK < first + num_experts)
+    assert int(((found[1] >= 0) & (found[1] < num_choices)).sum()) == int(is_here.sum())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_choices_are_sorted_in_slices(device: str) -> None:
+    """Beyond the limit of one launch."""
+    experts_TK = spread("random", 3, MAX_SORTED_AT_ONCE + 1, device)
+    expected, found = empty_blocks(experts_TK, 3, 128), sorted_blocks(experts_TK, 0, 3, 128, False)
+    sort_at_once(experts_TK, *expected, 0, 3, False)
+    needed = expected[0] >= 0
+    assert_equal(found[0], expected[0])
+    assert_equal(found[1][needed], expected[1][needed])
 
 
 def assert_equal(actual: Tensor, expected: Tensor) -> None:

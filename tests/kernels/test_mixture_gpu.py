@@ -15,7 +15,9 @@ from specbatch.kernels import torch as reference
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.torch.parts.mxfp4 import quantise
 from specbatch.kernels.triton.mixture import ops as triton_ops
-from specbatch.kernels.triton.mixture.tile import ExpertTile
+from specbatch.kernels.triton.mixture.sorting import MAX_SORTED_AT_ONCE, empty_blocks, sort_at_once, sort_in_slices
+from specbatch.kernels.triton.mixture.tile import ExpertTile, tokens_of_a_program
+from specbatch.kernels.triton.parts.launch import dependent_launch
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -154,3 +156,29 @@ def test_tiles_read_by_tma_give_the_same_bits_in_each_run(dtype: torch.dtype) ->
         tile = ExpertTile(block_o, 64, 3, 8, tma=True)
         for _ in range(5):
             assert torch.equal(triton_ops.fused_experts(*given, 128, (tile, tile)), expected)
+
+
+# The first expert that is held, the number of those, and the number of all.
+HELD = {"all": (0, 128, 128), "first half": (0, 64, 128), "last half": (64, 64, 128), "512": (0, 512, 512)}
+
+
+@pytest.mark.gpu_memory(2)
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("num_tokens", [16_384, 16_384 - 5, 2_049, 100_001])
+@pytest.mark.parametrize("skew", [0.0, 2.0])
+def test_many_choices_sorted_in_slices(held: str, num_tokens: int, skew: float) -> None:
+    """The blocks are those of one launch, in each run, while the next launch starts early."""
+    (first, num_experts, total), top_k = HELD[held], 8
+    assert num_tokens * top_k > MAX_SORTED_AT_ONCE
+    _, experts_TK = choices((total, top_k, 0, 0), num_tokens, skew)
+    pdl, block_m = dependent_launch(experts_TK), tokens_of_a_program(num_tokens, total, top_k, torch.bfloat16)
+    expected = empty_blocks(experts_TK, num_experts, block_m)
+    for tensor in expected:
+        tensor.fill_(-7)
+    sort_at_once(experts_TK, *expected, first, num_experts, pdl)
+    for _ in range(10):
+        found = empty_blocks(experts_TK, num_experts, block_m)
+        for tensor in found:
+            tensor.fill_(-7)
+        sort_in_slices(experts_TK, *found, first, num_experts, pdl)
+        assert all(map(torch.equal, found, expected))

@@ -157,6 +157,73 @@ def sort_kernel(
             tl.store(block_experts + b0 + lanes, -1, mask=b0 + lanes < B)
 
 
+@triton.jit(do_not_specialize=["N", "slice_size"])
+def count_kernel(
+    experts, counts, N, slice_size, FIRST: tl.constexpr, HELD: tl.constexpr, X_POWER: tl.constexpr,
+    STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Count the choices of each of the HELD experts from FIRST on in a slice of the choices. `counts`: (slices,
+    X_POWER). Grid: slices."""
+    part = tl.program_id(0)
+    lanes = tl.arange(0, STEP)
+    end = tl.minimum(N, (part + 1) * slice_size)
+    await_former(PDL)
+    found = tl.zeros((X_POWER,), tl.int32)
+    for n0 in range(part * slice_size, end, STEP):
+        chosen = tl.load(experts + n0 + lanes, mask=n0 + lanes < end, other=-1) - FIRST
+        is_here = (chosen >= 0) & (chosen < HELD)
+        found += tl.histogram(tl.where(is_here, chosen, 0), X_POWER, mask=is_here)
+    tl.store(counts + part * X_POWER + tl.arange(0, X_POWER), found)
+
+
+@triton.jit(do_not_specialize=["N", "B", "slice_size"])
+def place_kernel(
+    experts, counts, block_experts, members, N, B, slice_size, FIRST: tl.constexpr, HELD: tl.constexpr,
+    X_POWER: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the blocks that `sort_kernel` would write, after `count_kernel`. A program places the choices of its slice,
+    and finishes the experts whose number it has, modulo the number of slices. ROWS: choices, or rows of `counts`, that
+    are read at a time. Grid: slices."""
+    part = tl.program_id(0)
+    num_parts = tl.num_programs(0)
+    bins = tl.arange(0, X_POWER)
+    rows = tl.arange(0, ROWS)
+    lanes = tl.arange(0, STEP)
+    end = tl.minimum(N, (part + 1) * slice_size)
+    await_former(PDL)
+    of_all = tl.zeros((ROWS, X_POWER), tl.int32)
+    of_former = tl.zeros((ROWS, X_POWER), tl.int32)
+    for r0 in range(0, num_parts, ROWS):
+        row = r0 + rows
+        tile = tl.load(counts + row[:, None] * X_POWER + bins[None, :], mask=(row < num_parts)[:, None], other=0)
+        of_all += tile
+        of_former += tl.where((row < part)[:, None], tile, 0)
+    totals = tl.sum(of_all, 0)
+    blocks = (totals + BLOCK_M - 1) // BLOCK_M
+    first = tl.cumsum(blocks, 0) - blocks
+    # The place of the next choice of each expert.
+    places = first * BLOCK_M + tl.sum(of_former, 0)
+    for n0 in range(part * slice_size, end, ROWS):
+        chosen = tl.load(experts + n0 + rows, mask=n0 + rows < end, other=-1) - FIRST
+        is_here = (chosen >= 0) & (chosen < HELD)
+        # The row of a choice whose expert is not held has no element that is set.
+        mine = (chosen[:, None] == bins[None, :]) & is_here[:, None]
+        ones = mine.to(tl.int32)
+        place = tl.sum(tl.where(mine, places[None, :] + tl.cumsum(ones, 0) - 1, 0), 1)
+        tl.store(members + place, n0 + rows, mask=is_here)
+        places += tl.sum(ones, 0)
+    for expert in range(part, HELD, num_parts):
+        start = tl.sum(tl.where(bins == expert, first, 0), 0)
+        num = tl.sum(tl.where(bins == expert, blocks, 0), 0)
+        rest = tl.sum(tl.where(bins == expert, totals, 0), 0) + tl.arange(0, BLOCK_M)
+        tl.store(members + start * BLOCK_M + rest, N, mask=rest < num * BLOCK_M)
+        for b0 in range(0, num, STEP):
+            tl.store(block_experts + start + b0 + lanes, expert, mask=b0 + lanes < num)
+    if part == num_parts - 1:
+        for b0 in range(tl.sum(blocks, 0), B, STEP):
+            tl.store(block_experts + b0 + lanes, -1, mask=b0 + lanes < B)
+
+
 @triton.jit
 def _members_of_choice(
     experts, choice, N, FIRST: tl.constexpr, HELD: tl.constexpr, N_POWER: tl.constexpr, BLOCK_M: tl.constexpr
@@ -189,9 +256,9 @@ def expert_gemm(
     operand, and x transposed is the second. `operand`: the descriptor of all weights if TMA. MXFP4: the weights
     have `scales`, see `parts/mxfp4.py`. FP8: a row of the weights has GROUPS of `scales`. With more than one, each
     belongs to _FP8_GROUP inputs, and so does a step of BLOCK_I, so that the order of the sums is the same with
-    every tile. If PACKED, packed instructions make bfloat16 of quantised weights. SORTED: `sort_kernel` has made
-    the blocks; otherwise each of the N choices is a block. Grid: blocks * OUT / BLOCK_O; neighbours have the same
-    block."""
+    every tile. If PACKED, packed instructions make bfloat16 of quantised weights. SORTED: the choices are
+    sorted into blocks; otherwise each of the N choices is a block. Grid: blocks * OUT / BLOCK_O; neighbours have
+    the same block."""
     tl.static_assert(GROUPS <= 1 or BLOCK_I == _FP8_GROUP)
     dtype: tl.constexpr = y.dtype.element_ty
     TILES: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O

@@ -3,8 +3,8 @@
 
 A *choice* is one expert of one token; a token has K of them, and choice n belongs to token n // K. A program of a GEMM
 multiplies a part of one expert's weight with at most `block_m` choices of it. Of few tokens a program finds the choices
-of its expert itself; of more tokens `sort_kernel` does once. No number of choices ever leaves the GPU: the grid has as
-many programs as the worst distribution needs, and those without work end at once.
+of its expert itself; the choices of more tokens are sorted before, see `sorting.py`. No number of choices ever leaves
+the GPU: the grid has as many programs as the worst distribution needs, and those without work end at once.
 
 `kernels/torch/mixture.py` defines the results.
 
@@ -23,13 +23,12 @@ from specbatch.kernels.activations import Activation
 from specbatch.kernels.experts import ExpertWeights, Routing
 from specbatch.kernels.mxfp4 import MXFP4_GROUP
 from specbatch.kernels.quantised import GROUP
-from specbatch.kernels.triton.mixture.kernel import combine_kernel, expert_gemm, route_kernel, sort_kernel
+from specbatch.kernels.triton.mixture.kernel import combine_kernel, expert_gemm, route_kernel
+from specbatch.kernels.triton.mixture.sorting import sorted_blocks
 from specbatch.kernels.triton.mixture.tile import MAX_UNSORTED, ExpertTile, fitting, tiles_for, tokens_of_a_program
 from specbatch.kernels.triton.parts.launch import dependent_launch, launch, launch_options
 from specbatch.kernels.triton.parts.shared_memory import like_hopper, shared_bytes
 from specbatch.kernels.triton.parts.tma import can_use_tma
-
-_CHUNK = 4096  # choices that are sorted at a time
 
 
 def route(logits_TX: Tensor, routing: Routing, correction_X: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -94,19 +93,8 @@ class _Blocks:
         self.count = self.num_choices  # blocks
         if not self.are_sorted:
             return
-        # The most that any routing needs: each expert can have one block that is not full.
-        self.count = min(self.num_choices, num_experts + self.num_choices // block_m)
-        device = experts_TK.device
-        self.experts_B = torch.empty(self.count, dtype=torch.int32, device=device)
-        self.members_BM = torch.empty((self.count, block_m), dtype=torch.int32, device=device)
-        launch(
-            sort_kernel, (num_experts,),
-            experts_TK, self.experts_B, self.members_BM, self.num_choices, self.count,
-            FIRST=first, X_POWER=triton.next_power_of_2(num_experts), BLOCK_M=block_m,
-            CHUNK=min(_CHUNK, max(64, triton.next_power_of_2(self.num_choices))), PDL=pdl,
-            num_warps=4 if self.num_choices <= _CHUNK else 8,
-            **launch_options(pdl),
-        )  # fmt: skip
+        self.experts_B, self.members_BM = sorted_blocks(experts_TK, first, num_experts, block_m, pdl)
+        self.count = len(self.experts_B)
 
 
 def fused_experts(
