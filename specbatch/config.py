@@ -280,7 +280,8 @@ class EngineSection:
     )
     prefill_chunk_tokens: int | None = option(
         None,
-        "Most prompt tokens computed in one pass. null: 512 on CPU, 8192 on CUDA, or fewer if memory is short.",
+        "Most prompt tokens computed in one pass. null: 512 on CPU; 8192 on CUDA, or 32768 on each rank with "
+        "`engine.dp_attention`; fewer if memory is short.",
         AT_LEAST_1,
     )
     tensor_parallel: int = option(

@@ -35,6 +35,7 @@ _MICROS = 200_000
 _FOLLOWS = {"cpu": False, "cuda": True}  # see `_rounds_that_gain`
 _CONTEXT = {"cpu": 32, "cuda": 1000}  # tokens of a request, if the prompts of all have no more than this:
 _PROMPT_TOKENS, _MIN_CONTEXT = 32768, 128
+_PROMPT = 1024  # tokens of a prompt of a chunk
 
 
 class LaneTimes(NamedTuple):
@@ -205,7 +206,8 @@ def _with_prompts_that_gain(sized: Sized, engine: Engine, group: Group | None, m
         return one, f"{option}: one lane ({why})"
 
     def run(with_lanes: Round) -> Callable[[], None]:
-        return lambda: trial_prompt(with_lanes, num_tokens)
+        # Attention of one long prompt would take longer than that of most chunks.
+        return lambda: trial_prompt(with_lanes, num_tokens, num_tokens // _PROMPT if num_tokens > _PROMPT else None)
 
     runs = [run(one.items.items[0]), run(round_)]
     while True:

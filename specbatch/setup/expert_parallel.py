@@ -6,6 +6,8 @@ links twice in a layer, to their experts and back, where two sums would send eac
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from specbatch.config import Config
@@ -14,11 +16,16 @@ from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.pass_weights import PassWeights
 from specbatch.parallel.shares import Division
 from specbatch.setup.cache import DEFAULT_BATCH
+from specbatch.setup.engine import EngineSettings
 
 _MEMORY = 3.3e12  # bytes that an H100 reads in a second
 _LINK = 350e9  # bytes that NVLink carries from one GPU in a second, in one direction
 _SUM_SECONDS = 5e-6  # the time of a small sum over two GPUs
 _OPTION = "engine.expert_parallel"
+# Tokens of a prompt chunk of a rank with requests of its own. On two H200s, prompts with 16,384 and 32,768 tokens were
+# 1.03 and 1.04 times as fast as with 8,192, and two lanes gain only with the largest: the host needs 100 to 220 ms to
+# launch any chunk (docs/bench/2026-11-28-h200x2-lanes-experts.json).
+_CHUNK = 32768
 
 
 def resolve_division(
@@ -60,15 +67,19 @@ def resolve_division(
     return found
 
 
-def check_prompt_graphs(config: Config) -> None:
-    """Raise ConfigError for graphs of prompts where ranks have requests of their own: these have chunks of any sizes,
-    and all ranks would have to capture and replay the same graph."""
+def engine_of_requests(config: Config, engine: EngineSettings) -> EngineSettings:
+    """Return the settings for ranks with requests of their own: prompts are no graphs, and on CUDA their chunks are
+    larger. Raise ConfigError for graphs of prompts: chunks have any sizes, and all ranks would have to capture and
+    replay the same graph."""
     if config.prefill.graphs not in ("auto", "off"):
         raise ConfigError(
             f"prefill.graphs: {config.prefill.graphs} does not run with engine.dp_attention: ranks compute prompts of "
             "other sizes at the same time",
             hint="leave prefill.graphs out, or set engine.dp_attention: off",
         )
+    is_open = "prefill_chunk_tokens" in engine.left_open and engine.attention != "torch"
+    chunk = _CHUNK if is_open else engine.prefill_chunk_tokens
+    return replace(engine, prompt_graphs="off", prefill_chunk_tokens=chunk)
 
 
 def _reason_against(config: Config, target: Checkpoint) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from specbatch.config import EngineSection
 from specbatch.engine.overlap.lanes import MIN_LANE, MIN_PROMPT_LANE, NEVER, LaneLimits
 from specbatch.errors import ConfigError
+from specbatch.parallel.shares import Division
 
 # What `auto` measures on CUDA. Elsewhere two lanes were slower in each case that was measured (docs/measured.md), and
 # measuring takes time at each start. Two GPUs: lanes of at least this many tokens. With less, a round takes the time to
@@ -16,20 +17,23 @@ from specbatch.errors import ConfigError
 _TOKENS_OF_RANKS = 256
 _SMALL_MODEL = 10**9  # bytes
 _MAX_ROWS = 64
+_TESTED_EXCHANGES = 4  # the largest number of GPUs among which exchanges by copy engines were tested
 
 Mode = Literal["off", "on", "auto"]
 
 
 class Job(NamedTuple):
     """The facts by which `auto` decides. `num_nodes`: the tokens of a request in a round. `has_groups`: rounds read the
-    keys that requests share once, and lanes would divide these groups. `has_experts`: each lane of the target would
-    read the same experts. `has_budget`: chains share a budget of nodes, and in lanes they would be verified whole."""
+    keys that requests share once, and lanes would divide these groups. `experts`: how ranks divide the target if it has
+    experts, which each lane reads; None: it has none. `has_budget`: chains share a budget of nodes, and in lanes they
+    would be verified whole."""
 
     max_batch_size: int
     num_nodes: int
     target_bytes: int
+    prefill_chunk_tokens: int
     has_groups: bool
-    has_experts: bool = False
+    experts: Division | None = None
     has_budget: bool = False
 
 
@@ -80,6 +84,8 @@ def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, note
         return None
     if num_ranks == 1:
         return LaneLimits(MIN_LANE, NEVER)  # no sum of prompts can be hidden, and as graphs they are faster
+    if job.experts is not None:  # Chunks are mostly full. In smaller ones, each lane reads experts for few tokens.
+        return LaneLimits(None, max(prompt_tokens, 3 * job.prefill_chunk_tokens // 8))
     least = max(MIN_LANE, -(-_TOKENS_OF_RANKS // (8 * job.num_nodes)) * 8)
     has_rounds = 2 * least <= job.max_batch_size and not is_whole
     return LaneLimits(least if has_rounds else None, prompt_tokens)
@@ -88,15 +94,16 @@ def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, note
 def _loss_on_gpus(num_ranks: int, job: Job) -> str | None:
     """Return the reason why two lanes cannot gain on one GPU or on several, or None.
 
-    Qwen3-30B-A3B on two H200s: an exchange takes 7 of about 115 ms of a prompt chunk, and 0.9 of 9 ms of a round, so
-    no more could be hidden. But half of the tokens use nearly all experts: two lanes reached 0.43 to 0.73 of the speed
-    of one. See docs/bench/2026-11-27-h200x2-experts.json."""
+    Qwen3-30B-A3B on two H200s: half of the tokens of a round use nearly all experts, and the exchanges that lanes could
+    hide take 0.9 of 9 ms, so two lanes reached 0.43 to 0.73 of the speed of one
+    (docs/bench/2026-11-27-h200x2-experts.json). Full prompt chunks gain where ranks have requests of their own, because
+    tokens that travel take 14% of the time (docs/bench/2026-11-28-h200x2-lanes-experts.json)."""
     if num_ranks == 1:
         is_small = job.target_bytes <= _SMALL_MODEL and job.max_batch_size <= _MAX_ROWS
         why = f"on one GPU two lanes gain only with models below 1 GB and at most {_MAX_ROWS} rows at once"
         return None if is_small else why
-    if job.has_experts:
+    if job.experts not in (None, "requests"):
         return "each lane would read all experts, which takes longer than what it could hide"
-    if num_ranks > 2:
+    if num_ranks > (2 if job.experts is None else _TESTED_EXCHANGES):
         return "sums by copy engines have not been tested on more than two GPUs"
     return None

@@ -51,7 +51,7 @@ from specbatch.setup.cascade import resolve_cascade
 from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
 from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.setup.engine import EngineSettings, resolve_engine
-from specbatch.setup.expert_parallel import check_prompt_graphs, resolve_division
+from specbatch.setup.expert_parallel import engine_of_requests, resolve_division
 from specbatch.setup.lanes import Job as LaneJob
 from specbatch.setup.lanes import lane_limits
 from specbatch.setup.memory import CachedModel, CachePlan, Rows
@@ -190,8 +190,7 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         notes.append(f"model.target: rows of up to {target.config.max_position_embeddings} tokens ({stretched})")
     division = resolve_division(config, target, device, dtype, notes)
     if division == "requests":
-        check_prompt_graphs(config)
-        engine = replace(engine, prompt_graphs="off")
+        engine = engine_of_requests(config, engine)
     check_norms("model.target", target, config, division)
     if (moe := target.config.moe) is not None:
         weights = PassWeights.of_all(target.config)
@@ -300,8 +299,15 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         config.engine, engine.attention, costs, heads.sliding_windows, num_nodes, engine.max_batch_size, notes
     )
     target_bytes = models[0].num_parameters() * dtype.itemsize
-    has_groups, has_experts = limits is not None, target.config.moe is not None
-    job = LaneJob(engine.max_batch_size, num_nodes, target_bytes, has_groups, has_experts, budget is not None)
+    job = LaneJob(
+        engine.max_batch_size,
+        num_nodes,
+        target_bytes,
+        engine.prefill_chunk_tokens,
+        has_groups=limits is not None,
+        experts=None if target.config.moe is None else division,
+        has_budget=budget is not None,
+    )
     engine = replace(engine, cascade=limits, lanes=lane_limits(engine.lane_mode, num_ranks, device, job, notes))
     if engine.attention == "flashinfer":
         for shape in shapes:

@@ -26,6 +26,7 @@ from specbatch.setup.round_parts import RoundParts, Rounds
 _PROMPT_GRAPHS = 16  # rough number of prompt graphs of a job
 _GRAPH_BYTES = 1 << 20  # The driver keeps at least these for a graph; some graphs find room in what it has.
 _SHORT_PROMPT = 32  # tokens
+_STRIDE = 7919  # from a token to the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +211,11 @@ def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None)
     saved = state.ints_SF[state.padding].clone()
     logits_indices = LogitsIndices.of(layout, last, last % length, table.repeat(last.shape[0], 1))
     cut, half = None, num_tokens // 2
-    if num_prompts is None and round_.two_lanes is not None and half >= round_.two_lanes.min_prompt_lane:
-        cut = ChunkCut(0, half, half, max(0, half - (num_tokens - len(last))))
+    if round_.two_lanes is not None and half >= round_.two_lanes.min_prompt_lane:
+        num_selected = half // length if num_prompts is not None else max(0, half - (num_tokens - len(last)))
+        cut = ChunkCut(half // length, half, half % length, num_selected)
     chunk = PromptChunk(
-        zeros,
+        index * _STRIDE % round_.vocab_size,  # If all tokens were the same one, all would choose the same experts.
         layout,
         ready,
         logits_indices,

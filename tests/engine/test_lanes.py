@@ -33,6 +33,7 @@ from specbatch.setup.memory import CachePlan
 from specbatch.setup.resolve import resolve
 from specbatch.setup.round_parts import Rounds
 from specbatch.setup.sizing import Sized
+from specbatch.setup.trial import trial_prompt
 from specbatch.types import Completion, Request, RngKey, SamplingParams
 from tests.parallel.threads import on_ranks
 from tests.tiny_models import CPU, random_prompts, round_of, run, tiny_device_engine, tiny_engine
@@ -299,6 +300,20 @@ def test_auto_keeps_two_lanes_where_they_gain() -> None:
         ]
 
 
+def test_a_trial_chunk_in_two_lanes_writes_the_keys_of_one_lane() -> None:
+    """Of one prompt and of several, which may be cut."""
+    round_ = round_of(tiny_engine("none", num_pages=64, max_batch_size=8, min_lane=1))
+    one = round_.with_two_lanes(None)
+    for num_tokens, num_prompts in ((64, None), (64, 4), (60, 3), (64, 16), (50, 5)):
+        written = []
+        for way in (one, round_):
+            round_._cache.all_layers.zero_()
+            trial_prompt(way, num_tokens, num_prompts)
+            written.append(round_._cache.all_layers.clone())
+        assert written[0].any()
+        assert torch.equal(*written), (num_tokens, num_prompts)
+
+
 def test_larger_batches_follow_those_of_their_draft_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may have fewer tokens."""
     monkeypatch.setitem(lane_times._FOLLOWS, "cpu", True)
@@ -384,19 +399,22 @@ def test_where_lanes_are_measured(sets: list[str], device: str, attention: str, 
 @pytest.mark.parametrize(
     ("num_ranks", "job", "expected"),
     [
-        (1, Job(64, 1, 270_000_000, has_groups=False), LaneLimits(8, NEVER)),
-        (1, Job(64, 1, 3_000_000_000, has_groups=False), None),
-        (1, Job(256, 1, 270_000_000, has_groups=False), None),
-        (2, Job(256, 1, 10**11, has_groups=False), LaneLimits(None, 1024)),
-        (2, Job(512, 1, 10**11, has_groups=False), LaneLimits(256, 1024)),
-        (2, Job(256, 4, 10**11, has_groups=False), LaneLimits(64, 1024)),
-        (2, Job(256, 7, 10**11, has_groups=False), LaneLimits(40, 1024)),
-        (2, Job(256, 4, 10**11, has_groups=True), LaneLimits(None, 1024)),
-        (2, Job(256, 4, 10**11, has_groups=False, has_budget=True), LaneLimits(None, 1024)),
-        (2, Job(64, 64, 10**11, has_groups=False), LaneLimits(8, 1024)),
-        (2, Job(512, 16, 10**11, has_groups=False, has_experts=True), None),
-        (4, Job(512, 16, 10**11, has_groups=False), None),
-        (8, Job(512, 16, 10**11, has_groups=True, has_experts=True), None),
+        (1, Job(64, 1, 270_000_000, 8192, has_groups=False), LaneLimits(8, NEVER)),
+        (1, Job(64, 1, 3_000_000_000, 8192, has_groups=False), None),
+        (1, Job(256, 1, 270_000_000, 8192, has_groups=False), None),
+        (2, Job(256, 1, 10**11, 8192, has_groups=False), LaneLimits(None, 1024)),
+        (2, Job(512, 1, 10**11, 8192, has_groups=False), LaneLimits(256, 1024)),
+        (2, Job(256, 4, 10**11, 8192, has_groups=False), LaneLimits(64, 1024)),
+        (2, Job(256, 7, 10**11, 8192, has_groups=False), LaneLimits(40, 1024)),
+        (2, Job(256, 4, 10**11, 8192, has_groups=True), LaneLimits(None, 1024)),
+        (2, Job(256, 4, 10**11, 8192, has_groups=False, has_budget=True), LaneLimits(None, 1024)),
+        (2, Job(64, 64, 10**11, 8192, has_groups=False), LaneLimits(8, 1024)),
+        (2, Job(512, 16, 10**11, 8192, has_groups=False, experts="tensors"), None),
+        (2, Job(512, 16, 10**11, 32768, has_groups=False, experts="requests"), LaneLimits(None, 12288)),
+        (4, Job(512, 16, 10**11, 1024, has_groups=False, experts="requests"), LaneLimits(None, 1024)),
+        (8, Job(512, 16, 10**11, 32768, has_groups=False, experts="requests"), None),
+        (4, Job(512, 16, 10**11, 8192, has_groups=False), None),
+        (8, Job(512, 16, 10**11, 8192, has_groups=True, experts="experts"), None),
     ],
 )
 def test_what_auto_measures_on_cuda(num_ranks: int, job: Job, expected: LaneLimits | None) -> None:

@@ -11,7 +11,8 @@ from specbatch.config_load import load_config
 from specbatch.errors import ConfigError
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.random_weights import open_random_model
-from specbatch.setup.expert_parallel import resolve_division
+from specbatch.setup.engine import resolve_engine
+from specbatch.setup.expert_parallel import engine_of_requests, resolve_division
 from specbatch.setup.model import check_experts
 from specbatch.setup.resolve import resolve
 
@@ -76,6 +77,23 @@ def test_large_batches_on_gpus_have_requests_of_their_own() -> None:
         notes: list[str] = []
         assert resolve_division(config, model, torch.device("cuda"), torch.bfloat16, notes) == division
         assert f"({rows} rows of a rank; from about" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "tokens"),
+    [
+        ([], "cuda", 32768),
+        (["engine.prefill_chunk_tokens=4096"], "cuda", 4096),
+        (["engine.attention=torch"], "cuda", 8192),
+        ([], "cpu", 512),
+    ],
+)
+def test_prompt_chunks_of_ranks_with_requests_of_their_own(options: list[str], device: str, tokens: int) -> None:
+    """They are larger on CUDA, if the user has not set them, and are no graphs."""
+    config = load_config(None, options)
+    found = engine_of_requests(config, resolve_engine(config, torch.device(device), torch.bfloat16, []))
+    assert found.prefill_chunk_tokens == tokens
+    assert found.prompt_graphs == "off"
 
 
 def test_a_draft_with_experts_is_not_quantised_with_the_target() -> None:
