@@ -13,11 +13,11 @@ from specbatch.kernels.triton.mixture.kernel import count_kernel, place_kernel, 
 from specbatch.kernels.triton.parts.launch import launch, launch_options
 
 # In one launch, the program of each expert reads all choices twice. In two launches, each program reads one slice of
-# them. On an H200, 32,768, 65,536 and 131,072 choices of 64 experts take 37, 74 and 146 us in one launch, and 38, 47 and
-# 49 us in two. For 128 experts it is 52, 104 and 205 us, and 79, 101 and 105 us.
-MAX_SORTED_AT_ONCE = 32_768
+# them. On an H200, 65,536 and 131,072 choices of 64 experts take 74 and 146 us in one launch, and 18 and 29 us in two.
+# For 128 experts it is 104 and 205 us, and 34 and 59 us. 16,384 choices take 20 and 27 us in one launch.
+MAX_SORTED_AT_ONCE = 16_384
 _CHUNK = 4096  # choices that one launch sorts at a time
-_STEP = 1024  # choices that a program counts at a time; a slice has a multiple of them
+_STEP = 256  # choices that a program counts at a time; a slice has a multiple of them
 _MAX_SLICES = 256  # Each program reads the counts of all slices.
 _MATRIX = 8192  # elements of a matrix with a row for each choice and a column for each expert
 
