@@ -377,7 +377,8 @@ class PreNormLayer(DecoderLayer):
         if self.mixture is not None and self.mixture.travels:
             x = self.half.start_output(attended_THD, residual_TE)()
             del attended_THD
-            return Residual((yield from self.mixture.travel(x.normed(self._post_norm), counts, x.x_TE)))
+            normed_TE = self._post_norm(x.x_TE, self.mixture.place_of(x.x_TE, counts))
+            return Residual((yield from self.mixture.travel(normed_TE, counts, x.x_TE)))
         post_norm = self._post_norm if self._mlp.takes_normed else None
         projected = self.half.start_output(attended_THD, residual_TE, post_norm)
         del attended_THD

@@ -23,8 +23,9 @@ class RMSNorm:
         self.eps = eps
         self._ops = ops or ops_for(weight_E.device, weight_E.dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = self._ops.rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return norm(x). `out`: a contiguous tensor to which it is written; None: a new one."""
+        y: Tensor = self._ops.rms_norm(x, self.weight, self.eps, out)
         return y
 
     def added(self, y_TE: Tensor, residual_TE: Tensor, next_norm: RMSNorm | None) -> tuple[Tensor, Tensor | None]:

@@ -80,6 +80,13 @@ class MixtureMLP:
         part_TE = self._add_to(None, x_TE)
         return part_TE if self._group is None else self._group.sum(part_TE)
 
+    def place_of(self, x_TE: Tensor, counts: Sequence[int] | None = None) -> Tensor | None:
+        """Return memory for tokens like x from which they can travel without a copy; None: there is none. `counts`: see
+        `travel`."""
+        assert self._group is not None
+        is_padded = counts is not None and len(x_TE) < max(counts)
+        return None if is_padded or not len(x_TE) else self._group.dispatch_place(x_TE)
+
     def travel(
         self, x_TE: Tensor, counts: Sequence[int] | None = None, residual_TE: Tensor | None = None
     ) -> Stages[Tensor]:

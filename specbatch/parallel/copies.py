@@ -34,7 +34,7 @@ class Mailbox:
 
     def __init__(self, memories: Sequence[Tensor], rank: int) -> None:
         size, room = len(memories), len(memories[rank]) - WORDS_BYTES
-        self.capacity = room // (size - 1) // ALIGNMENT * ALIGNMENT
+        self.capacity = room // self._places(size) // ALIGNMENT * ALIGNMENT
         self._memories, self._rank, self._room = memories, rank, room
         # Each rank begins with another one, so that no GPU gets all tensors at once.
         self._others = [(rank + i) % size for i in range(1, size)]
@@ -62,24 +62,67 @@ class Mailbox:
         GPUs send, (size - 1, C) in the order of ranks. `tensors` has one for each rank, all of the same size and dtype.
         That of this rank is not sent. Work on the current stream can read what came until `release`."""
         assert all(x.is_contiguous() for x in tensors)
-        stream, like = _stream(), tensors[self._rank]
-        num_bytes = like.nbytes
-        for other, before in zip(self._others, self._before, strict=True):
-            before.launch(stream)
-            at = self._addresses[other] + _place(self._rank, other) * num_bytes
-            _check(_driver().cuMemcpyDtoDAsync_v2(at, tensors[other].data_ptr(), num_bytes, stream))
-        self._after.launch(stream)
-        count = len(self._others)
-        return self._memories[self._rank][: count * num_bytes].view(like.dtype).view(count, -1)
+        self._send(tensors, _stream())
+        return self._received(tensors[self._rank])
 
     def release(self) -> None:
         """Tell the other GPUs that they may send again, after the tensors that came were read."""
         self._release.launch(_stream())
 
+    def _send(self, tensors: Sequence[Tensor], stream: int) -> None:
+        """Copy a tensor into the memory of each other GPU, and let the stream wait for theirs."""
+        num_bytes = tensors[self._rank].nbytes
+        for other, before in zip(self._others, self._before, strict=True):
+            before.launch(stream)
+            _copy(self._address(self._rank, other, num_bytes), tensors[other], stream)
+        self._after.launch(stream)
 
-def _place(sender: int, receiver: int) -> int:
-    """Return the number of the sender's tensor in the receiver's mailbox, which has none of its own."""
-    return sender - (sender > receiver)
+    def _received(self, like: Tensor) -> Tensor:
+        """Return what came into the places of this GPU, (places, C)."""
+        places = self._places(len(self._memories))
+        return self._memories[self._rank][: places * like.nbytes].view(like.dtype).view(places, -1)
+
+    def _address(self, sender: int, receiver: int, num_bytes: int) -> int:
+        """Return the address of the sender's place in the memory of the receiver, as this GPU sees it."""
+        return self._addresses[receiver] + self._place(sender, receiver) * num_bytes
+
+    @staticmethod
+    def _places(size: int) -> int:
+        """Return the number of tensors that a memory has room for."""
+        return size - 1
+
+    @staticmethod
+    def _place(sender: int, receiver: int) -> int:
+        """Return the number of the sender's tensor in the receiver's mailbox, which has none of its own."""
+        return sender - (sender > receiver)
+
+
+class DispatchBuffer(Mailbox):
+    """A buffer in which the tokens of all GPUs come together, those of this one, too. So they need not be copied to a
+    tensor before they are read. The arguments are those of `Mailbox`."""
+
+    @staticmethod
+    def _places(size: int) -> int:
+        return size
+
+    @staticmethod
+    def _place(sender: int, receiver: int) -> int:
+        return sender
+
+    def own_place(self, like: Tensor) -> Tensor:
+        """Return the place of this GPU's tokens, a tensor like `like`. Tokens that are written there are not copied."""
+        at = self._rank * like.nbytes
+        return beginning(self._memories[self._rank][at:], like)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Copy a contiguous tensor to all GPUs, on the current stream, and return the tensors of all, (size, C). Work
+        on the current stream can read them until `release`."""
+        assert x.is_contiguous()
+        stream, own = _stream(), self._address(self._rank, self._rank, x.nbytes)
+        if x.data_ptr() != own:
+            _copy(own, x, stream)
+        self._send([x] * len(self._memories), stream)
+        return self._received(x)
 
 
 def beginning(memory: Tensor, like: Tensor) -> Tensor:
@@ -131,6 +174,10 @@ class _Batch:
 
     def launch(self, stream: int) -> None:
         _check(_driver().cuStreamBatchMemOp_v2(stream, self._count, ctypes.addressof(self._operations), 0))
+
+
+def _copy(address: int, x: Tensor, stream: int) -> None:
+    _check(_driver().cuMemcpyDtoDAsync_v2(address, x.data_ptr(), x.nbytes, stream))
 
 
 def _stream() -> int:

@@ -32,7 +32,7 @@ from specbatch.parallel.algorithms import (
     inbox_capacity,
     limits_for,
 )
-from specbatch.parallel.copies import WORDS_BYTES, Mailbox, beginning, has_stream_operations
+from specbatch.parallel.copies import WORDS_BYTES, DispatchBuffer, Mailbox, beginning, has_stream_operations
 from specbatch.parallel.exchanges import ExchangeStore
 from specbatch.parallel.group import Group, Norm, in_order
 from specbatch.parallel.multicast import disable_multicast
@@ -76,6 +76,10 @@ class Collectives(Protocol):
         self, x_TE: Tensor, residual_TE: Tensor, norm: Norm, inbox: Inbox, *, two_shot: bool
     ) -> tuple[Tensor, Tensor]:
         """Return what `one_shot` with `is_alone` writes, and its norm. `two_shot`: the ranks add the rows in turn."""
+        ...
+
+    def new_dispatch_buffer(self, num_bytes: int) -> DispatchBuffer:
+        """Allocate a buffer of `num_bytes` bytes. All ranks call it in the same order."""
         ...
 
     def copied(self, x: Tensor, residual: Tensor | None, out: Tensor, mailbox: Mailbox) -> None:
@@ -124,8 +128,9 @@ class Collectives(Protocol):
 
 class CudaGroup(Group):
     """The ranks of a host with a GPU each. `fixed_order`: sums of all sizes are added in the order of ranks, for
-    engine.deterministic. `two_passes`: two forward passes can run at the same time. `host`: the same ranks without
-    their GPUs, for `agree`."""
+    engine.deterministic. `two_passes`: two forward passes can run at the same time. `dispatch_bytes`: the most that a
+    rank dispatches in one of two passes without another copy. `host`: the same ranks without their GPUs, for `agree`.
+    """
 
     def __init__(
         self,
@@ -136,6 +141,7 @@ class CudaGroup(Group):
         *,
         fixed_order: bool,
         two_passes: bool = False,
+        dispatch_bytes: int = 0,
         host: Group | None = None,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -150,6 +156,9 @@ class CudaGroup(Group):
         self._inboxes = [collectives.new_inbox(capacity) for _ in passes] if capacity else []
         self._buffers = [collectives.new_buffer(num_bytes) for _ in passes] if num_bytes else []
         self._mailboxes = [collectives.new_mailbox(MAILBOX_BYTES) for _ in passes] if copies else []
+        has_dispatches = copies and dispatch_bytes > 0
+        self._dispatches = [collectives.new_dispatch_buffer(size * dispatch_bytes) for _ in passes if has_dispatches]
+        self._unread: dict[int, DispatchBuffer] = {}  # The key is a pass, whose buffer holds tokens that it may read.
         self._pass, self._is_closed = _ALONE, False
 
     @property
@@ -178,7 +187,24 @@ class CudaGroup(Group):
                 self._collectives.gather(x.contiguous(), parts)
         return lambda: parts
 
+    def dispatch_place(self, like: Tensor) -> Tensor | None:
+        buffer = self._dispatch_buffer(like)
+        return None if buffer is None else buffer.own_place(like)
+
+    def _dispatch_buffer(self, x: Tensor) -> DispatchBuffer | None:
+        """Return the buffer for the tokens x of this pass; None: they are gathered in a new tensor."""
+        if self._pass == _ALONE or not self._dispatches:
+            return None
+        buffer = self._dispatches[self._pass]
+        is_copied = exchange_for(x.nbytes, x.dtype, self._limits[self._pass]) == "copied"
+        return buffer if is_copied and x.nbytes <= buffer.capacity else None
+
     def start_dispatch(self, x: Tensor) -> Callable[[], Tensor]:
+        if (buffer := self._dispatch_buffer(x)) is not None:
+            with marked("communication"):
+                received = buffer.gather(_aligned(x)).view(self.size, *x.shape)
+            self._unread[self._pass] = buffer
+            return lambda: received
         parts = x.new_empty((self.size, *x.shape))
         if x.numel():
             with marked("communication"):
@@ -186,6 +212,8 @@ class CudaGroup(Group):
         return lambda: parts
 
     def start_scatter_sum(self, parts: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
+        if (buffer := self._unread.pop(self._pass, None)) is not None:
+            buffer.release()
         parts = _aligned(parts)
         out = torch.empty_like(parts[0])
         if parts.numel():
@@ -301,6 +329,8 @@ class CudaGroup(Group):
             self._collectives.close()
             self._inboxes.clear()  # operations that used the memory have ended now
             self._mailboxes.clear()
+            self._dispatches.clear()
+            self._unread.clear()
             self._buffers.clear()
 
 
@@ -398,6 +428,12 @@ class TorchCollectives:
         mailbox.reset()
         self._meet()
         return mailbox
+
+    def new_dispatch_buffer(self, num_bytes: int) -> DispatchBuffer:
+        buffer = DispatchBuffer(self._memories(num_bytes + WORDS_BYTES), self._rank)
+        buffer.reset()
+        self._meet()
+        return buffer
 
     def _memories(self, num_bytes: int) -> list[Tensor]:
         """Allocate memory that all ranks can address. Return that of each rank."""

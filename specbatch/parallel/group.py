@@ -56,8 +56,14 @@ class Group(Protocol):
         return total
 
     def start_dispatch(self, x: Tensor) -> Callable[[], Tensor]:
-        """Launch `gather` for tokens that travel to all ranks in each layer."""
+        """Launch `gather` for tokens that travel to all ranks in each layer. The result can be read until the next
+        `start_scatter_sum` of the same pass."""
         return self.start_gather(x)
+
+    def dispatch_place(self, like: Tensor) -> Tensor | None:
+        """Return memory for a tensor like `like`. `start_dispatch` need not copy what is written there. None: there is
+        no such memory."""
+        return None
 
     def start_scatter_sum(self, parts: Tensor, residual: Tensor | None = None) -> Callable[[], Tensor]:
         """Launch a sum of which each rank gets a part, and return a function that waits for it. `parts`: (size, ...), a

@@ -149,7 +149,12 @@ def test_norms_with_weights_in_float32(size: int, dtype: torch.dtype) -> None:
     """The wide weight is applied before the only rounding."""
     x, residual = random(5, size, dtype=dtype), random(5, size, dtype=dtype, seed=1)
     weight, next_weight = (1 + random(size, dtype=torch.float32, seed=seed) for seed in (2, 3))
-    close(kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), dtype)
+    close(normed := kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), dtype)
+    for ops in (kernels, reference):
+        out = torch.empty_like(x)
+        assert ops.rms_norm(x, weight, 1e-6, out) is out
+        assert torch.equal(out, normed) or ops is reference
+        close(out, normed, dtype)
     for after in (next_weight, None):
         found = kernels.add_normed(x, residual, weight, 1e-6, after)
         expected = reference.add_normed(x, residual, weight, 1e-6, after)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specbatch.parallel import copies
-from specbatch.parallel.copies import WORDS_BYTES, Mailbox
+from specbatch.parallel.copies import WORDS_BYTES, DispatchBuffer, Mailbox
 from specbatch.parallel.cuda import TorchCollectives
 from specbatch.parallel.group import Group, in_order
 from tests.parallel.threads import on_ranks
@@ -100,3 +101,34 @@ def _sums_and_exchanges(size: int) -> None:
                 assert torch.equal(added, total if more is None else more + total), turn
 
     on_ranks(size, work)
+
+
+def test_tokens_of_all_ranks_come_together_in_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is ahead waits until its place in the buffers of the others is free. What a rank writes to its own
+    place is not copied."""
+    monkeypatch.setattr(copies, "_driver", FakeDriver)
+    monkeypatch.setattr(copies, "_stream", int)
+    for size in (2, 4):
+        memories = [torch.empty(size * 1024 + 16 + WORDS_BYTES, dtype=torch.uint8) for _ in range(size)]
+        for rank in range(size):
+            DispatchBuffer(memories, rank).reset()
+        on_ranks(size, partial(_dispatches, memories))
+
+
+def _dispatches(memories: list[Tensor], group: Group) -> None:
+    rank, size = group.rank, len(memories)
+    buffer = DispatchBuffer(memories, rank)
+    assert buffer.capacity == 1024
+    for turn in range(60):
+        shape = ((1, 4), (2, 8), (8, 8), (16, 16))[turn % 4]
+        of_ranks = [torch.randn(shape, generator=torch.Generator().manual_seed(9 * turn + i)) for i in range(size)]
+        x = of_ranks[rank]
+        if turn % 3:
+            place = buffer.own_place(x)
+            assert place.shape == shape
+            x = place.copy_(x)
+        found = buffer.gather(x).view(size, *shape)
+        time.sleep(random.random() / 2000)  # other ranks must not write over what this one still reads
+        assert torch.equal(found, torch.stack(of_ranks)), turn
+        assert x is of_ranks[rank] or found[rank].data_ptr() == x.data_ptr()
+        buffer.release()

@@ -58,6 +58,10 @@ class FakeCollectives:
         return SimpleNamespace(memory=self.new_buffer(capacity), capacity=capacity)
 
     new_mailbox = new_inbox
+
+    def new_dispatch_buffer(self, num_bytes: int) -> Any:
+        return FakeDispatches(self._group, self.calls, self.new_buffer(num_bytes))
+
     has_stream_operations = True
 
     def can_copy(self) -> bool:
@@ -136,6 +140,29 @@ class FakeCollectives:
         self.calls.append("close")
 
 
+class FakeDispatches:
+    """A dispatch buffer over ranks that are threads. It must be released before it is used again."""
+
+    def __init__(self, group: Group, calls: list[str], memory: Tensor) -> None:
+        self._group, self._calls, self._memory, self._is_held = group, calls, memory, False
+        self.capacity = len(memory) // group.size
+
+    def own_place(self, like: Tensor) -> Tensor:
+        assert not self._is_held
+        return self._memory[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def gather(self, x: Tensor) -> Tensor:
+        assert not self._is_held
+        self._is_held = True
+        self._calls.append("gather in place" if x.data_ptr() == self._memory.data_ptr() else "gather in buffer")
+        return self._group.gather(x).view(self._group.size, -1)
+
+    def release(self) -> None:
+        assert self._is_held
+        self._is_held = False
+        self._calls.append("release")
+
+
 @pytest.mark.parametrize("two_passes", [False, True])
 @pytest.mark.parametrize(
     ("size", "count", "dtype", "calls"),
@@ -172,6 +199,33 @@ def test_exchanges_of_all_sizes(
     for found in on_ranks(size, work):
         assert list(dict.fromkeys(found)) == expected
         assert len(found) == (4 if (size, count) == (2, 5 << 20) and not two_passes else 2)
+
+
+def test_tokens_travel_in_a_buffer_until_their_experts_are_added() -> None:
+    """Of each of two passes. Small and too large tensors, and a pass that is alone, have no place there."""
+    small, fits, large = 1 << 10, 1 << 18, (1 << 18) + 4  # elements of 4 bytes
+
+    def work(group: Group) -> list[str]:
+        ranks, fake = cuda_group(group, two_passes=True, dispatch_bytes=4 * fits)
+        fake.calls.clear()
+        for count in (small, fits, large):
+            assert ranks.dispatch_place(torch.zeros(count)) is None
+        for number in (0, 1, 0):
+            with ranks.one_of_two_passes(number):
+                for count in (small, large):
+                    assert ranks.dispatch_place(torch.zeros(count)) is None
+                x = torch.full((fits // 8, 8), group.rank + 1.0 + number)
+                place = ranks.dispatch_place(x)
+                assert place is not None
+                for tokens in (x, place.copy_(x)):
+                    found = ranks.start_dispatch(tokens)()
+                    assert torch.equal(found, group.gather(x))
+                    summed = ranks.start_scatter_sum(2 * found, x)()
+                    assert torch.equal(summed, (1 + 2 * group.size) * x)
+        return fake.calls
+
+    turn = ["gather in buffer", "release", "copied scatter", "gather in place", "release", "copied scatter"]
+    assert on_ranks(2, work) == [3 * turn] * 2
 
 
 def test_hosts_agree_without_their_gpus() -> None:

@@ -170,13 +170,20 @@ def _two_gpus(rank: int, meeting: str) -> None:
         for shape in ((1, 8192), (64, 8192), (300, 2048), (256, 8192)):
             _a_sum_and_its_norm(group, shape, dtype)
     two = CudaGroup(
-        rank, 2, device, TorchCollectives(rank, 2, f"{meeting} two", device), fixed_order=False, two_passes=True
+        rank,
+        2,
+        device,
+        TorchCollectives(rank, 2, f"{meeting} two", device),
+        fixed_order=False,
+        two_passes=True,
+        dispatch_bytes=1 << 20,
     )
     _many_sizes(two, device)
     _two_streams(two, device)
     _copies(two, device)
     _exchanges(group, device)
     _exchanges(two, device)
+    _dispatches(two, device)
     _best_tokens(group, device)
     assert group.least(7 - rank) == 6
     assert group.of_first([float(rank)]) == [0.0]
@@ -286,6 +293,38 @@ def _exchanges(group: CudaGroup, device: torch.device) -> None:
             assert torch.equal(found, torch.full_like(found, 2.0 * group.size * value * (1 + group.rank))), value
 
 
+def _dispatches(group: CudaGroup, device: torch.device) -> None:
+    """Tokens travel from their places and come back, in two passes at the same time, launched and in graphs."""
+    side, xs = torch.cuda.Stream(device), [torch.zeros(128, 2048, device=device) for _ in range(2)]
+
+    def travelled(x: Tensor, turn: int) -> Tensor:
+        place = group.dispatch_place(x)
+        assert place is not None
+        tokens = group.start_dispatch(place.copy_(x) if turn % 2 else x)()
+        if turn % 3 == group.rank % 3:
+            torch.cuda._sleep(50_000)
+        return group.start_scatter_sum(tokens / group.size)()
+
+    def both_passes() -> Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        first, second = xs
+        for turn in range(12):
+            with group.one_of_two_passes(0):
+                first = travelled(first, turn)
+            with torch.cuda.stream(side), group.one_of_two_passes(1):
+                second = travelled(second, turn)
+        torch.cuda.current_stream().wait_stream(side)
+        return torch.stack((first, second))
+
+    graph, out = graph_of(both_passes)
+    for value in range(1, 20):
+        xs[0].fill_(value * (1 + group.rank))
+        xs[1].fill_(-value * (1 + group.rank))
+        for found in (graph.replay() or out, both_passes()):
+            torch.cuda.synchronize()
+            assert torch.equal(found, torch.stack(xs)), value
+
+
 def _copies(group: CudaGroup, device: torch.device) -> None:
     """Of one stream, of two at the same time, launched and in graphs."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -350,10 +389,17 @@ def _four_gpus(rank: int, meeting: str) -> None:
                 found = group.added(x, algorithm).float().cpu()  # type: ignore[arg-type]
                 torch.testing.assert_close(found, total, rtol=0.02, atol=0.05 if dtype == torch.bfloat16 else 1e-4)
     two = CudaGroup(
-        rank, 4, device, TorchCollectives(rank, 4, f"{meeting} two", device), fixed_order=False, two_passes=True
+        rank,
+        4,
+        device,
+        TorchCollectives(rank, 4, f"{meeting} two", device),
+        fixed_order=False,
+        two_passes=True,
+        dispatch_bytes=1 << 20,
     )
     _copies(two, device)
     _exchanges(two, device)
+    _dispatches(two, device)
     torch.cuda.synchronize()
     group.close()
     two.close()

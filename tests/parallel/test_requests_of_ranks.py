@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from specbatch.draft.schedule import ByBatch
 from specbatch.draft.shape import DraftShape
@@ -18,7 +19,7 @@ from tests.engine import test_constrained as constrained
 from tests.engine.graphs import Replays
 from tests.grammar.tiny_tokenizer import END
 from tests.parallel.test_cuda_group import cuda_group
-from tests.parallel.threads import on_ranks
+from tests.parallel.threads import ThreadGroup, on_ranks
 from tests.tiny_models import random_prompts, run, run_requests, tiny_device_engine, tiny_engine
 
 CHAIN, TREE = DraftShape(3, 1, 4), DraftShape(3, 3, 8)
@@ -119,6 +120,26 @@ def test_scheduling_changes_nothing(settings: dict[str, Any], kind: str) -> None
     found, engines = of_ranks(2, make, lambda: requests(params), lambda i: int(i > 3))
     assert [c.token_ids for c in found] == [c.token_ids for c in alone]
     assert any(engine.stats.preemptions for engine in engines) == (settings["num_pages"] == 18)
+
+
+def test_tokens_are_written_to_the_place_from_which_they_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two lanes. A rank whose tokens are filled up to the number of another rank has no place for them."""
+    places = list[Tensor]()
+
+    def place(group: Group, like: Tensor) -> Tensor:
+        places.append(torch.full_like(like, torch.nan))
+        return places[-1]
+
+    monkeypatch.setattr(ThreadGroup, "dispatch_place", place)
+    alone = run(tiny_engine(**SETTINGS), PROMPTS, GREEDY)
+
+    def make(group: Group) -> Engine:
+        return tiny_engine(group=group, division="requests", min_lane=1, max_batch_size=12, **SETTINGS)
+
+    found, _ = of_ranks(2, make, lambda: requests(GREEDY), lambda i: int(i > 3))
+    assert outputs(found) == outputs(alone)
+    assert len(places) > 40
+    assert all(place.isfinite().all() for place in places)
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -25,12 +25,15 @@ from specbatch.kernels.activations import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 _LARGEST_E4M3 = 448.0
 
 
-def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor | None = None) -> Tensor:
     """Root-mean-square norm over the last dimension (Zhang and Sennrich 2019), computed in float32 at least.
 
     The norm is rounded to the input's dtype, then scaled by the weight, as Llama does. A weight in float32 with inputs
-    of a narrower dtype scales before the only rounding, as Gemma does.
+    of a narrower dtype scales before the only rounding, as Gemma does. `out_TE`: a contiguous tensor to which the norm
+    is written, and which is returned.
     """
+    if out_TE is not None:
+        return out_TE.copy_(rms_norm(x_TE, weight_E, eps))
     if x_TE.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x_TE, weight_E.shape, weight_E, eps)
     wide = x_TE.float()

@@ -36,10 +36,11 @@ def _rms_norm(x_ptr, weight_ptr, y_ptr, eps, E: tl.constexpr, BLOCK: tl.constexp
     tl.store(y_ptr + row * E + columns, _normed(x, weight, eps, E, y_ptr.dtype.element_ty), mask=ok)
 
 
-def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor | None = None) -> Tensor:
     size = x_TE.shape[-1]
     x_TE = x_TE.contiguous()
-    y = torch.empty_like(x_TE)
+    y = torch.empty_like(x_TE) if out_TE is None else out_TE
+    assert y.is_contiguous()
     num_rows = x_TE.numel() // size
     if num_rows:
         block = triton.next_power_of_2(size)

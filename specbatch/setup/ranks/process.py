@@ -52,8 +52,18 @@ def open_group(run: ResolvedRun, rank: int, meeting: str) -> tuple[ResolvedRun, 
     device = torch.device("cuda", rank)
     collectives = TorchCollectives(rank, size, meeting, device)
     host = GlooGroup(rank, size, f"{meeting} of hosts") if run.division == "requests" else None
-    traits = {"fixed_order": run.config.engine.deterministic, "two_passes": run.engine.lanes is not None}
-    return replace(run, device=device), CudaGroup(rank, size, device, collectives, host=host, **traits)
+    lane_tokens = -(-run.engine.prefill_chunk_tokens // 2) if run.division == "requests" else 0
+    group = CudaGroup(
+        rank,
+        size,
+        device,
+        collectives,
+        fixed_order=run.config.engine.deterministic,
+        two_passes=run.engine.lanes is not None,
+        dispatch_bytes=lane_tokens * run.target.config.hidden_size * run.dtype.itemsize,
+        host=host,
+    )
+    return replace(run, device=device), group
 
 
 def main() -> None:
