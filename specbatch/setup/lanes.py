@@ -17,7 +17,6 @@ from specbatch.parallel.shares import Division
 _TOKENS_OF_RANKS = 256
 _SMALL_MODEL = 10**9  # bytes
 _MAX_ROWS = 64
-_TESTED_EXCHANGES = 4  # the largest number of GPUs among which exchanges by copy engines were tested
 
 Mode = Literal["off", "on", "auto"]
 
@@ -104,6 +103,6 @@ def _loss_on_gpus(num_ranks: int, job: Job) -> str | None:
         return None if is_small else why
     if job.experts not in (None, "requests"):
         return "each lane would read all experts, which takes longer than what it could hide"
-    if num_ranks > (2 if job.experts is None else _TESTED_EXCHANGES):
-        return "sums by copy engines have not been tested on more than two GPUs"
+    if num_ranks > 2:
+        return "sums and exchanges by copy engines have not been tested on more than two GPUs"
     return None
