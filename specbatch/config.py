@@ -309,9 +309,10 @@ class EngineSection:
         "`on`: a round of at least 16 requests, or a prompt chunk of at least 256 tokens (2,048 on CUDA), is computed "
         "as two halves at the same time, so that one computes while the other waits for memory or for another process. "
         "On CUDA it needs `engine.attention: triton`, and does not run with `engine.deterministic`. `auto`: it is "
-        "measured at the start, and is on where it gains: with `engine.tensor_parallel: 2` and a target without "
-        "experts, for prompts and for rounds of at least 512 tokens; on one GPU, for models below 1 GB with at most 64 "
-        "rows at once; with ranks on a CPU, for all sizes. Else it is off.",
+        "measured at the start, and is on where it gains: with `engine.tensor_parallel` of 2 or 4, for prompts and for "
+        "rounds of at least 512 tokens, or with experts for full chunks of prompts and `engine.dp_attention` only; on "
+        "one GPU, for models below 1 GB with at most 64 rows at once; with ranks on a CPU, for all sizes. Else it is "
+        "off.",
         read=read_switch,
     )
     deterministic: bool = option(

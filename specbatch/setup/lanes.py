@@ -12,7 +12,7 @@ from specbatch.errors import ConfigError
 from specbatch.parallel.shares import Division
 
 # What `auto` measures on CUDA. Elsewhere two lanes were slower in each case that was measured (docs/measured.md), and
-# measuring takes time at each start. Two GPUs: lanes of at least this many tokens. With less, a round takes the time to
+# measuring takes time at each start. Several GPUs: lanes of at least this many tokens. With less, a round takes the time to
 # read the weights, and each lane reads them. One GPU: a model and a batch that do not fill it.
 _TOKENS_OF_RANKS = 256
 _SMALL_MODEL = 10**9  # bytes
@@ -103,6 +103,6 @@ def _loss_on_gpus(num_ranks: int, job: Job) -> str | None:
         return None if is_small else why
     if job.experts not in (None, "requests"):
         return "each lane would read all experts, which takes longer than what it could hide"
-    if num_ranks > 2:
-        return "sums and exchanges by copy engines have not been tested on more than two GPUs"
+    if num_ranks > 4:
+        return "sums and exchanges by copy engines have not been tested on more than four GPUs"
     return None

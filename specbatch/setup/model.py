@@ -30,7 +30,7 @@ from specbatch.setup.device import DTYPE_NAMES
 from specbatch.setup.engine import EngineSettings
 from specbatch.setup.memory import GIB, available_memory
 
-_TESTED = (1, 2)  # numbers of GPUs with which all tests have run
+_TESTED = (1, 2, 4)  # numbers of GPUs with which all tests have run
 _FP8_CAPABILITY = (8, 9)  # Ada, Hopper
 # The largest share of a GPU's free memory that the dequantised weights of a checkpoint in whole numbers may take. From
 # 64 rows on they are faster than packed ones, and less memory is left for the KV cache.

@@ -388,27 +388,27 @@ def _four_gpus(rank: int, meeting: str) -> None:
             ):
                 found = group.added(x, algorithm).float().cpu()  # type: ignore[arg-type]
                 torch.testing.assert_close(found, total, rtol=0.02, atol=0.05 if dtype == torch.bfloat16 else 1e-4)
-    two = CudaGroup(
-        rank,
-        4,
-        device,
-        TorchCollectives(rank, 4, f"{meeting} two", device),
-        fixed_order=False,
-        two_passes=True,
-        dispatch_bytes=1 << 20,
-    )
-    _copies(two, device)
-    _exchanges(two, device)
-    _dispatches(two, device)
     torch.cuda.synchronize()
     group.close()
-    two.close()
+
+
+def _four_gpus_in_two_passes(rank: int, meeting: str) -> None:
+    """A process of one of four GPUs."""
+    device = torch.device("cuda", rank)
+    collectives = TorchCollectives(rank, 4, meeting, device)
+    group = CudaGroup(rank, 4, device, collectives, fixed_order=False, two_passes=True, dispatch_bytes=1 << 20)
+    _dispatches(group, device)
+    _copies(group, device)
+    _exchanges(group, device)
+    torch.cuda.synchronize()
+    group.close()
 
 
 @pytest.mark.gpu
 @needs_four
-def test_four_gpus_add_and_exchange(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_four_gpus, (str(tmp_path / "meeting"),), nprocs=4)
+@pytest.mark.parametrize("process", [_four_gpus, _four_gpus_in_two_passes])
+def test_four_gpus_add_and_exchange(tmp_path: Path, process: Callable[[int, str], None]) -> None:
+    torch.multiprocessing.spawn(process, (str(tmp_path / "meeting"),), nprocs=4)
 
 
 @pytest.fixture(scope="module")
