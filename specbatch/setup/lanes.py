@@ -17,7 +17,7 @@ from specbatch.parallel.shares import Division
 _TOKENS_OF_RANKS = 256
 _SMALL_MODEL = 10**9  # bytes
 _MAX_ROWS = 64
-_TESTED_EXCHANGES = 4  # the largest number of GPUs among which exchanges by copy engines were tested
+_TESTED_SUMS, _TESTED_EXCHANGES = (2,), (2, 4)  # numbers of GPUs among which copy engines were tested
 
 Mode = Literal["off", "on", "auto"]
 
@@ -104,6 +104,8 @@ def _loss_on_gpus(num_ranks: int, job: Job) -> str | None:
         return None if is_small else why
     if job.experts not in (None, "requests"):
         return "each lane would read all experts, which takes longer than what it could hide"
-    if num_ranks > (2 if job.experts is None else _TESTED_EXCHANGES):
-        return "sums by copy engines have not been tested on more than two GPUs"
+    if job.experts is None and num_ranks not in _TESTED_SUMS:
+        return "sums by copy engines have been tested on two GPUs only"
+    if job.experts is not None and num_ranks not in _TESTED_EXCHANGES:
+        return "exchanges by copy engines have been tested on two and on four GPUs only"
     return None
