@@ -23,8 +23,8 @@ _LINK = 350e9  # bytes that NVLink carries from one GPU in a second, in one dire
 _SUM_SECONDS = 5e-6  # the time of a small sum over two GPUs
 _OPTION = "engine.expert_parallel"
 # Tokens of a prompt chunk of a rank with requests of its own. On two H200s, prompts with 16,384 and 32,768 tokens were
-# 1.03 and 1.04 times as fast as with 8,192, and two lanes gain only with the largest: the host needs 100 to 220 ms to
-# launch any chunk (docs/bench/2026-11-28-h200x2-lanes-experts.json).
+# 1.03 and 1.04 times as fast as with 8,192, and two lanes gain only with the largest: the host needs 130 to 250 ms to
+# launch any chunk in two lanes (docs/bench/2026-11-28-h200x2-lanes-experts.json).
 _CHUNK = 32768
 
 
