@@ -12,6 +12,7 @@ import torch
 
 from specbatch.config import Config
 from specbatch.errors import ConfigError
+from specbatch.models.config import ModelConfig
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.pass_weights import PassWeights
 from specbatch.parallel.shares import Division
@@ -23,9 +24,10 @@ _LINK = 350e9  # bytes that NVLink carries from one GPU in a second, in one dire
 _SUM_SECONDS = 5e-6  # the time of a small sum over two GPUs
 _OPTION = "engine.expert_parallel"
 # Tokens of a prompt chunk of a rank with requests of its own. On two H200s, prompts with 16,384 and 32,768 tokens were
-# 1.03 and 1.04 times as fast as with 8,192, and two lanes gain only with the largest: the host needs 100 to 220 ms to
-# launch any chunk (docs/bench/2026-11-28-h200x2-lanes-experts.json).
+# 1.03 and 1.04 times as fast as with 8,192, and two lanes gain only with the largest: the host needs 130 to 250 ms to
+# launch any chunk in two lanes (docs/bench/2026-11-28-h200x2-lanes-experts.json).
 _CHUNK = 32768
+_CHUNK_MEMORY = 0.25  # largest share, for the experts of a chunk, of the memory that weights leave
 
 
 def resolve_division(
@@ -68,18 +70,30 @@ def resolve_division(
 
 
 def engine_of_requests(config: Config, engine: EngineSettings) -> EngineSettings:
-    """Return the settings for ranks with requests of their own: prompts are no graphs, and on CUDA their chunks are
-    larger. Raise ConfigError for graphs of prompts: chunks have any sizes, and all ranks would have to capture and
-    replay the same graph."""
+    """Return the settings for ranks with requests of their own, whose prompts are no graphs. Raise ConfigError for
+    graphs of prompts: chunks have any sizes, and all ranks would have to capture and replay the same graph."""
     if config.prefill.graphs not in ("auto", "off"):
         raise ConfigError(
             f"prefill.graphs: {config.prefill.graphs} does not run with engine.dp_attention: ranks compute prompts of "
             "other sizes at the same time",
             hint="leave prefill.graphs out, or set engine.dp_attention: off",
         )
-    is_open = "prefill_chunk_tokens" in engine.left_open and engine.attention != "torch"
-    chunk = _CHUNK if is_open else engine.prefill_chunk_tokens
-    return replace(engine, prompt_graphs="off", prefill_chunk_tokens=chunk)
+    return replace(engine, prompt_graphs="off")
+
+
+def chunk_of_requests(engine: EngineSettings, config: ModelConfig, num_ranks: int, itemsize: int, left: int) -> int:
+    """Return the tokens of a prompt chunk for ranks with requests of their own: on CUDA more than usual, if the user
+    has not set them. `left`: the bytes that weights leave. If the tokens of all ranks and their experts' outputs would
+    take more than _CHUNK_MEMORY of them, the chunk is halved, because ranks cannot try again after one of them is out
+    of memory."""
+    usual, moe = engine.prefill_chunk_tokens, config.moe
+    if "prefill_chunk_tokens" not in engine.left_open or engine.attention == "torch" or moe is None:
+        return usual
+    features = 2 * config.hidden_size + moe.top_k * (config.hidden_size + moe.expert_size)
+    chunk = _CHUNK
+    while chunk > usual and chunk * num_ranks * features * itemsize > _CHUNK_MEMORY * left:
+        chunk //= 2
+    return chunk
 
 
 def _reason_against(config: Config, target: Checkpoint) -> str | None:

@@ -12,11 +12,12 @@ from specbatch.errors import ConfigError
 from specbatch.parallel.shares import Division
 
 # What `auto` measures on CUDA. Elsewhere two lanes were slower in each case that was measured (docs/measured.md), and
-# measuring takes time at each start. Several GPUs: lanes of at least this many tokens. With less, a round takes the time to
-# read the weights, and each lane reads them. One GPU: a model and a batch that do not fill it.
+# measuring takes time at each start. Several GPUs: lanes of at least this many tokens. With less, a round takes the
+# time to read the weights, and each lane reads them. One GPU: a model and a batch that do not fill it.
 _TOKENS_OF_RANKS = 256
 _SMALL_MODEL = 10**9  # bytes
 _MAX_ROWS = 64
+_TESTED = (2, 4)  # numbers of GPUs among which copy engines were tested
 
 Mode = Literal["off", "on", "auto"]
 
@@ -103,6 +104,6 @@ def _loss_on_gpus(num_ranks: int, job: Job) -> str | None:
         return None if is_small else why
     if job.experts not in (None, "requests"):
         return "each lane would read all experts, which takes longer than what it could hide"
-    if num_ranks > 4:
-        return "sums and exchanges by copy engines have not been tested on more than four GPUs"
+    if num_ranks not in _TESTED:
+        return "sums and exchanges by copy engines have been tested on two and on four GPUs only"
     return None

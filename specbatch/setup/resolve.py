@@ -51,7 +51,7 @@ from specbatch.setup.cascade import resolve_cascade
 from specbatch.setup.deterministic import bits_depend_on, check_kv_dtype
 from specbatch.setup.device import DTYPE_NAMES, resolve_device, resolve_dtype
 from specbatch.setup.engine import EngineSettings, resolve_engine
-from specbatch.setup.expert_parallel import engine_of_requests, resolve_division
+from specbatch.setup.expert_parallel import chunk_of_requests, engine_of_requests, resolve_division
 from specbatch.setup.lanes import Job as LaneJob
 from specbatch.setup.lanes import lane_limits
 from specbatch.setup.memory import CachedModel, CachePlan, Rows
@@ -287,6 +287,10 @@ def resolve(config: Config, progress: Callable[[str, int, int], None] | None = N
         state_bytes,
         keeps_states,
     )
+    if division == "requests" and on_cuda:
+        left = int(wanted.available * fraction) - wanted.weights - wanted.states
+        chunk = chunk_of_requests(engine, target.config, num_ranks, dtype.itemsize, left)
+        engine, wanted = replace(engine, prefill_chunk_tokens=chunk), replace(wanted, measured=(num_nodes, chunk))
     # FlashInfer's masks grow with the batch, and rounds that are no graphs are bound by the host.
     if engine.attention == "triton" and "max_batch_size" in engine.left_open:
         wanted = with_default_batch(wanted, config.sampling.max_tokens, notes)

@@ -183,9 +183,9 @@ def trial_short_prompts(round_: Round, max_batch_size: int, prefill_chunk_tokens
 
 @torch.inference_mode()
 def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None) -> None:
-    """Run a chunk of prompts of equal length, which end there. `num_prompts` None: it is one prompt, and for each
-    request index a token is chosen after it, as if short prompts ended there. All of it is in padding's line of the
-    request table, which stays done."""
+    """Run a chunk of prompts of equal length, which end there; the last one has the tokens that are left. `num_prompts`
+    None: it is one prompt, and for each request index a token is chosen after it, as if short prompts ended there. All
+    of it is in padding's line of the request table, which stays done."""
     state, page_size = round_.state, round_.page_size
     device = state.ints_SF.device
     pages = -(-num_tokens // page_size)
@@ -193,23 +193,24 @@ def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None)
     index = torch.arange(num_tokens, device=device)
     num_seqs = num_prompts or 1
     length = num_tokens // num_seqs
-    ends = np.arange(0, num_tokens + 1, length, dtype=np.int32)
+    ends = np.array([*range(0, num_seqs * length, length), num_tokens], np.int32)
+    positions = index - (index // length).clamp(max=num_seqs - 1) * length
     layout = PagedBatch(
         index,
-        index % length % round_.num_positions,
+        positions % round_.num_positions,
         table.repeat(num_seqs, 1),
         page_size,
         torch.zeros(num_seqs, dtype=torch.int32, device=device),
         torch.from_numpy(ends).to(device),
-        length,
+        num_tokens - (num_seqs - 1) * length,
         host_query_starts=ends,
         states=StateSpans(torch.full((num_seqs,), state.padding, dtype=torch.int64, device=device), is_prompt=True),
     )
-    last = index[-state.padding :] if num_prompts is None else index[length - 1 :: length]
+    last = index[-state.padding :] if num_prompts is None else layout.query_starts[1:].long() - 1
     ready = torch.full_like(last, state.padding)
     zeros = torch.zeros_like(index)
     saved = state.ints_SF[state.padding].clone()
-    logits_indices = LogitsIndices.of(layout, last, last % length, table.repeat(last.shape[0], 1))
+    logits_indices = LogitsIndices.of(layout, last, positions[last], table.repeat(last.shape[0], 1))
     cut, half = None, num_tokens // 2
     if round_.two_lanes is not None and half >= round_.two_lanes.min_prompt_lane:
         num_selected = half // length if num_prompts is not None else max(0, half - (num_tokens - len(last)))
@@ -219,7 +220,7 @@ def trial_prompt(round_: Round, num_tokens: int, num_prompts: int | None = None)
         layout,
         ready,
         logits_indices,
-        last % length + 1,
+        positions[last] + 1,
         torch.full_like(last, -1),
         zeros,
         layout,

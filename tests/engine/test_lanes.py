@@ -20,7 +20,9 @@ from specbatch.draft.shape import DraftShape
 from specbatch.engine.engine import Engine
 from specbatch.engine.executor import GraphMode, PaddedSize, RoundBatch, padded_sizes
 from specbatch.engine.overlap.lanes import MIN_LANE, NEVER, LaneLimits, Lanes, LaneSizes
+from specbatch.engine.prefill.packing import PromptChunk
 from specbatch.engine.reports import Report
+from specbatch.engine.round import Round
 from specbatch.engine.sequence import Sequence
 from specbatch.errors import ConfigError
 from specbatch.models.stages import TwoPasses, completed
@@ -301,10 +303,10 @@ def test_auto_keeps_two_lanes_where_they_gain() -> None:
 
 
 def test_a_trial_chunk_in_two_lanes_writes_the_keys_of_one_lane() -> None:
-    """Of one prompt and of several, which may be cut."""
+    """The chunk has one prompt or several, which may be cut, and the last of which may be longer."""
     round_ = round_of(tiny_engine("none", num_pages=64, max_batch_size=8, min_lane=1))
     one = round_.with_two_lanes(None)
-    for num_tokens, num_prompts in ((64, None), (64, 4), (60, 3), (64, 16), (50, 5)):
+    for num_tokens, num_prompts in ((64, None), (64, 4), (60, 3), (64, 16), (50, 5), (53, 3), (63, 10)):
         written = []
         for way in (one, round_):
             round_._cache.all_layers.zero_()
@@ -312,6 +314,27 @@ def test_a_trial_chunk_in_two_lanes_writes_the_keys_of_one_lane() -> None:
             written.append(round_._cache.all_layers.clone())
         assert written[0].any()
         assert torch.equal(*written), (num_tokens, num_prompts)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_prompts"), [(64, None), (64, 4), (50, 4), (7, 4), (5, 5)])
+def test_each_token_of_a_trial_chunk_belongs_to_a_prompt(
+    num_tokens: int, num_prompts: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last prompt has the tokens that are left. Each prompt ends there."""
+    chunks = list[PromptChunk]()
+    monkeypatch.setattr(Round, "prefill", lambda _, chunk, __: chunks.append(chunk))
+    trial_prompt(round_of(tiny_engine("none", num_pages=64, max_batch_size=8)), num_tokens, num_prompts)
+    (chunk,) = chunks
+    starts = chunk.layout.query_starts.tolist()
+    assert starts[-1] == num_tokens
+    assert len(starts) - 1 == len(chunk.layout.starts_B) == (num_prompts or 1)
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    assert set(lengths[:-1]) <= {num_tokens // (num_prompts or 1)}
+    assert max(lengths) == chunk.layout.max_queries
+    assert chunk.layout.positions_T.tolist() == [i for length in lengths for i in range(length)]
+    if num_prompts is not None:
+        assert chunk.lengths_R.tolist() == lengths
+        assert chunk.logits_indices.index_R.tolist() == [end - 1 for end in starts[1:]]
 
 
 def test_larger_batches_follow_those_of_their_draft_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,6 +437,8 @@ def test_where_lanes_are_measured(sets: list[str], device: str, attention: str, 
         (2, Job(512, 16, 10**11, 1024, has_groups=False, experts="requests"), LaneLimits(None, 1024)),
         (4, Job(512, 16, 10**11, 32768, has_groups=False, experts="requests"), LaneLimits(None, 12288)),
         (4, Job(512, 16, 10**11, 8192, has_groups=False), LaneLimits(16, 1024)),
+        (3, Job(512, 16, 10**11, 32768, has_groups=False, experts="requests"), None),
+        (3, Job(512, 16, 10**11, 8192, has_groups=False), None),
         (8, Job(512, 16, 10**11, 32768, has_groups=False, experts="requests"), None),
         (8, Job(512, 16, 10**11, 8192, has_groups=True, experts="experts"), None),
     ],

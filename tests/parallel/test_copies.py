@@ -34,6 +34,7 @@ class FakeDriver:
         return 0
 
     def cuMemcpyDtoDAsync_v2(self, to: int, source: int, num_bytes: int, stream: int) -> int:
+        assert to != source, "it is there"
         ctypes.memmove(to, source, num_bytes)
         return 0
 

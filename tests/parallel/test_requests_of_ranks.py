@@ -123,14 +123,20 @@ def test_scheduling_changes_nothing(settings: dict[str, Any], kind: str) -> None
 
 
 def test_tokens_are_written_to_the_place_from_which_they_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two lanes. A rank whose tokens are filled up to the number of another rank has no place for them."""
-    places = list[Tensor]()
+    """In two lanes. A rank whose tokens are filled up to the number of another rank has no place for them: what travels
+    from there begins at another address."""
+    places, addresses = list[Tensor](), set[int]()
 
     def place(group: Group, like: Tensor) -> Tensor:
         places.append(torch.full_like(like, torch.nan))
         return places[-1]
 
+    def dispatch(group: ThreadGroup, x: Tensor) -> Callable[[], Tensor]:
+        addresses.add(x.data_ptr())
+        return group.start_gather(x)
+
     monkeypatch.setattr(ThreadGroup, "dispatch_place", place)
+    monkeypatch.setattr(ThreadGroup, "start_dispatch", dispatch)
     alone = run(tiny_engine(**SETTINGS), PROMPTS, GREEDY)
 
     def make(group: Group) -> Engine:
@@ -140,6 +146,7 @@ def test_tokens_are_written_to_the_place_from_which_they_travel(monkeypatch: pyt
     assert outputs(found) == outputs(alone)
     assert len(places) > 40
     assert all(place.isfinite().all() for place in places)
+    assert {place.data_ptr() for place in places} <= addresses, "tokens in a place did not travel from there"
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -12,7 +12,7 @@ from specbatch.errors import ConfigError
 from specbatch.models.formats.checkpoint import Checkpoint
 from specbatch.models.random_weights import open_random_model
 from specbatch.setup.engine import resolve_engine
-from specbatch.setup.expert_parallel import engine_of_requests, resolve_division
+from specbatch.setup.expert_parallel import chunk_of_requests, engine_of_requests, resolve_division
 from specbatch.setup.model import check_experts
 from specbatch.setup.resolve import resolve
 
@@ -80,20 +80,28 @@ def test_large_batches_on_gpus_have_requests_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "tokens"),
+    ("options", "device", "num_ranks", "gigabytes", "tokens"),
     [
-        ([], "cuda", 32768),
-        (["engine.prefill_chunk_tokens=4096"], "cuda", 4096),
-        (["engine.attention=torch"], "cuda", 8192),
-        ([], "cpu", 512),
+        ([], "cuda", 2, 60, 32768),
+        ([], "cuda", 8, 60, 32768),
+        ([], "cuda", 8, 30, 16384),
+        ([], "cuda", 2, 5, 8192),
+        ([], "cuda", 2, -1, 8192),
+        (["engine.prefill_chunk_tokens=4096"], "cuda", 2, 60, 4096),
+        (["engine.prefill_chunk_tokens=50000"], "cuda", 8, 1, 50000),
+        (["engine.attention=torch"], "cuda", 2, 60, 8192),
+        ([], "cpu", 2, 60, 512),
     ],
 )
-def test_prompt_chunks_of_ranks_with_requests_of_their_own(options: list[str], device: str, tokens: int) -> None:
-    """They are larger on CUDA, if the user has not set them, and are no graphs."""
+def test_prompt_chunks_of_ranks_with_requests_of_their_own(
+    options: list[str], device: str, num_ranks: int, gigabytes: int, tokens: int
+) -> None:
+    """They are larger on CUDA, if the user has not set them and if weights leave enough memory, and are no graphs."""
+    model = open_random_model("random:qwen3-30b-a3b", torch.bfloat16, torch.device("cpu"))
     config = load_config(None, options)
-    found = engine_of_requests(config, resolve_engine(config, torch.device(device), torch.bfloat16, []))
-    assert found.prefill_chunk_tokens == tokens
-    assert found.prompt_graphs == "off"
+    engine = engine_of_requests(config, resolve_engine(config, torch.device(device), torch.bfloat16, []))
+    assert chunk_of_requests(engine, model.config, num_ranks, 2, gigabytes * 10**9) == tokens
+    assert engine.prompt_graphs == "off"
 
 
 def test_a_draft_with_experts_is_not_quantised_with_the_target() -> None:
