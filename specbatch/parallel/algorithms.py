@@ -53,7 +53,7 @@ _ANY = sys.maxsize
 # Larger tensors are sent in pieces. A GPU has room for two pieces from each GPU, which are 64 MiB in all.
 _LARGEST_PIECE, _INBOX = 16 * _MIB, 64 * _MIB
 MAILBOX_BYTES = 64 * _MIB  # the room of a GPU for one piece of each other GPU that `copied` sends
-_DTYPES = (torch.bfloat16, torch.float32)  # the dtypes that the kernels add
+DTYPES = (torch.bfloat16, torch.float32)  # the dtypes that the kernels add
 ALIGNMENT = 16  # bytes: the kernels' widest load. Torch's kernels refuse less than 4, and are slow below 16
 
 
@@ -95,7 +95,7 @@ def exchange_for(num_bytes: int, dtype: torch.dtype, limits: Limits | None) -> A
 
 
 def _is_added_by_kernels(num_bytes: int, dtype: torch.dtype) -> bool:
-    return dtype in _DTYPES and num_bytes % ALIGNMENT == 0
+    return dtype in DTYPES and num_bytes % ALIGNMENT == 0
 
 
 def inbox_capacity(size: int) -> int:

@@ -21,6 +21,7 @@ import torch
 from specbatch.engine.engine import Engine
 from specbatch.errors import USAGE_ERROR, SpecbatchError
 from specbatch.grammar.compiler import GrammarCompiler, grammar_threads
+from specbatch.parallel.algorithms import DTYPES
 from specbatch.parallel.cuda import CudaGroup, TorchCollectives
 from specbatch.parallel.gloo import GlooGroup
 from specbatch.parallel.group import Group
@@ -52,7 +53,8 @@ def open_group(run: ResolvedRun, rank: int, meeting: str) -> tuple[ResolvedRun, 
     device = torch.device("cuda", rank)
     collectives = TorchCollectives(rank, size, meeting, device)
     host = GlooGroup(rank, size, f"{meeting} of hosts") if run.division == "requests" else None
-    lane_tokens = -(-run.engine.prefill_chunk_tokens // 2) if run.division == "requests" else 0
+    travels = run.division == "requests" and run.dtype in DTYPES
+    lane_tokens = -(-run.engine.prefill_chunk_tokens // 2) if travels else 0
     group = CudaGroup(
         rank,
         size,
