@@ -69,6 +69,7 @@ def test_a_damaged_folder(tmp_path: Path, content: str) -> None:
     assert "batch_1.json is damaged" in refusal(tmp_path)
 
 
+@pytest.mark.wide
 def test_the_client_of_the_docs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,7 +44,9 @@ BLOCK = ["--kind", "block", "--block-size", "4", "--layers", "1", "--inner-size"
 WAYS = {"eagle3": ["none", "2/2/5", "ngram"], "block": ["none", "2/2/5", "4/1/5"]}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("eagle3", marks=pytest.mark.slow), "block"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("eagle3", marks=pytest.mark.slow), pytest.param("block", marks=pytest.mark.wide)]
+)
 def test_a_whole_run(kind: str, tmp_path: Path, train: Train) -> None:
     """Answers, training, evaluation; then again, which does nothing; then with more data to evaluate."""
     target, ways = tiny_model(tmp_path / "target"), WAYS[kind]

@@ -187,6 +187,7 @@ def test_coupled_sampled_chains_are_replayed_exactly(method: str, on_device: boo
         assert live.counts.accepted > 0
 
 
+@pytest.mark.wide
 def test_drawn_chains_are_replayed_with_the_counts_of_a_run() -> None:
     """Greedy drafts alone would show less than what drawn drafts are worth."""
     tuned = session("draft_model", on_device=True)

@@ -96,7 +96,11 @@ def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "has_draft", [pytest.param(False, id="ngram", marks=pytest.mark.slow), pytest.param(True, id="draft_model")]
+    "has_draft",
+    [
+        pytest.param(False, id="ngram", marks=pytest.mark.slow),
+        pytest.param(True, id="draft_model", marks=pytest.mark.wide),
+    ],
 )
 def test_writes_a_configuration_that_runs(
     rows: Path, tmp_path: Path, tiny_model: Path, has_draft: bool, monkeypatch: pytest.MonkeyPatch
@@ -559,6 +563,7 @@ def test_what_is_tuned_on_a_gpu_are_rounds_in_graphs() -> None:
         _resolve_widest(load_config(None, [*sets, "engine.cuda_graphs=none"]), on_a_gpu)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("no_plots")
 def test_the_experts_of_the_files_own_rows_are_counted(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
