@@ -25,7 +25,7 @@ _MANY_VARIANTS = {"attention", "cli", "draft", "engine", "files", "graphs", "job
 _MANY_VARIANTS |= {"blocks", "fallback", "formats", "grammar", "parallel", "report", "results", "rows"}
 _MANY_VARIANTS |= {"scaleout", "schemas", "serve", "setup", "text", "train", "tune"}
 # One of that number of variants of a test is not `wide`. A test always has at least one.
-_ONE_OF, _ONE_OF_MANY = 16, 24
+_ONE_OF, _ONE_OF_MANY = 24, 32
 _MANY = 48
 
 # Python keeps what it has compiled, also where PYTHONDONTWRITEBYTECODE is set. Otherwise each process that a test
@@ -48,7 +48,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but one of 16 variants of a test as `wide`, and all but one of 24 of a test with 48 or more. They are
+    """Mark all but one of 24 variants of a test as `wide`, and all but one of 32 of a test with 48 or more. They are
     chosen by a hash of their names, so that a value that several tests have as a parameter is run by some of them.
     Variants that a test itself marks are not counted."""
     variants: dict[tuple[Path, str], list[pytest.Item]] = {}

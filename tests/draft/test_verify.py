@@ -106,6 +106,7 @@ def first_index(plain: list[int], low: int) -> int:
     return next(i for i in range(low, LENGTH) if plain[i] not in plain[:i])
 
 
+@pytest.mark.wide
 def test_stop_tokens_at_every_place_of_a_draft(plain: list[int]) -> None:
     """End-of-sequence and stop tokens end the text wherever in a draft they are; they are kept as its last token."""
     indices = [i for i, token in enumerate(plain[:14]) if token not in plain[:i]]

@@ -159,14 +159,9 @@ def test_texts_are_those_of_transformers(model: Path, draft: Path, case: str) ->
     assert engine.stats.cached_prompt_tokens > 0
 
 
-@pytest.mark.parametrize("num_steps", [3, *(pytest.param(steps, marks=pytest.mark.wide) for steps in (1, 7))])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, marks=pytest.mark.wide),
-        {"kv_cache_tokens": 128, "max_batch_size": 8, "prefill_chunk_tokens": 24},
-    ],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("num_steps", [1, 3, 7])
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_tokens": 128, "max_batch_size": 8, "prefill_chunk_tokens": 24}])
 def test_drafts_of_which_some_are_wrong(model: Path, num_steps: int, settings: dict[str, Any]) -> None:
     """Each round replays the accepted nodes of the last one: from none of its drafts to all."""
     engine = make_engine(model, {"method": "ngram", "num_steps": 7}, **settings)
@@ -182,7 +177,8 @@ def test_drafts_of_which_some_are_wrong(model: Path, num_steps: int, settings: d
     assert bool(settings) == (engine.stats.preemptions > 0)
 
 
-@pytest.mark.parametrize("chunk", [7, *(pytest.param(size, marks=pytest.mark.wide) for size in (1, 64, 256))])
+@pytest.mark.wide
+@pytest.mark.parametrize("chunk", [1, 7, 64, 256])
 def test_chunks_of_any_size(model: Path, chunk: int) -> None:
     count = len(PROMPTS) - (chunk < 16)  # The last prompt is long.
     engine = make_engine(model, NGRAM, prefill_chunk_tokens=chunk)

@@ -23,7 +23,7 @@ from specbatch.scaleout.ray_session import RaySession, ray
 from specbatch.scaleout.ray_transport import RayTransport
 
 # One process runs all of these tests: two would start a Ray each.
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.wide]
 FOUR_WORKERS = 4  # more than this machine can have cores
 _SECONDS = 30.0
 

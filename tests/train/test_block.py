@@ -336,7 +336,8 @@ def test_the_host_makes_batches_for_a_gpu_with_one_thread(device: str, threads: 
         assert torch.get_num_threads() == 3
 
 
-@pytest.mark.parametrize("head", [*(pytest.param(h, marks=pytest.mark.wide) for h in ("none", "markov")), "domino"])
+@pytest.mark.wide
+@pytest.mark.parametrize("head", ["none", "markov", "domino"])
 def test_a_trained_drafter_drafts_as_validation_says(head: HeadName, tmp_path: Path) -> None:
     """Overfitted to the target's own answers, then opened by the engine: the text is that of plain decoding, and the
     engine takes exactly the rounds that validation has counted."""
