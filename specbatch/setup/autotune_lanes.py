@@ -56,8 +56,8 @@ def median_times(
     group: Group | None = None,
 ) -> LaneTimes:
     """Return the median times of the runs. They run in turn, so that a change of the clock rate changes all of them. On
-    a GPU, as many runs come before, because an idle GPU takes a while to run at full speed. `group`: the ranks, which
-    all run the same number of times."""
+    a GPU, as many short runs come before, because an idle GPU takes a while to run at full speed. `group`: the ranks,
+    which all run the same number of times."""
     found = [list[float]() for _ in runs]
 
     def run_all() -> None:
@@ -70,7 +70,8 @@ def median_times(
     longest = max(times[1] for times in found)
     longest = longest if group is None else group.of_first([longest])[0]
     repeats = min(_REPEATS[device.type], max(_MIN_REPEATS, int(_MICROS / longest)))
-    for _ in range(repeats * (2 if device.type == "cuda" else 1)):
+    is_short = device.type == "cuda" and _MIN_REPEATS * longest < _MICROS
+    for _ in range(repeats * (1 + is_short)):
         run_all()
     return LaneTimes(*(statistics.median(times[-repeats:]) for times in found))
 

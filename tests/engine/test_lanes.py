@@ -382,6 +382,18 @@ def test_the_time_of_slow_rounds_is_measured_less_often(monkeypatch: pytest.Monk
     assert on_ranks(2, on_rank) == [[[22, 22], [5, 5]]] * 2
 
 
+@pytest.mark.parametrize(("micros", "count"), [(1000.0, 42), (30_000.0, 14), (150_000.0, 5)])
+def test_short_runs_come_before_what_is_measured_on_a_gpu(
+    micros: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long run has brought the GPU to its full speed itself."""
+    calls = list[int]()
+    monkeypatch.setattr(lane_times, "_micros", lambda run, device: (calls.append(run()), micros + run())[1])
+    times = median_times([lambda: 1, lambda: 2], torch.device("cuda"), lambda: None)
+    assert times == LaneTimes(micros + 1, micros + 2)
+    assert calls == [1, 2] * count
+
+
 def test_prompts_have_two_lanes_from_the_first_size_that_gains() -> None:
     def on_rank(group: Group) -> tuple[int, str]:
         two_us = iter([99.0, 90.0])
