@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from specbatch.config_load import load_config
-from specbatch.models.config import ModelConfig
 from specbatch.setup.ranks.ranked_engine import build_ranked
 from specbatch.setup.resolve import ResolvedRun, resolve
 from specbatch.types import BatchEngine, Request, RngKey, SamplingParams
@@ -39,7 +38,6 @@ _DIVISIONS = {
 }
 _LANES = {"": "off", "lanes": "on", "auto": "auto"}
 _LINK = 450e9  # bytes a second of NVLink of an H100, in one direction
-_CHUNK = 8192  # tokens of a prompt chunk
 Line = dict[str, Any]
 
 
@@ -93,7 +91,7 @@ def measure(args: argparse.Namespace, way: str, skew: float) -> None:
         run_rows(engine, args, rows[0] * args.ranks)  # compiles kernels, and captures graphs
         for count in rows:
             times = run_rows(engine, args, count * args.ranks)
-            floors = floor_of(run.target.config, way.partition("+")[0], args.ranks, count)
+            floors = floor_of(run, way.partition("+")[0], args.ranks, count)
             say(args.output, found | {"rows": count, **times, "floor_ms": floors})
     finally:
         engine.close()
@@ -144,10 +142,11 @@ def allocation_retries() -> int:
     return torch.cuda.memory_stats(0).get("num_alloc_retries", 0)  # there are no statistics if no GPU is used
 
 
-def floor_of(config: ModelConfig, division: str, ranks: int, rows: int) -> dict[str, float]:
+def floor_of(run: ResolvedRun, division: str, ranks: int, rows: int) -> dict[str, float]:
     """Return the milliseconds that the exchanges of a round, and of prompt chunks of all ranks, take at the speed of
     the links. With rows of its own, a rank sends its tokens to each other one and gets them back; otherwise all ranks
     add two tensors of all tokens in each layer."""
+    config, chunk = run.target.config, run.engine.prefill_chunk_tokens
 
     def milliseconds(tokens_of_rank: int) -> float:
         tensor = tokens_of_rank * config.hidden_size * 2
@@ -155,7 +154,7 @@ def floor_of(config: ModelConfig, division: str, ranks: int, rows: int) -> dict[
         sent = (2 if division == "requests" else 4) * tensor * (ranks - 1)
         return round(1e3 * config.num_layers * sent / _LINK, 3)
 
-    return {"round": milliseconds(rows), "chunk": milliseconds(_CHUNK if division == "requests" else _CHUNK // ranks)}
+    return {"round": milliseconds(rows), "chunk": milliseconds(chunk if division == "requests" else chunk // ranks)}
 
 
 if __name__ == "__main__":

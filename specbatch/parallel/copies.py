@@ -38,8 +38,7 @@ class Mailbox:
         self._memories, self._rank, self._room = memories, rank, room
         # Each rank begins with another one, so that no GPU gets all tensors at once.
         self._others = [(rank + i) % size for i in range(1, size)]
-        # The addresses and the operations are kept, because the host must launch a sum in less time than a GPU needs
-        # for a part of a layer.
+        # The addresses and the operations are kept: the host has less time to launch a sum than half a layer takes.
         self._addresses = [memory.data_ptr() for memory in memories]
         words = [address + room for address in self._addresses]
         own = words[rank]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ from specbatch.parallel.multicast import disable_multicast
 
 if TYPE_CHECKING:
     from specbatch.kernels.triton.ranks.one_shot import Inbox  # needs Triton
+
+M = TypeVar("M", bound=Mailbox)
 
 _FIRST_CONTACT = timedelta(minutes=5)  # the longest wait until all ranks have started
 _ALONE = -1  # the number of a pass while no other pass runs
@@ -424,16 +426,16 @@ class TorchCollectives:
         return found
 
     def new_mailbox(self, num_bytes: int) -> Mailbox:
-        mailbox = Mailbox(self._memories(num_bytes + WORDS_BYTES), self._rank)
-        mailbox.reset()
-        self._meet()
-        return mailbox
+        return self._new_box(Mailbox, num_bytes)
 
     def new_dispatch_buffer(self, num_bytes: int) -> DispatchBuffer:
-        buffer = DispatchBuffer(self._memories(num_bytes + WORDS_BYTES), self._rank)
-        buffer.reset()
+        return self._new_box(DispatchBuffer, num_bytes)
+
+    def _new_box(self, kind: type[M], num_bytes: int) -> M:
+        box = kind(self._memories(num_bytes + WORDS_BYTES), self._rank)
+        box.reset()
         self._meet()
-        return buffer
+        return box
 
     def _memories(self, num_bytes: int) -> list[Tensor]:
         """Allocate memory that all ranks can address. Return that of each rank."""
