@@ -202,8 +202,8 @@ def test_exchanges_of_all_sizes(
 
 
 def test_tokens_travel_in_a_buffer_until_their_experts_are_added() -> None:
-    """Each of two passes has a buffer. It has no place for small and for too large tensors, and a pass that is alone has
-    no buffer."""
+    """Each of two passes has a buffer, and a pass that is alone has none. A buffer has no place for small and for too
+    large tensors."""
     small, fits, large = 1 << 10, 1 << 18, (1 << 18) + 4  # elements of 4 bytes
 
     def work(group: Group) -> list[str]:
