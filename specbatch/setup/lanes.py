@@ -84,7 +84,7 @@ def lane_limits(mode: Mode, num_ranks: int, device: torch.device, job: Job, note
         return None
     if num_ranks == 1:
         return LaneLimits(MIN_LANE, NEVER)  # no sum of prompts can be hidden, and as graphs they are faster
-    if job.experts is not None:  # Most chunks are full. The host takes longer to launch a small one than a GPU computes.
+    if job.experts is not None:  # The host takes longer to launch a small chunk than a GPU computes.
         return LaneLimits(None, max(prompt_tokens, 3 * job.prefill_chunk_tokens // 8))
     least = max(MIN_LANE, -(-_TOKENS_OF_RANKS // (8 * job.num_nodes)) * 8)
     has_rounds = 2 * least <= job.max_batch_size and not is_whole
